@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.changes import changes, short
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import open_regular
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, data_of
 from torchmm.data.storage.remote_files import AnyFile
 from torchmm.recipe.data_section import DataConfig, SourceConfig

@@ -22,6 +22,7 @@ from torchmm.data.layouts.sample import (
     Root,
     VideoSegment,
 )
+from torchmm.data.sample_files import InnerFile, TableValue, content_of
 from torchmm.data.storage.remote_files import RemoteFolder, RemoteName
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
@@ -50,9 +51,9 @@ def brief(value: Any) -> str:
 def with_json_columns(columns: dict[str, Any]) -> dict[str, Any]:
     """Columns plus those inside a webdataset's `json` member."""
     inner = columns.get("json")
-    if isinstance(inner, str | bytes):
+    if isinstance(inner, str | bytes | TableValue):
         try:
-            inner = json.loads(inner)
+            inner = json.loads(content_of(inner))
         except (ValueError, RecursionError) as error:
             raise CorruptSampleError(f"column json: {error}") from error
     return {**inner, **columns} if isinstance(inner, dict) else columns
@@ -70,6 +71,7 @@ def list_of(columns: dict[str, Any], name: str) -> list[Any]:
 
 def text_of(value: Any, name: str = "text") -> str:
     """A text as a string; raises CorruptSampleError."""
+    value = content_of(value)
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if not isinstance(value, str):
@@ -109,12 +111,14 @@ def file_segment(kind: str, value: Any, root: Root) -> Any:
     return FILE_KINDS[kind][1](*_file(value, root, kind))
 
 
-def _file(value: Any, root: Root, kind: str) -> tuple[bytes | None, str | RemoteName | None]:
+def _file(
+    value: Any, root: Root, kind: str
+) -> tuple[bytes | None, str | RemoteName | InnerFile | None]:
     """Bytes or path, from either or from the {"bytes", "path"} pair of `datasets`."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return value, None
+    if isinstance(value, bytes | InnerFile):
+        return (value, None) if isinstance(value, bytes) else (None, value)
     if not isinstance(value, str) or not value:
         raise CorruptSampleError(f"{kind} is {type(value).__name__}, not bytes or a path")
     if value.startswith("data:"):

@@ -18,12 +18,12 @@ from torchmm.data.layouts.conversation import Conversation
 from torchmm.data.layouts.messages import chat_of
 from torchmm.data.layouts.parts import has_marks, read_contents, with_files_first
 from torchmm.data.layouts.sample import Record, Sample, Segment, TextSegment
+from torchmm.data.sample_files import content_of
 
 
 def read_prompt(record: Record) -> Sample | Conversation:
     """Both columns; raises CorruptSampleError."""
-    prompt = record.columns["prompt"]
-    completion = record.columns["completion"]
+    prompt, completion = (content_of(record.columns[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         return _read_messages(record, prompt, completion)
     if isinstance(prompt, str | bytes) and isinstance(completion, str | bytes):

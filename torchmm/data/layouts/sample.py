@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import InnerFile, open_regular
 from torchmm.data.storage.remote_files import RemoteFolder, RemoteName
 from torchmm.recipe.data_section import SourceConfig
 
@@ -64,7 +64,7 @@ class FileSegment:
     """An encoded file: its bytes, or where they are."""
 
     data: bytes | None = None
-    path: str | RemoteName | None = None
+    path: str | RemoteName | InnerFile | None = None
     encoder: str | None = None
     """Name of the encoder that reads it, once that is known."""
 
@@ -81,6 +81,9 @@ class FileSegment:
             self._check_size(len(self.data), max_bytes)
             return self.data
         assert self.path is not None
+        if isinstance(self.path, InnerFile):
+            self._check_size(self.path.size, max_bytes)
+            return self._read_inner(self.path)
         if isinstance(self.path, RemoteName):
             file = self.path.find()
             if file is None:
@@ -98,6 +101,14 @@ class FileSegment:
             raise CorruptSampleError(f"{self.kind} file {self.path}: {error.strerror}") from error
         except ValueError as error:
             raise CorruptSampleError(f"{self.kind} file {self.path!r}: {error}") from error
+
+    def _read_inner(self, file: InnerFile) -> bytes:
+        try:
+            return file.read()
+        except OSError as error:
+            raise CorruptSampleError(f"{self.kind} in {file}: {error.strerror}") from error
+        except ValueError as error:
+            raise CorruptSampleError(f"{self.kind} in {file}: {error}") from error
 
     def _check_size(self, size: int, max_bytes: int) -> None:
         if size > max_bytes:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import first_of
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import open_regular
 from torchmm.data.storage.remote_files import AnyFile
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)

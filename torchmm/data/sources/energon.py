@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import yaml
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.tar_samples import TarSamples, decode_part
+from torchmm.data.sources.tar_samples import Parts, TarSamples, decode_part
 from torchmm.data.storage.places import Places
 from torchmm.data.storage.remote_files import AnyFile
 
@@ -87,7 +87,7 @@ class EnergonSource:
             columns = KINDS[self._folder.kind](given, parts)
         return Record(columns, str(self._folder.directory), where=where)
 
-    def _find(self, name: str, parts: Mapping[str, bytes], options: Sequence[Sequence[str]]) -> Any:
+    def _find(self, name: str, parts: Parts, options: Sequence[Sequence[str]]) -> Any:
         """The value of a field, from the first of the places where it may be."""
         for part, *keys in options:
             if part not in parts:
@@ -221,15 +221,15 @@ def _parse_json(name: str, text: str | bytes) -> Any:
         raise CorruptSampleError(f"{name}: {error}") from error
 
 
-def _caption(fields: Columns, _: Mapping[str, bytes]) -> Columns:
+def _caption(fields: Columns, _: Parts) -> Columns:
     return {"image": fields.get("image"), "text": fields.get("caption")}
 
 
-def _text(fields: Columns, _: Mapping[str, bytes]) -> Columns:
+def _text(fields: Columns, _: Parts) -> Columns:
     return {"image": fields.get("image"), "text": fields.get("text")}
 
 
-def _question(fields: Columns, _: Mapping[str, bytes]) -> Columns:
+def _question(fields: Columns, _: Parts) -> Columns:
     """A question about an image or a clip, and its best answer."""
     kind = "video" if "video" in fields else "image"
     answers = fields.get("answers")
@@ -248,7 +248,7 @@ def _question(fields: Columns, _: Mapping[str, bytes]) -> Columns:
     return {"messages": messages, f"{kind}s": [fields.get(kind)]}
 
 
-def _interleaved(fields: Columns, parts: Mapping[str, bytes]) -> Columns:
+def _interleaved(fields: Columns, parts: Parts) -> Columns:
     """A sequence of texts and images, or lists of both that fill each other's gaps."""
     found = fields.get("sequence", fields)
     if isinstance(found, dict):
@@ -260,7 +260,7 @@ def _interleaved(fields: Columns, parts: Mapping[str, bytes]) -> Columns:
     return {"images": files, "texts": texts}
 
 
-def _chat(fields: Columns, parts: Mapping[str, bytes]) -> Columns:
+def _chat(fields: Columns, parts: Parts) -> Columns:
     """A conversation, and the files that it is about."""
     conversation = fields.get("conversation")
     if isinstance(conversation, str | bytes):
@@ -276,7 +276,7 @@ def _chat(fields: Columns, parts: Mapping[str, bytes]) -> Columns:
     return _with_members(columns, parts)
 
 
-def _crude(_: Columns, parts: Mapping[str, bytes]) -> Columns:
+def _crude(_: Columns, parts: Parts) -> Columns:
     """Parts as they are, and the columns inside of `json`."""
     columns = {part: decode_part(part, data) for part, data in parts.items()}
     inner = columns.get("json")
@@ -285,7 +285,7 @@ def _crude(_: Columns, parts: Mapping[str, bytes]) -> Columns:
     return _with_members(columns, parts)
 
 
-def _with_members(columns: Columns, parts: Mapping[str, bytes]) -> Columns:
+def _with_members(columns: Columns, parts: Parts) -> Columns:
     """Columns with the content of files in the place of their names, if they are parts."""
     columns = dict(columns)
     for column in ("images", "videos", "audios"):
@@ -297,7 +297,7 @@ def _with_members(columns: Columns, parts: Mapping[str, bytes]) -> Columns:
     return columns
 
 
-KINDS: dict[str, Callable[[Columns, Mapping[str, bytes]], Columns]] = {
+KINDS: dict[str, Callable[[Columns, Parts], Columns]] = {
     "Captioning": _caption,
     "Text": _text,
     "OCR": _text,

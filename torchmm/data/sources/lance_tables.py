@@ -15,6 +15,7 @@ from typing import Any
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
+from torchmm.data.sample_files import row_of
 from torchmm.recipe.data_section import SourceConfig, is_address
 
 SUFFIX = ".lance"
@@ -74,7 +75,7 @@ class LanceSource:
         """
         where = f"{self._path} row {index}"
         try:
-            columns = self._opened().take([index]).to_pylist()[0]
+            columns = row_of(self._opened().take([index]))
         except (OSError, ValueError) as error:
             if is_address(self._path):  # more likely the store than the row: no sample is lost
                 raise DataError(f"{where} cannot be read: {_brief(error)}") from error

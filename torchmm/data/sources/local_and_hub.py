@@ -31,6 +31,7 @@ import numpy as np
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.layouts.sample import Record, Root
+from torchmm.data.sample_files import row_of
 from torchmm.data.sources.configured import MapSource, SourceAsConfigured
 from torchmm.data.sources.energon import EnergonFolder, EnergonSource, is_energon, open_folder
 from torchmm.data.sources.folders import FolderSource, described
@@ -93,7 +94,7 @@ class ArrowSource:
 
     def read(self, index: int) -> Record:
         """Record `index`."""
-        columns = self._rows[index].to_pylist()[0]
+        columns = row_of(self._rows[index])
         return Record(columns, self._root, where=sample_key(columns) or self._row(index))
 
     def _row(self, index: int) -> str:

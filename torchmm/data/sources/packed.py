@@ -17,7 +17,7 @@ from uuid import uuid4
 import pyarrow as pa
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import open_regular
 from torchmm.data.storage.remote_files import AnyFile, RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}

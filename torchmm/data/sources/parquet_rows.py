@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, first_of
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import open_regular, row_of
 from torchmm.data.storage.remote_files import AnyFile
 
 MANY_ROWS = 100_000
@@ -120,7 +120,7 @@ class RowGroups:
             try:
                 table = self._table(group)
                 start = int(self._ends[group]) - len(table)
-                columns = table.slice(index - start, 1).to_pylist()[0]
+                columns = row_of(table.slice(index - start, 1))
                 return Record(columns, self._root, where=where)
             except (pa.ArrowException, OSError, ValueError, IndexError) as error:
                 self._broken[group] = str(error)

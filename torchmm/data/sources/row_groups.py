@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
+from torchmm.data.sample_files import row_of
 from torchmm.data.storage.remote_files import RemoteFile, RemoteFolder
 
 MAX_GROUP_BYTES = 4 << 30
@@ -88,7 +89,7 @@ class ParquetSource:
             raise CorruptSampleError(f"{where}: {self._broken[group]}")
         try:
             table = self._table(group, file, group - first_group)
-            columns = table.slice(index - start, 1).to_pylist()[0]
+            columns = row_of(table.slice(index - start, 1))
         except (pa.ArrowException, OSError, ValueError) as error:
             self._broken[group] = f"row group {group - first_group}: {error}"
             raise CorruptSampleError(f"{where}: {self._broken[group]}") from error

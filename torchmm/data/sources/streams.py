@@ -25,7 +25,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import open_regular, row_of
 from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
 from torchmm.data.sources.index.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import (
@@ -85,7 +85,7 @@ class ArrowStream:
             raise DataError(f"source {self._name!r} cannot be read further: {error}") from error
         if table is None:
             return None
-        columns = table.to_pylist()[0]
+        columns = row_of(table)
         return Record(columns, self._root, where=sample_key(columns))
 
 

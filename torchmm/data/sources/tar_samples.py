@@ -1,7 +1,8 @@
 """Random access to the samples of webdataset shards: members of a tar file that share a name.
 
 Headers of all members are read once, unless a `.tar.idx` next to the shard says where samples
-begin, as Energon writes it; where each begins is kept. A sample is read from its place. Nothing is
+begin, as Energon writes it; where each begins is kept. A sample is read from its place, but for
+its pictures, clips and sounds: these stay in the shard until they are decoded. Nothing is
 converted or copied, samples may have different parts, and parts stay bytes unless they are text
 or JSON: Hugging Face's reader, which would convert whole shards, unpickles some (`.pth`).
 
@@ -23,8 +24,9 @@ import numpy as np
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.layouts.columns import FILE_KINDS
 from torchmm.data.layouts.sample import Record
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import SMALL_BYTES, FileRange, open_regular
 from torchmm.data.sources.archives import check_tars
 from torchmm.data.storage.places import Places
 from torchmm.data.storage.remote_files import AnyFile, RemoteFile
@@ -35,9 +37,14 @@ MAX_PART_BYTES = 2 << 30
 """Largest part of a sample that is read."""
 MAX_HEADER_BYTES = 1 << 20
 """Longest name or extended header of a member."""
+FILES = frozenset(suffix for suffixes, _ in FILE_KINDS.values() for suffix in suffixes)
+"""Last suffixes of parts that are decoded, if at all, as pictures, clips or sounds."""
 TEXTS = ("txt", "text", "caption", "transcript")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
 """Parts that webdataset's readers decode, besides JSON, by their last suffix."""
+
+Parts = Mapping[str, bytes | FileRange]
+"""Of a sample, by name: read, or where they are."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +85,7 @@ class TarSamples:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def read(self, index: int) -> tuple[str, dict[str, bytes]]:
+    def read(self, index: int) -> tuple[str, Parts]:
         """Where a sample is ("SHARD:KEY"), and its parts by their names.
 
         Raises:
@@ -102,7 +109,7 @@ class TarSamples:
         """The file that a sample is in."""
         return self._shards[int(np.searchsorted(self._ends, index, side="right"))]
 
-    def _read(self, shard: AnyFile, stream: BinaryIO, start: int) -> tuple[str, dict[str, bytes]]:
+    def _read(self, shard: AnyFile, stream: BinaryIO, start: int) -> tuple[str, Parts]:
         key = ""
         members: dict[str, tarfile.TarInfo] = {}
         for member in _members(stream, start):
@@ -117,7 +124,8 @@ class TarSamples:
             if name[1] in members:
                 raise CorruptSampleError(f"{key} has two parts {name[1]}")
             members[name[1]] = member
-        return f"{shard}:{key}", {part: _body(stream, m) for part, m in members.items()}
+        parts = {part: _part(shard, stream, part, m) for part, m in members.items()}
+        return f"{shard}:{key}", parts
 
 
 class WebdatasetSource:
@@ -190,12 +198,14 @@ class WebdatasetStream:
         return None
 
 
-def decode_part(part: str, data: bytes) -> Any:
-    """A part as webdataset decodes it; files, and all that would be unpickled, stay bytes.
+def decode_part(part: str, data: bytes | FileRange) -> Any:
+    """A part as webdataset decodes it; files, and all that would be unpickled, stay as they are.
 
     Raises:
         CorruptSampleError: malformed JSON.
     """
+    if isinstance(data, FileRange):
+        return data
     suffix = part.rpartition(".")[2]
     try:
         if suffix in ("json", "jsn"):
@@ -269,9 +279,13 @@ def _next_header(stream: BinaryIO, start: int, size: int) -> int:
     return size
 
 
-def _body(stream: BinaryIO, member: tarfile.TarInfo) -> bytes:
+def _part(
+    shard: AnyFile, stream: BinaryIO, part: str, member: tarfile.TarInfo
+) -> bytes | FileRange:
     if member.issparse():
         raise CorruptSampleError(f"{member.name} is stored with holes")
+    if part.rpartition(".")[2] in FILES and member.size >= SMALL_BYTES:
+        return FileRange(shard, member.offset_data, member.size)
     if member.size > MAX_PART_BYTES:
         raise CorruptSampleError(f"{member.name} has {member.size} bytes, at most {MAX_PART_BYTES}")
     stream.seek(member.offset_data)

@@ -28,7 +28,7 @@ import numpy as np
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.regular_files import open_regular
+from torchmm.data.sample_files import open_regular
 from torchmm.data.storage.places import Places
 from torchmm.data.storage.remote_files import AnyFile, RemoteFile
 

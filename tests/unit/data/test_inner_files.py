@@ -1,0 +1,122 @@
+"""Pictures inside of tables and tar files: read by those alone who decode them."""
+
+import io
+import tarfile
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from data_cases import CLIP, caption, data_config, training
+from PIL import Image
+
+from torchmm.common.row_slices import Reads, Share
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.sample import ImageSegment
+from torchmm.data.loader import build_loader
+from torchmm.data.sample_files import SMALL_BYTES, FileRange, TableValue, row_of
+from torchmm.recipe.data_section import SourceConfig
+
+COUNT = 8
+READS = {
+    "all": None,
+    "none": Reads({}),
+    "first half": Reads({"vision": Share(0, 2)}),
+    "second half": Reads({"vision": Share(1, 2)}),
+}
+
+
+def pictures() -> list[bytes]:
+    """Noise, which does not compress."""
+    files = []
+    for number in range(COUNT):
+        stream = io.BytesIO()
+        noise = np.random.default_rng(number).integers(0, 255, (40 + number, 48, 3), np.uint8)
+        Image.fromarray(noise).save(stream, "png")
+        files.append(stream.getvalue())
+    assert min(map(len, files)) > SMALL_BYTES
+    return files
+
+
+def write_parquet(directory) -> None:
+    values = [{"bytes": data, "path": None} for data in pictures()]
+    texts = [caption(number) for number in range(COUNT)]
+    pq.write_table(pa.table({"image": values, "text": texts}), directory / "a.parquet")
+
+
+def write_lists(directory) -> None:
+    values = [[{"bytes": data, "path": None}] for data in pictures()]
+    texts = [[None, caption(number)] for number in range(COUNT)]
+    pq.write_table(
+        pa.table({"images": [[*v, None] for v in values], "texts": texts}), directory / "a.parquet"
+    )
+
+
+def write_tar(directory) -> None:
+    with tarfile.open(directory / "a.tar", "w") as tar:
+        for number, data in enumerate(pictures()):
+            for part, content in (("png", data), ("txt", caption(number).encode())):
+                member = tarfile.TarInfo(f"{number:03d}.{part}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_lists, write_tar])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_who_does_not_decode_a_picture_does_not_read_it(
+    write, streaming, tmp_path, tokenizer, text_spec
+):
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data")
+    source = SourceConfig(path=str(tmp_path / "data"), name="a", streaming=streaming)
+    batches = {}
+    for name, reads in READS.items():
+        loader = build_loader(
+            data_config(tmp_path, source, shuffle=False),
+            training(global_batch_size=2, microbatch_size=1, sequence_length=64),
+            text_spec=replace(text_spec, positions="1d"),
+            image_specs={"vision": CLIP},
+            tokenizer=tokenizer,
+            data_parallel_rank=0,
+            data_parallel_size=1,
+            state=None,
+            reads=reads,
+        )
+        [batches[name]] = islice(loader.batches(), 1)
+    whole = batches["all"]
+    sizes = dict(enumerate(map(len, pictures())))
+    items = [item for packs in whole.packs for pack in packs for item in pack]
+    expected = sum(sizes[item.meta.index] for item in items)
+    assert expected
+    texts = batches["none"].read_bytes
+    assert 0 < texts < SMALL_BYTES
+    assert whole.read_bytes - texts == expected
+    halves = [batches[name].read_bytes - texts for name in ("first half", "second half")]
+    assert sum(halves) == expected and min(halves) > 0
+    for batch in batches.values():
+        for ours, theirs in zip(batch.microbatches, whole.microbatches, strict=True):
+            assert torch.equal(ours.input_ids_T, theirs.input_ids_T)
+
+
+def test_texts_as_bytes_are_read_at_once():
+    long = b"x" * SMALL_BYTES
+    table = pa.table({"text": [long], "image": [{"bytes": b"short", "path": "a.png"}], "n": [1]})
+    row = row_of(table)
+    assert row["image"] == {"bytes": b"short", "path": "a.png"} and row["n"] == 1
+    assert isinstance(row["text"], TableValue) and row["text"].read() == long
+
+
+def test_a_range_that_is_cut_off_costs_its_sample(tmp_path):
+    file = tmp_path / "a.tar"
+    file.write_bytes(bytes(100))
+    assert FileRange(file, 10, 90).read() == bytes(90)
+    with pytest.raises(CorruptSampleError, match=r"a\.tar, byte 10: cut off after 90 of 91 bytes"):
+        ImageSegment(path=FileRange(file, 10, 91)).read(10**6)
+    with pytest.raises(CorruptSampleError, match=r"of 90 bytes; data\.max_file_mb"):
+        ImageSegment(path=FileRange(file, 10, 90)).read(80)
+    file.unlink()
+    with pytest.raises(CorruptSampleError, match="No such file"):
+        ImageSegment(path=FileRange(file, 10, 90)).read(10**6)
