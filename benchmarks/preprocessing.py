@@ -121,7 +121,9 @@ def waits_s(loader: Loader, steps: int, step_s: float) -> tuple[float, float]:
         begin_s = time.perf_counter()
         batch = next(batches)
         waits.append(time.perf_counter() - begin_s)
-        checksum += sum(float(m.encoders["vision"].pixels.sum()) for m in batch.microbatches)
+        checksum += sum(
+            float(m.encoders["vision"].values().pixels.sum()) for m in batch.microbatches
+        )
         time.sleep(step_s)
     return median(waits[WARMUP:]), checksum
 

@@ -238,6 +238,7 @@ def module_of(name: str) -> str:
 
 def samples_of(microbatch: Any) -> Iterator[Sample]:
     """The samples of a packed sequence; padding is one without targets."""
+    microbatch = microbatch.values()
     for start, stop in pairwise(microbatch.cu_seqlens):
         read = {}
         for name, inputs in microbatch.encoders.items():

@@ -14,7 +14,7 @@ K encoder output tokens of all images, D features, C channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchmm.common.dtypes import ByteValues
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, held_rows
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.tiles import Kept, TileSpec
@@ -139,7 +140,8 @@ class EncoderInputs:
     """
 
     pixels: Tensor
-    """float32, (N, C, height, width) or (P, D), of the images that are `held`."""
+    """(N, C, height, width) or (P, D), of the images that are `held`: float32, or uint8 as long as
+    nobody reads them (`values`)."""
     grids_thw: list[tuple[int, int, int]]
     """Patches per image as (frames, rows, columns), one entry per image."""
     positions_K: Tensor
@@ -151,6 +153,21 @@ class EncoderInputs:
     all patches of an encoder's images become tokens."""
     held: list[int] | None = None
     """Images whose pixels are here, ascending; None: those of all, on every rank that reads any."""
+    byte_values: ByteValues | None = None
+    """What uint8 pixels stand for."""
+    blank: list[int] = field(default_factory=list)
+    """Images that could not be decoded, ascending: all that encoders read of them is 0."""
+
+    def values(self) -> EncoderInputs:
+        """With float32 pixels, for encoders."""
+        if self.pixels.dtype != torch.uint8:
+            return self
+        assert self.byte_values is not None
+        found = self.byte_values.look_up(self.pixels)
+        for image in self.blank:
+            rows, _ = held_rows(self.pixel_rows, self.held, range(image, image + 1))
+            found[rows] = 0
+        return replace(self, pixels=found, byte_values=None)
 
     def without_pixels(self) -> EncoderInputs:
         """The same sizes and positions."""
@@ -192,6 +209,8 @@ class EncoderInputs:
             self.kept and self.kept[own],
             self.patches_per_token,
             held,
+            self.byte_values,
+            [image - images.start for image in self.blank if image in images],
         )
 
 
@@ -251,6 +270,13 @@ class Microbatch:
     def generated_count(self) -> int:
         """Images to be drawn that count in the loss."""
         return self.generator.count if self.generator else 0
+
+    def values(self) -> Microbatch:
+        """With float32 pixels."""
+        encoders = {name: inputs.values() for name, inputs in self.encoders.items()}
+        return replace(
+            self, encoders=encoders, generator=self.generator and self.generator.values()
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Microbatch:
         """Copy with every tensor on `device`; metadata stays in Python."""

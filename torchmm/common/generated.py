@@ -20,7 +20,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from torchmm.common.dtypes import ByteValues
+
+DRAWN = ByteValues(np.arange(256, dtype=np.float32)[None] / np.float32(127.5) - np.float32(1))
+"""Pixels in [-1, 1]."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,8 @@ class GeneratorInputs:
     """The generator's share of a microbatch, image after image."""
 
     patches_PV: Tensor
-    """float32 in [-1, 1]: pixels; V = channels x rows x columns of a patch, in this order."""
+    """Pixels; V = channels x rows x columns of a patch, in this order. float32 in [-1, 1], or uint8
+    as long as nobody reads them (`values`)."""
     noise_PV: Tensor
     """float32, standard normal."""
     times: list[float]
@@ -78,6 +86,17 @@ class GeneratorInputs:
     held: list[int] | None = None
     """Images whose pixels and noise are here, ascending; None: those of all, on every rank that
     draws any."""
+
+    def values(self) -> GeneratorInputs:
+        """With float32 pixels, for generators; those of images that do not count are 0."""
+        if self.patches_PV.dtype != torch.uint8:
+            return self
+        found = DRAWN.look_up(self.patches_PV)
+        for image, counted in enumerate(self.counted):
+            if not counted:
+                rows, _ = held_rows(self.pixel_rows, self.held, range(image, image + 1))
+                found[rows] = 0
+        return replace(self, patches_PV=found)
 
     def without_pixels(self) -> GeneratorInputs:
         """The same sizes, times and positions."""

@@ -19,6 +19,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from torchmm.common.batch import ImageMeta, Microbatch
+from torchmm.common.dtypes import ByteValues
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import CorruptSampleError, naming_place
@@ -90,6 +91,11 @@ class StepDecoder(Dataset[DecodedStep]):
     def drawings(self) -> DrawingPreprocessor | None:
         """Adds the noise; None: nothing is drawn."""
         return self._reader.drawings
+
+    @property
+    def byte_values(self) -> dict[str, ByteValues | None]:
+        """What uint8 pixels of encoders stand for, by name."""
+        return {name: medium.byte_values for name, medium in self._reader.media.items()}
 
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
         return with_noise(self.drawings, self.decode(microbatches), microbatches)

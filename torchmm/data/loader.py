@@ -416,8 +416,8 @@ def _ask_producers(
             "data.producers: needs gRPC; install it with pip install 'torchmm[producers]'"
         ) from error
     length = training.sequence_length
-    drawings = samples.decoder.drawings
-    return RemoteDecoder(data.producers, samples.fingerprint(), length, rank, reads, drawings)
+    decoder = samples.decoder
+    return RemoteDecoder(data.producers, samples.fingerprint(), length, rank, reads, decoder)
 
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:

@@ -20,9 +20,8 @@ from torch.utils.data import Dataset
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.row_slices import Reads
-from torchmm.data.decode import DecodedStep, with_noise
+from torchmm.data.decode import DecodedStep, StepDecoder, with_noise
 from torchmm.data.items import PackItems
-from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.wire import Request, pack_request, unpack_step
 from torchmm.recipe.data_section import ProducersConfig
 
@@ -49,7 +48,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
         sequence_length: tokens of a pack.
         rank: this data-parallel rank; ranks begin with different producers.
         reads: which images this rank decodes; None: all.
-        drawings: adds the noise, which producers do not send; None: nothing is drawn.
+        decoder: of this run, which knows what producers do not send.
 
     Raises:
         ConfigError: the certificate cannot be read.
@@ -61,15 +60,16 @@ class RemoteDecoder(Dataset[DecodedStep]):
         fingerprint: str,
         sequence_length: int,
         rank: int,
-        reads: Reads | None = None,
-        drawings: DrawingPreprocessor | None = None,
+        reads: Reads | None,
+        decoder: StepDecoder,
     ) -> None:
         self._config = config
         self._fingerprint = fingerprint
         self._sequence_length = sequence_length
         self._first = rank
         self._reads = reads
-        self._drawings = drawings
+        self._drawings = decoder.drawings
+        self._byte_values = decoder.byte_values
         self._certificate = _read(config.ca_certificate)
         self._channels: dict[str, grpc.Channel] = {}
 
@@ -91,7 +91,8 @@ class RemoteDecoder(Dataset[DecodedStep]):
                     return DecodedStep([], {}, self._explain(address, code, details))
             else:
                 self._first = number + 1
-                step = unpack_step(answer, microbatches, self._sequence_length)
+                length = self._sequence_length
+                step = unpack_step(answer, microbatches, length, self._byte_values)
                 return with_noise(self._drawings, step, microbatches)
             if time.monotonic() > give_up:
                 break

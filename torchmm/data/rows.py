@@ -43,13 +43,16 @@ class DecodedSample:
     targets_L: np.ndarray
     image_starts: list[int]
     pixels: list[np.ndarray | None]
-    """Of each image; None: another rank decodes it, or none does here."""
+    """Of each image, as its preprocessing stores it; None: another rank decodes it, or none does
+    here."""
     kept: list[Kept | None]
     """Of each image: what reaches the LLM, if that is not everything."""
     places: list[np.ndarray]
     """Of each image: its tokens, relative to its start."""
     drawings: list[DecodedDrawing] = field(default_factory=list)
     """Images to be drawn."""
+    blank: bool = False
+    """Whether it stands in for one that could not be decoded."""
 
 
 @dataclass
@@ -62,6 +65,7 @@ class _Read:
     grids_thw: list[tuple[int, int, int]] = field(default_factory=list)
     positions: list[np.ndarray] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
+    blank: list[int] = field(default_factory=list)
 
 
 class RowBuilder:
@@ -102,6 +106,8 @@ class RowBuilder:
             if pixels is not None:
                 read.pixels.append(pixels)
                 read.held.append(len(read.images))
+            if sample.blank:
+                read.blank.append(len(read.images))
             read.images.append(image)
             read.grids_thw.append(medium.grid_thw(image))
             read.positions.append(first + start + places)
@@ -157,6 +163,8 @@ class RowBuilder:
             read.kept or None,
             of_sounds,
             read.held if name in self._shared else None,
+            medium.byte_values,
+            read.blank,
         )
 
     def _drawn(self) -> GeneratorInputs | None:
@@ -200,7 +208,7 @@ def blank_sample(reader: SampleReader, meta: SampleMeta) -> DecodedSample:
     # Any tokens will do, as long as they are as many.
     kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]
     targets_L = np.full_like(ids_L, IGNORE_TARGET)
-    return DecodedSample(ids_L, targets_L, starts, pixels, kept, places)
+    return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, blank=True)
 
 
 def blank_out(
@@ -271,6 +279,7 @@ def _write_blank(
         elif held:
             own, _ = held_rows(theirs.pixel_rows, None, range(held[0], held[-1] + 1))
             inputs.pixels[rows] = theirs.pixels[own]
+        inputs.blank = sorted({*inputs.blank, *images})
         if inputs.kept is not None and theirs.kept is not None:
             inputs.kept[first : images.stop] = theirs.kept
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from safetensors.torch import load, save
 from torch import Tensor
 
 from torchmm.common.batch import EncoderInputs, ImageMeta, Microbatch, SampleMeta
+from torchmm.common.dtypes import ByteValues
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.common.row_slices import Reads, Share
 from torchmm.common.tiles import Kept
@@ -87,13 +89,17 @@ def pack_step(step: DecodedStep) -> bytes:
 
 
 def unpack_step(
-    data: bytes, microbatches: list[list[PackItems]], sequence_length: int
+    data: bytes,
+    microbatches: list[list[PackItems]],
+    sequence_length: int,
+    byte_values: Mapping[str, ByteValues | None],
 ) -> DecodedStep:
     """The step that `pack_step` packed, still without noise.
 
     Args:
         microbatches: what was asked for.
         sequence_length: tokens of a pack.
+        byte_values: what pixels stand for, by encoder.
 
     Raises:
         ValueError: this is no such step, or not of these microbatches.
@@ -117,8 +123,10 @@ def unpack_step(
                 kept and [Kept.from_json(each) for each in kept],
                 patches_per_token,
                 held,
+                byte_values[name],
+                blank,
             )
-            for name, (grids, kept, patches_per_token, held) in parts["encoders"].items()
+            for name, (grids, kept, patches_per_token, held, blank) in parts["encoders"].items()
         }
         microbatch = Microbatch(
             input_ids_T=tensors[f"{prefix}input_ids_T"],
@@ -148,7 +156,13 @@ def _describe(microbatch: Microbatch, prefix: str, tensors: dict[str, Tensor]) -
     return {
         "cu_seqlens": microbatch.cu_seqlens,
         "encoders": {
-            name: (inputs.grids_thw, inputs.kept, inputs.patches_per_token, inputs.held)
+            name: (
+                inputs.grids_thw,
+                inputs.kept,
+                inputs.patches_per_token,
+                inputs.held,
+                inputs.blank,
+            )
             for name, inputs in microbatch.encoders.items()
         },
         "generator": generator,
@@ -162,7 +176,7 @@ def _generator(
         return None
     values: dict[str, Any] = {key: parts[key] for key in GENERATOR_LISTS}
     values |= {key: tensors[f"{prefix}generated.{key}"] for key in GENERATOR_TENSORS}
-    values["noise_PV"] = values["patches_PV"][:0]
+    values["noise_PV"] = values["patches_PV"][:0].float()
     return GeneratorInputs(**values, grids_thw=[_triple(grid) for grid in parts["grids_thw"]])
 
 

@@ -238,7 +238,8 @@ class EncoderModule(LayeredModule):
         """Images to tokens.
 
         Args:
-            inputs: the encoder's share of a microbatch; later stages read only its grids.
+            inputs: the encoder's share of a microbatch, with float32 pixels; later stages read only
+                its grids.
             given: later stages: what the previous stage returned.
 
         Returns:
@@ -248,6 +249,7 @@ class EncoderModule(LayeredModule):
         """
         family = self.family
         tower = self.tower
+        assert inputs.pixels.is_floating_point(), "bytes: EncoderInputs.values first"
         context = family.context(tower, inputs, inputs.pixels.device)
         if self.is_first:
             # Where channels come first in memory (sounds), sums would keep that layout through all

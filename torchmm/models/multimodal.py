@@ -126,9 +126,9 @@ class MultimodalModel(nn.Module):
         joins its collectives; the LLM multiplies that output by zero.
         """
         device = microbatch.input_ids_T.device
+        shown = microbatch.values().encoders
         return {
-            e.name: e(microbatch.encoders.get(e.name) or e.dummy_inputs(device))
-            for e in self.encoder_modules()
+            e.name: e(shown.get(e.name) or e.dummy_inputs(device)) for e in self.encoder_modules()
         }
 
     def forward(self, microbatch: Microbatch) -> Tensor:
@@ -145,7 +145,8 @@ class MultimodalModel(nn.Module):
         if self.generator is None:
             return {"llm": output}
         loss, context_KD = output
-        inputs = microbatch.generator or self.generator.dummy_inputs(context_KD.device)
+        drawn = microbatch.values().generator
+        inputs = drawn or self.generator.dummy_inputs(context_KD.device)
         return {"llm": loss, "generator": self.generator(inputs, context_KD)}
 
     def tied_copies(self) -> dict[str, str]:

@@ -83,7 +83,8 @@ def change_images(batch: StepBatch, change: Callable[[Tensor], Tensor]) -> StepB
     """The batch with `change` applied to the (N, C, H, W) pixels of every microbatch."""
 
     def of_encoder(inputs: EncoderInputs) -> EncoderInputs:
-        return replace(inputs, pixels=change(inputs.pixels))
+        shown = inputs.values()
+        return replace(shown, pixels=change(shown.pixels))
 
     def of_microbatch(microbatch: Microbatch) -> Microbatch:
         encoders = {name: of_encoder(e) for name, e in microbatch.encoders.items()}

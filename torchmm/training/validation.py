@@ -310,8 +310,8 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
 
 
 def _drawings(microbatch: Microbatch, pixels_PV: Tensor, spec: GeneratorSpec) -> list[Drawing]:
-    inputs = microbatch.generator
-    assert inputs is not None
+    assert microbatch.generator is not None
+    inputs = microbatch.generator.values()
     sizes = [prod(grid) for grid in inputs.grids_thw]
     read = torch.zeros(len(microbatch.input_ids_T), dtype=torch.bool)
     for encoder in microbatch.encoders.values():

@@ -41,6 +41,7 @@ from torchmm.common.batch import (
     TextSpec,
 )
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
+from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.tiles import UNLIMITED, TiledMedia
 from torchmm.models.families.text import Token
@@ -124,7 +125,8 @@ def _tiles(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Me
     media = TiledMedia(spec.tiles, ImagePreprocessor(spec), TextSpec(0, IMAGE), {}, 10**9)
     cut = [media.open(sample.image).cut(UNLIMITED) for sample in samples]
     tiles = [tile for picture in cut for tile in picture.tiles]
-    pixels = torch.cat([torch.from_numpy(picture.pixels) for picture in cut])
+    known = media.images.byte_values
+    pixels = torch.stack([torch.from_numpy(values_of(p, known)) for c in cut for p in c.pixels])
     grid = media.images.grid(0, 0)
     kept = [tile.kept for tile in tiles if tile.kept is not None]
     inputs = EncoderInputs(

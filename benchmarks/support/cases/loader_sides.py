@@ -187,7 +187,7 @@ def samples_of(batch: StepBatch) -> Content:
     """Samples of our packed sequences."""
     found = []
     for microbatch in batch.microbatches:
-        pixels = iter(microbatch.encoders["vision"].pixels)
+        pixels = iter(microbatch.encoders["vision"].values().pixels)
         for begin, end in zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False):
             if (microbatch.targets_T[begin:end] >= 0).any():  # no padding
                 found.append((microbatch.input_ids_T[begin:end].tolist(), next(pixels)))

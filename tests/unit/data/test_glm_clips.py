@@ -32,6 +32,7 @@ from transformers.video_utils import VideoMetadata
 from torchmm.common.batch import Microbatch, TextSpec
 from torchmm.data.loader import build_loader
 from torchmm.data.media.images import ImagePreprocessor
+from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
 from torchmm.data.prepare.clip_files import write_clip
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
@@ -178,12 +179,13 @@ def test_sizes_and_patches_are_those_of_hugging_faces_video_processor(
     assert [medium.grid_thw(part.meta) for part in parts] == [(1, rows, columns)] * (even // 2)
     x_FCHW = noise(even, width, height)
     images = [Image.fromarray(x_HWC.numpy()) for x_HWC in x_FCHW.permute(0, 2, 3, 1).contiguous()]
-    found = np.concatenate(
+    stored = np.concatenate(
         [
             medium.pixels(FakeFrames(images[2 * number :][:2]), part.meta)  # type: ignore[arg-type]
             for number, part in enumerate(parts)
         ]
     )
+    found = values_of(stored, medium.byte_values)
     expected = reference_patches(x_FCHW, expected_size).numpy()
     assert found.shape == expected.shape
     # Pillow's resizing rounds otherwise than torch's, by one of 256 steps.

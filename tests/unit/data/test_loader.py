@@ -133,7 +133,8 @@ def test_microbatches_are_consistent(make, text_spec, spec):
             assert sum(tokens) == len(placeholders)
             if spec is not CLIP:
                 assert len(inputs.pixels) == sum(m.meta.patches("vision"))
-            assert inputs.pixels.dtype == torch.float32
+            assert inputs.pixels.dtype == torch.uint8
+            assert inputs.values().pixels.dtype == torch.float32
 
 
 def test_no_target_crosses_a_sample_or_names_an_image_or_padding(make, text_spec):

@@ -186,7 +186,7 @@ def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) ->
     (microbatch,) = batch.microbatches
     sent = pack_step(DecodedStep([microbatch], {}))
     items = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
-    (received,) = unpack_step(sent, [items], microbatch.meta.tokens).microbatches
+    (received,) = unpack_step(sent, [items], microbatch.meta.tokens, {"audio": None}).microbatches
     assert received.encoders["audio"].patches_per_token == PER_TOKEN[name]
     plain = plain_composite(model)
     losses = []

@@ -181,7 +181,7 @@ def test_tiles_of_one_picture_may_be_in_different_sub_microbatches(
 ) -> None:
     model, microbatches, _, _ = open_run(family, **changes)
     for microbatch in microbatches:
-        inputs = microbatch.encoders["vision"]
+        inputs = microbatch.encoders["vision"].values()
         if changes:
             assert inputs.kept is not None and any(kept.shrunk for kept in inputs.kept)
         encoder = model.encoders["vision"]
@@ -197,7 +197,8 @@ def test_producers_send_what_is_kept_of_tiles(open_run) -> None:
     _, (microbatch, *_), _, _ = open_run("llava_onevision", **SHRUNK)
     items = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
     sent = pack_step(DecodedStep([microbatch], {}))
-    (received,) = unpack_step(sent, [items], microbatch.meta.tokens).microbatches
+    known = {"vision": microbatch.encoders["vision"].byte_values}
+    (received,) = unpack_step(sent, [items], microbatch.meta.tokens, known).microbatches
     assert received.encoders["vision"].kept == microbatch.encoders["vision"].kept
 
 
@@ -213,7 +214,7 @@ def test_a_torn_picture_keeps_its_place_and_its_tiles(family, open_run, monkeypa
     _, (blank, *_), _, _ = open_run(family, torn=True, **changes)
     assert blank.meta == whole.meta
     ours, theirs = blank.encoders["vision"], whole.encoders["vision"]
-    assert ours.pixels.shape == theirs.pixels.shape and not ours.pixels.any()
+    assert ours.pixels.shape == theirs.pixels.shape and not ours.values().pixels.any()
     assert len(ours.positions_K) == len(theirs.positions_K)
     starts = torch.tensor(whole.cu_seqlens)
     segments = [torch.bucketize(i.positions_K, starts, right=True) for i in (ours, theirs)]

@@ -24,6 +24,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.media.images import decode_rgb, make_processor
+from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.tile_schemes import joined
 from torchmm.data.media.tiles import Tile
 from torchmm.data.sources.reader import SampleReader
@@ -83,7 +84,9 @@ def found(reader, *files, prompt=PROMPT, text=CAPTION):
         columns = {"images": [*files, None], "texts": [None] * len(files) + [prompt + text]}
         sample = reader.read(Record(columns))
     pairs = list(zip(sample.files, sample.images, strict=True))
-    pixels = np.stack([reader.pixels(file, image) for file, image in pairs])
+    pixels = np.stack(
+        [values_of(reader.pixels(f, i), reader.medium(i).byte_values) for f, i in pairs]
+    )
     assert sample.text.ids.count(reader.text_spec.image_token_id) == sum(
         file.placeholders if isinstance(file, Tile) else image.tokens for file, image in pairs
     )

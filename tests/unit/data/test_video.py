@@ -142,7 +142,7 @@ def test_patches_span_two_frames() -> None:
     assert medium.grid_thw(meta) == (2, 4, 6) and medium.block(meta) == (2, 2, 3)
     found = medium.pixels(FakeFrames(images[:3]), meta)  # type: ignore[arg-type]
     assert found.shape == medium.blank(meta).shape == (48, 3 * 2 * 16)
-    single = [ImagePreprocessor(QWEN).pixels(image) for image in images]
+    single = [ImagePreprocessor(QWEN).stored(image) for image in images]
     halves = found.reshape(2, 24, 3, 2, 16)
     for frame, shown in enumerate([0, 1, 2, 2]):  # the last one fills the pair
         expected = single[shown].reshape(24, 3, 2, 16)[:, :, 0]
@@ -158,7 +158,7 @@ def test_frames_are_images_with_their_times_where_patches_do_not_span_them() -> 
     assert {(p.meta.frames, p.meta.tokens, p.meta.duration_ms) for p in parts} == {(1, 4, 500)}
     assert media(CLIP).pixels(parts[1].file, parts[1].meta).shape == (3, 16, 16)
     assert {part.before for part in media(CLIP, timestamps=False).parts(clip)} == {""}
-    single = ImagePreprocessor(CLIP).pixels(clip.decode([10])[0])
+    single = ImagePreprocessor(CLIP).stored(clip.decode([10])[0])
     assert (media(CLIP).pixels(parts[2].file, parts[2].meta) == single).all()
 
 

@@ -87,7 +87,7 @@ def load(tmp_path, tokenizer):
 
 def theirs(model, microbatch: Microbatch) -> list[dict]:
     """What Hugging Face's model takes of each sample."""
-    inputs, samples, at = microbatch.encoders.get("vision"), [], 0
+    inputs, samples, at = microbatch.values().encoders.get("vision"), [], 0
     segments = zip(pairwise(microbatch.cu_seqlens), microbatch.meta.samples, strict=False)
     glm = model.composite.model_type in GLM
     for (start, stop), meta in segments:

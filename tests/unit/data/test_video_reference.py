@@ -23,6 +23,7 @@ from transformers.video_utils import VideoMetadata
 
 from torchmm.common.batch import TextSpec
 from torchmm.data.media.images import ImagePreprocessor
+from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.video import ClipMedia, sampled_frames
 from torchmm.recipe.data_section import VideoConfig
 
@@ -74,7 +75,8 @@ def test_patches_are_those_of_the_reference(shape: tuple[int, int, int]) -> None
     meta = replace(single, frames=groups, patches=groups * single.patches)
     frames = [Image.fromarray(x_HWC.numpy()) for x_HWC in x_FCHW.permute(0, 2, 3, 1).contiguous()]
     medium = ClipMedia(preprocessor, CONFIG, TextSpec(64, 63))
-    found = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
+    stored = medium.pixels(FakeFrames(frames), meta)  # type: ignore[arg-type]
+    found = values_of(stored, medium.byte_values)
     expected = reference_patches(x_FCHW).numpy()
     assert found.shape == expected.shape
     # Pillow's resizing rounds otherwise than torch's, by one of 256 steps.

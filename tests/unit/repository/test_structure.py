@@ -64,7 +64,6 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/balance/order_search/order_times.py": "times orders that no dispatcher made",
     "torchmm/balance/simulation/incremental.py": "times graphs of any operators, not only plans",
     "torchmm/data/fork_server.py": "imported by its name, in another process",
-    "torchmm/data/media/fixed_pixels.py": "what is proved equal, and where it is not used",
     "torchmm/data/sources/parquet_rows.py": "a format of sources, one file",
     "torchmm/data/sources/folders.py": "a format of sources, one file",
     "torchmm/data/layouts/captions.py": "a layout, or a few alike, one file",

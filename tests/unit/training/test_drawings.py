@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
-from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.generated import DRAWN, GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.data.loader import StepBatch
 from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.training.report import plot_pictures
@@ -64,7 +64,8 @@ def test_patches_become_the_image_they_came_from():
     meta = GeneratedMeta((1, 2, 2), 1)
     targets = DrawingPreprocessor(GeneratorSpec(8, 4), seed=0, max_pixels=100)
     decoded = targets.decode(stream.getvalue(), meta, 1, ("s", 0, 0, 0))
-    (frame,) = to_frames(torch.from_numpy(decoded.patches_PV), meta.grid_thw, 4)
+    pixels = DRAWN.look_up(torch.from_numpy(decoded.patches_PV))
+    (frame,) = to_frames(pixels, meta.grid_thw, 4)
     assert np.array_equal(np.asarray(frame), levels)
 
 

@@ -45,8 +45,8 @@ class AnyResolution(Scheme):
         kept, places = self._divide(box, *best, rows, columns)
         return self._joined(settings, [whole, *kept], places, rows * (columns + 1))
 
-    def pixels(self, image: Image.Image, cut: Cut) -> np.ndarray:
-        return super().pixels(image, cut)[: cut.tiles]
+    def pixels(self, image: Image.Image, cut: Cut, raw: bool = False) -> np.ndarray:
+        return super().pixels(image, cut, raw)[: cut.tiles]
 
     def _tiles(self, resolution: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of tiles of a resolution, (height, width) in pixels."""

@@ -44,6 +44,8 @@ class AudioPreprocessor:
 
     grouped = False
     """Patches of sounds are concatenated."""
+    byte_values = None
+    """They are float32."""
 
     def __init__(self, spec: ImageSpec) -> None:
         self.spec = spec

@@ -38,7 +38,7 @@ class DecodedDrawing:
 
     meta: GeneratedMeta
     patches_PV: np.ndarray | None
-    """None: another rank decodes it, or none does here."""
+    """uint8. None: another rank decodes it, or none does here."""
     time: float
     context_end: int
     """Tokens of the sample before it; the last of them are its context."""
@@ -98,7 +98,7 @@ class DrawingPreprocessor:
 
     def blank(self, meta: GeneratedMeta, key: Key) -> DecodedDrawing:
         """Stands in for an image that cannot be decoded: same sizes, does not count."""
-        patches_PV = np.zeros((meta.patches, self.values), np.float32)
+        patches_PV = np.zeros((meta.patches, self.values), np.uint8)
         return DecodedDrawing(meta, patches_PV, self._time(key), meta.context, counted=False)
 
     def with_noise(self, inputs: GeneratorInputs, keys: Sequence[Key]) -> GeneratorInputs:
@@ -123,9 +123,8 @@ class DrawingPreprocessor:
     def _patches(self, frame: Image.Image) -> np.ndarray:
         size, patch = self.spec.size_px, self.spec.patch_size_px
         square = ImageOps.fit(frame, (size, size), Image.Resampling.BICUBIC)
-        pixels_HWC = np.asarray(square, np.float32) / 127.5 - 1.0
         side = size // patch
-        blocks = pixels_HWC.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3)
+        blocks = np.asarray(square).reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3)
         return blocks.reshape(side * side, -1)
 
     def _time(self, key: Key) -> float:
@@ -164,7 +163,7 @@ class DrawingRow:
         """
         if not self.drawings:
             return None
-        patches = [np.zeros((0, values), np.float32)]
+        patches = [np.zeros((0, values), np.uint8)]
         held: list[int] = []
         for number, drawing in enumerate(self.drawings):
             if drawing.patches_PV is not None:

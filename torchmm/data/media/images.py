@@ -6,7 +6,7 @@ each exists because Pillow's plain `convert("RGB")` silently drops alpha, clips 
 ignores EXIF rotation.
 
 Preprocessing is the Hugging Face image processor itself (Pillow backend), or what gives its bits in
-less time (`fixed_pixels.py`), so checkpoints see the pixels they were trained with. Rejected:
+less time (`stored_pixels.py`), so checkpoints see the pixels they were trained with. Rejected:
 torchvision's backend (one more binary dependency, and its resize differs from Pillow's) and our own
 resizing code.
 
@@ -26,10 +26,17 @@ import transformers
 from PIL import Image, UnidentifiedImageError
 
 from torchmm.common.batch import ImageMeta, ImageSpec
+from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.media.fixed_pixels import FixedPixels
 from torchmm.data.media.patch_layouts import LAYOUTS, PatchLayout, layout_of
+from torchmm.data.media.stored_pixels import (
+    RAW,
+    FixedPixels,
+    find_byte_values,
+    noise,
+    values_of,
+)
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Pillow decoders that may see untrusted bytes (EPS, for one, would start a PostScript process)."""
@@ -203,6 +210,9 @@ class ImagePreprocessor:
     Args:
         spec: how the encoder wants its images.
 
+    Attributes:
+        byte_values: what stored pixels stand for; None: they are float32.
+
     Raises:
         ConfigError: the processor is unknown, or does not fit the spec's inputs or patch sizes.
     """
@@ -226,10 +236,16 @@ class ImagePreprocessor:
             )
         self.frames_per_patch: int = getattr(self.processor, "temporal_patch_size", 1)
         """Frames of a clip that a patch spans; those of an image are the same."""
+        self.byte_values: ByteValues | None = None
         self._fixed: FixedPixels | None = None
         self._check(probe)
-        if spec.inputs == "fixed":
+        if self._layout is None:
             self._fixed = FixedPixels(self._run_fixed, self.processor, self._fixed_shape)
+            self.byte_values = self._fixed.byte_values
+        else:
+            height, width = self._layout.size(probe.width, probe.height, 0)
+            probes = [noise(size) for size in ((width, height), (300, 200), (40, 90))]
+            self.byte_values = find_byte_values(self._run_patches, (width, height), probes)
 
     def grid(self, width_px: int, height_px: int, limit_px: int = 0) -> ImageGrid:
         """Rows and columns of patches for an upright image of this size.
@@ -253,21 +269,34 @@ class ImagePreprocessor:
 
     def pixels(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
         """Encoder input of one RGB image: float32, (C, H, W) or (P, D), padding removed."""
-        if self._fixed is not None:
-            values = self._fixed(image)
-        else:
-            assert self._layout is not None
+        return values_of(self.stored(image, limit_px), self.byte_values)
+
+    def stored(self, image: Image.Image, limit_px: int = 0) -> np.ndarray:
+        """The same as it is kept until it is read: uint8 that `byte_values` are the values of."""
+        raw = self.byte_values is not None
+        if self._layout is not None:
             limits = self._layout.limits(limit_px) if limit_px else {}
-            outputs = self._run(image, **self._layout.settings(), **limits)
-            values = self._layout.patches(outputs)
-        return np.ascontiguousarray(values, dtype=np.float32)
+            pixels = self._run_patches(image, **limits, **(RAW if raw else {}))
+        elif self._fixed is not None and raw:
+            pixels = self._fixed(image)
+        else:
+            pixels = self._run_fixed(image)
+        return np.ascontiguousarray(pixels, self._dtype)
 
     def blank(self, width_px: int, height_px: int, limit_px: int = 0) -> np.ndarray:
-        """Zeros instead of an image that turned out to be undecodable, same shape."""
+        """Stored in the place of an image that turned out to be undecodable: zeros, same shape."""
         grid = self.grid(width_px, height_px, limit_px)
-        if self.spec.inputs == "fixed":
-            return np.zeros((3, *self._fixed_shape), np.float32)
-        return np.zeros((grid.rows * grid.columns, self._patch_values), np.float32)
+        if self._layout is None:
+            return np.zeros((3, *self._fixed_shape), self._dtype)
+        return np.zeros((grid.rows * grid.columns, self._patch_values), self._dtype)
+
+    @property
+    def _dtype(self) -> type[np.generic]:
+        return np.float32 if self.byte_values is None else np.uint8
+
+    def _run_patches(self, image: Image.Image, **changes: Any) -> np.ndarray:
+        assert self._layout is not None
+        return self._layout.patches(self._run(image, **self._layout.settings(), **changes))
 
     def _run(self, image: Image.Image, **changes: Any) -> Any:
         return self.processor(images=[image], return_tensors="np", **changes)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchmm.common.batch import ImageMeta, ImageSpec
+from torchmm.common.dtypes import ByteValues
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.images import ImagePreprocessor, OpenedImage
 
@@ -20,6 +21,11 @@ class MediaPreprocessor(Protocol):
     spec: ImageSpec
     grouped: bool
     """Whether inputs are stacked, as all have one shape; otherwise they are concatenated."""
+
+    @property
+    def byte_values(self) -> ByteValues | None:
+        """What uint8 inputs stand for; None: inputs are float32."""
+        ...
 
     def meta(self, data: bytes) -> ImageMeta:
         """What planning needs to know of a file; raises CorruptSampleError."""
@@ -34,7 +40,7 @@ class MediaPreprocessor(Protocol):
         ...
 
     def pixels(self, data: bytes, meta: ImageMeta) -> np.ndarray:
-        """float32 inputs of a file; raises CorruptSampleError."""
+        """Inputs of a file, uint8 or float32; raises CorruptSampleError."""
         ...
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
@@ -61,6 +67,11 @@ class ImageMedia:
         self._opened: OpenedImage | None = None
         """The file measured last: most samples have one, and its pixels are wanted next."""
 
+    @property
+    def byte_values(self) -> ByteValues | None:
+        """What uint8 inputs stand for; None: inputs are float32."""
+        return self.preprocessor.byte_values
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}  # for workers, which open their own
 
@@ -86,7 +97,7 @@ class ImageMedia:
         self._opened = None
         if opened is None or opened.data is not data:
             opened = OpenedImage(data, self._max_pixels)
-        return self.preprocessor.pixels(opened.rgb())
+        return self.preprocessor.stored(opened.rgb())
 
     def blank(self, meta: ImageMeta) -> np.ndarray:
         """Zeros of the same shape."""

@@ -18,6 +18,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 
 from torchmm.common.batch import Marks, TextSpec
 from torchmm.common.tiles import Kept
+from torchmm.data.media.stored_pixels import RAW, as_bytes
 
 CROPS = "pan_and_scan_max_num_crops"
 FIRST = "Here is the original image "
@@ -70,10 +71,12 @@ class Scheme(ABC):
         """The tiles of an upright picture, at most `most`: the processor's own choice if that is
         within the limit, otherwise its choice for a smaller resolution."""
 
-    def pixels(self, image: Image.Image, cut: Cut) -> np.ndarray:
-        """(tiles, C, H, W) of an RGB image, float32."""
-        outputs = self.processor(images=[image], return_tensors="np", **cut.settings)
-        values = np.asarray(outputs["pixel_values"], dtype=np.float32)
+    def pixels(self, image: Image.Image, cut: Cut, raw: bool = False) -> np.ndarray:
+        """(tiles, C, H, W) of an RGB image: float32, or uint8 before they are rescaled."""
+        settings = cut.settings | (RAW if raw else {})
+        outputs = self.processor(images=[image], return_tensors="np", **settings)
+        values = np.asarray(outputs["pixel_values"])
+        values = as_bytes(values) if raw else np.asarray(values, np.float32)
         return values.reshape(-1, *values.shape[-3:])
 
     def _single(self) -> tuple[Marks, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from PIL import Image
 
 from torchmm.common.batch import ImageMeta, TextSpec
@@ -14,6 +15,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import Kept, TileSpec
 from torchmm.data.media.any_resolution import AnyResolution
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb, make_processor, read_size
+from torchmm.data.media.stored_pixels import noise
 from torchmm.data.media.tile_schemes import Cut, InternTiles, PanAndScan, Scheme, SplitTiles
 
 SCHEMES: dict[str, type[Scheme]] = {
@@ -66,6 +68,19 @@ class TiledMedia:
                 f"picture of 600x200 pixels, but {wanted} are needed; remove settings from "
                 "model.processor"
             )
+        if not all(map(self._same, ((600, 200), (90, 400), (70, 70)))):
+            images.byte_values = None
+
+    def _same(self, size: tuple[int, int]) -> bool:
+        """Whether tiles of a picture are stored as single images are."""
+        picture = noise(size)
+        cut = self.scheme.cut(*size, most=UNLIMITED)
+        values = self.scheme.pixels(picture, cut)
+        known = self.images.byte_values
+        if known is None:
+            return True
+        stored = torch.from_numpy(self.scheme.pixels(picture, cut, raw=True))
+        return np.array_equal(known.look_up(stored).numpy(), values)
 
     def open(self, data: bytes) -> Picture:
         """From the header; raises CorruptSampleError."""
@@ -118,8 +133,10 @@ class TiledPicture:
 
     @cached_property
     def pixels(self) -> np.ndarray:
-        """(tiles, C, H, W): decoded and resized once for all. Raises CorruptSampleError."""
-        return self.picture.media.scheme.pixels(self.image(), self.cut)
+        """(tiles, C, H, W), stored: decoded and resized once for all. Raises CorruptSampleError."""
+        media = self.picture.media
+        raw = media.images.byte_values is not None
+        return media.scheme.pixels(self.image(), self.cut, raw)
 
 
 @dataclass(frozen=True)

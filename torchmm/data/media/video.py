@@ -40,6 +40,7 @@ import numpy as np
 from PIL import Image
 
 from torchmm.common.batch import ImageMeta, Marks, TextSpec
+from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import MAX_ASPECT_RATIO, ImagePreprocessor, to_rgb
@@ -257,6 +258,11 @@ class ClipMedia:
         self.grouped = self._group > 1
         """Whether patches span several frames."""
 
+    @property
+    def byte_values(self) -> ByteValues | None:
+        """What uint8 inputs stand for; None: inputs are float32."""
+        return self._images.byte_values
+
     def parts(self, clip: Clip) -> list[ClipPart]:
         """The images that a clip becomes, in order."""
         config = self._config
@@ -321,7 +327,7 @@ class ClipMedia:
     def pixels(self, file: ClipFrames, meta: ImageMeta) -> np.ndarray:
         """(C, H, W) or (P, D) of a frame, or (G P, D) of one or more groups of frames; raises
         CorruptSampleError."""
-        images = [self._images.pixels(image, meta.frame_pixels) for image in file.images()]
+        images = [self._images.stored(image, meta.frame_pixels) for image in file.images()]
         if not self.grouped:
             return images[0]
         images += [images[-1]] * (meta.frames * self._group - len(images))

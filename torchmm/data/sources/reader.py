@@ -266,7 +266,7 @@ class SampleReader:
     def pixels(
         self, file: EncodedFile, image: ImageMeta, opened: Opened | None = None
     ) -> np.ndarray:
-        """Encoder input of a file of a sample.
+        """Encoder input of a file of a sample, as it is stored (`EncoderInputs.pixels`).
 
         Args:
             opened: counts what is read of files.

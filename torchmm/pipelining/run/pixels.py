@@ -239,21 +239,26 @@ def _with_inputs(microbatch: Microbatch, module: str, inputs: Inputs) -> Microba
 
 
 def _pixels(inputs: Inputs, device: torch.device) -> Tensor:
-    """What this rank has decoded, on the device; of drawings with their noise beside them."""
+    """What this rank has decoded, on the device; of drawings the bytes of pixels and, beside them,
+    of noise."""
     if isinstance(inputs, EncoderInputs):
         return inputs.pixels.to(device, non_blocking=True)
     both = (inputs.patches_PV, inputs.noise_PV)
-    return torch.cat([values.to(device, non_blocking=True) for values in both], dim=1)
+    moved = [values.to(device, non_blocking=True).contiguous() for values in both]
+    return torch.cat([values.view(torch.uint8) for values in moved], dim=1)
 
 
 def _holding(inputs: Inputs, pixels: Tensor, held: list[int]) -> Inputs:
     """The inputs with the pixels of these images, as `_pixels` gives them."""
     if isinstance(inputs, EncoderInputs):
         return replace(inputs, pixels=pixels, held=held)
-    patches_PV, noise_PV = pixels.chunk(2, dim=1)
-    return replace(
-        inputs, patches_PV=patches_PV.contiguous(), noise_PV=noise_PV.contiguous(), held=held
+    kinds = inputs.patches_PV.dtype, inputs.noise_PV.dtype
+    widths = [inputs.patches_PV.shape[1] * kind.itemsize for kind in kinds]
+    patches_PV, noise_PV = (
+        part.clone(memory_format=torch.contiguous_format).view(kind)
+        for part, kind in zip(pixels.split(widths, dim=1), kinds, strict=True)
     )
+    return replace(inputs, patches_PV=patches_PV, noise_PV=noise_PV, held=held)
 
 
 def _cut(inputs: Sequence[Inputs], pixels: Sequence[Tensor], images: Images) -> list[Tensor]:

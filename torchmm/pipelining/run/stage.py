@@ -127,7 +127,7 @@ class EncoderStage(PipelineStage):
         if encoder is None:
             encoder = self.module.dummy_inputs(microbatch.input_ids_T.device)
         given = inputs[0] if inputs else None
-        return _to_all(self.module(encoder, given), task, graph)
+        return _to_all(self.module(encoder.values(), given), task, graph)
 
 
 class LlmStage(PipelineStage):
@@ -237,7 +237,8 @@ class GeneratorStage(PipelineStage):
         parts = graph.parts(task.stage, task.microbatch)
         if parts > 1:
             drawn = drawn.select(even_ranges(len(drawn.contexts), parts)[task.sub_microbatch])
-        return drawn, inputs[0][0] if self.module.is_first else GivenToGenerator(*inputs[0])
+        given = inputs[0][0] if self.module.is_first else GivenToGenerator(*inputs[0])
+        return drawn.values(), given
 
 
 class VelocityStage(GeneratorStage):

@@ -12,6 +12,7 @@ from PIL import Image
 from torchmm.common.batch import ImageMeta
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
+from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.sources.reader import EncodedFile, SampleReader, data_of
@@ -38,7 +39,8 @@ def file_pictures(
         original = file.of.image()
     else:
         original = decode_rgb(data_of(file), reader.max_pixels)
-    return original, as_picture(preprocessor, reader.pixels(file, image), image)
+    pixels = values_of(reader.pixels(file, image), preprocessor.byte_values)
+    return original, as_picture(preprocessor, pixels, image)
 
 
 def as_picture(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from data_cases import CLIP
+import torch
+from data_cases import CLIP, NAFLEX, QWEN
 from PIL import Image
+from test_patch_layouts import POOLED, SIZED
 
-from torchmm.common.batch import ImageSpec
-from torchmm.data.media.fixed_pixels import FixedPixels
+from torchmm.common.batch import EncoderInputs, ImageSpec
+from torchmm.common.dtypes import ByteValues
 from torchmm.data.media.images import ImagePreprocessor
+from torchmm.data.media.stored_pixels import FixedPixels
 
 SIZE = {"height": 48, "width": 32}
 CASES = {
@@ -31,9 +35,9 @@ CASES = {
 }
 
 
-def pictures(count=12):
+def pictures(count=12, least=1):
     rng = np.random.default_rng(7)
-    for width, height in rng.integers(1, 400, (count, 2)):
+    for width, height in rng.integers(least, 400, (count, 2)):
         pixels = rng.integers(0, 256, (height, width, 3), np.uint8)
         yield Image.fromarray(pixels)
 
@@ -44,7 +48,8 @@ def test_values_are_the_processor_s(case):
     spec = ImageSpec("vision", "fixed", name, settings, patch_size_px=16)
     ours = ImagePreprocessor(spec)
     assert ours._fixed is not None
-    assert ours._fixed._table_C256 is not None and ours._fixed._resizes == resizes
+    assert ours.byte_values is not None and ours._fixed._resizes == resizes
+    assert ours.stored(next(pictures())).dtype == np.uint8
     for either in (ours, copy.deepcopy(ours)):
         for picture in pictures():
             theirs = ours.processor(images=[picture], return_tensors="np")["pixel_values"][0]
@@ -70,12 +75,57 @@ def fixed(changed):
         lambda pixels, raw: pixels if raw else pixels - pixels.mean(),
         lambda pixels, raw: pixels if raw else pixels + np.float32(np.arange(16) == 3),
         lambda pixels, raw: pixels[::-1] if raw else pixels,
-        lambda pixels, raw: np.float32(pixels),
+        lambda pixels, raw: np.float32(pixels) / 2,
     ],
     ids=["of the picture's mean", "of the place", "of another channel", "never bytes"],
 )
 def test_what_is_no_table_is_not_made_one(changed):
     ours, run = fixed(changed)
-    assert ours._table_C256 is None
+    assert ours.byte_values is None
     for picture in pictures():
         assert np.array_equal(ours(picture), run(picture))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        CLIP,
+        QWEN,
+        NAFLEX,
+        POOLED,
+        SIZED,
+        replace(NAFLEX, processor=NAFLEX.processor | {"image_mean": [0.1, 0.2, 0.3]}),
+    ],
+    ids=lambda s: f"{s.processor_class}{len(s.processor)}",
+)
+def test_pixels_are_stored_as_bytes_of_the_same_values(spec):
+    """Also where channels follow one another within a pixel."""
+    ours = ImagePreprocessor(spec)
+    theirs = ImagePreprocessor(spec)
+    theirs.byte_values = None  # as the processor gives them
+    for picture in pictures(least=16):
+        stored = ours.stored(picture)
+        assert stored.dtype == np.uint8 and theirs.stored(picture).dtype == np.float32
+        assert np.array_equal(ours.pixels(picture), theirs.pixels(picture))
+    other = copy.deepcopy(ours)
+    assert other.byte_values == ours.byte_values
+    other.byte_values.table_C256[1, stored.flat[0]] += 1
+    assert other.byte_values != ours.byte_values
+
+
+def test_blank_images_are_zeros_whatever_bytes_stand_for():
+    table = np.arange(256, dtype=np.float32)[None] - 50
+    pixels = torch.arange(36, dtype=torch.uint8).view(6, 6)
+    inputs = EncoderInputs(
+        pixels,
+        [(1, 1, 2)] * 4,
+        torch.arange(8),
+        held=[0, 1, 3],
+        byte_values=ByteValues(table),
+        blank=[1, 2],
+    )
+    wanted = pixels.float() - 50
+    wanted[2:4] = 0
+    assert torch.equal(inputs.values().pixels, wanted)
+    part = inputs.select(range(1, 4))
+    assert part.blank == [0, 1] and torch.equal(part.values().pixels, wanted[2:])
