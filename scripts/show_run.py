@@ -1,4 +1,5 @@
-"""Prints where the files of a finished run lie, how its loss went and what it wrote for images.
+"""Prints where the files of a run lie, how its loss went, which ranks the others waited for, and
+what it wrote for images.
 
 python scripts/show_run.py outputs/quickstart
 """
@@ -6,7 +7,10 @@ python scripts/show_run.py outputs/quickstart
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +24,8 @@ LABELS = {
     "checkpoints": "to resume from",
     "hf": "Hugging Face export, loads with from_pretrained",
 }
+PERIODS = 4
+SHOWN_RANKS = 5
 
 
 def main() -> int:
@@ -31,8 +37,10 @@ def main() -> int:
         print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
         return 2
     console = Console()
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     _show_captions(console, run_dir)
-    _show_loss(console, run_dir)
+    _show_loss(console, records)
+    show_stragglers(console, records)
     _show_files(console, run_dir)
     return 0
 
@@ -52,8 +60,7 @@ def _show_captions(console: Console, run_dir: Path) -> None:
     console.print(table)
 
 
-def _show_loss(console: Console, run_dir: Path) -> None:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+def _show_loss(console: Console, records: list[dict[str, Any]]) -> None:
     first, last = records[0], records[-1]
     console.print(
         f"loss {first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} "
@@ -63,6 +70,25 @@ def _show_loss(console: Console, run_dir: Path) -> None:
     if validated:
         losses = " -> ".join(f"{r['validation_loss']:.3f}" for r in validated)
         console.print(f"held-out loss {losses}")
+
+
+def show_stragglers(console: Console, records: list[dict[str, Any]]) -> None:
+    """Ranks that were the slowest most often, over the run's quarters. Nothing for one rank."""
+    ranks = Counter(r["slowest_rank"] for r in records)
+    if not any(ranks):
+        return
+    size = -(-len(records) // PERIODS)
+    periods = [records[start : start + size] for start in range(0, len(records), size)]
+    table = Table(title="Share of steps in which a rank was the slowest", title_justify="left")
+    table.add_column("rank")
+    for period in periods:
+        table.add_column(f"steps {period[0]['step']} to {period[-1]['step']}", justify="right")
+    for rank, _ in ranks.most_common(SHOWN_RANKS):
+        shares = [mean(r["slowest_rank"] == rank for r in period) for period in periods]
+        table.add_row(str(rank), *(f"{share:.0%}" for share in shares))
+    waits = [mean(r.get("straggler_share", 0.0) for r in period) for period in periods]
+    table.add_row("its time beyond the median's", *(f"{share:.0%}" for share in waits))
+    console.print(table)
 
 
 def _show_files(console: Console, run_dir: Path) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -110,6 +111,8 @@ class StepRecord:
     slowest_rank: int
     """Rank with the most time in data wait and in modules. Collectives inside a phase make
     fast ranks wait there too, so it points to slow readers better than to slow devices."""
+    straggler_share: float
+    """Share of that rank's time which the median rank did not need: 0, they are equally fast."""
     skipped_samples: int
     graphs: int
     """Of layers, that the busiest rank compiled in the step."""
@@ -271,6 +274,7 @@ def make_record(
         bubble_fraction=_bubble_fraction(ranks),
         peak_memory_bytes=max(r.peak_memory_bytes for r in ranks),
         slowest_rank=busy_ms.index(max(busy_ms)),
+        straggler_share=1.0 - median(busy_ms) / max(busy_ms) if max(busy_ms) else 0.0,
         skipped_samples=sum(r.skipped_samples for r in ranks),
         graphs=max(r.graphs for r in ranks),
         compile_ms=max(r.compile_ms for r in ranks) or None,

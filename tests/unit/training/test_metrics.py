@@ -35,8 +35,8 @@ RANK = RankStep(tokens=1000, samples=10, images=5, flops=10**9, step_ms=500.0, d
 RANK = replace(RANK, decoded_images=3, read_bytes=10**6)
 NAMES = (  # names that users' scripts rely on
     "step loss grad_norm lr tokens_per_s samples_per_s images_per_s mfu step_ms data_wait_ms "
-    "encoder_ms llm_ms bubble_fraction expert_load peak_memory_bytes slowest_rank epoch "
-    "skipped_samples validation_loss loss_text loss_image validation_loss_text "
+    "encoder_ms llm_ms bubble_fraction expert_load peak_memory_bytes slowest_rank straggler_share "
+    "epoch skipped_samples validation_loss loss_text loss_image validation_loss_text "
     "validation_loss_image generator_ms generated_per_s word_error_rate predicted_ms planner_ms "
     "planner_evaluations gain_over_natural graphs compile_ms decoded_images read_bytes "
     "save_wait_ms save_ms save_bytes upload_ms upload_bytes failed_uploads"
@@ -85,6 +85,7 @@ def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
     assert made.mfu == pytest.approx(2e9 / (2 * 4e9))
     assert made.data_wait_ms == 700.0
     assert made.slowest_rank == 1
+    assert made.straggler_share == pytest.approx(1 - (10 + 700) / 2 / 700)
     assert made.peak_memory_bytes == 7
     assert made.skipped_samples == 2
     assert (made.decoded_images, made.read_bytes) == (6, 2 * 10**6)

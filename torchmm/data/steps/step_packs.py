@@ -8,6 +8,10 @@ or workers, and metadata of all ranks is known before anything is decoded.
 
 All of it is arrays; objects are made of the samples that somebody asks for, usually one rank's. The
 state after each step (samples taken per feed, open packs as references) is JSON-able and small.
+
+Rejected: planning on few ranks, or on one per machine with plans in shared memory. A step of 1,024
+replicas takes a rank 13 ms (`benchmarks/loader_scale.py`), ahead of time, and nobody has to wait
+for, or do without, a planner that is gone.
 """
 
 from __future__ import annotations

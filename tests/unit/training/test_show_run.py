@@ -1,0 +1,32 @@
+"""scripts/show_run.py: which ranks others waited for."""
+
+import io
+import runpy
+from pathlib import Path
+
+from rich.console import Console
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/show_run.py"))
+
+
+def shown(slowest: list[int], share: float = 0.25) -> str:
+    records = [
+        {"step": step, "slowest_rank": rank, "straggler_share": share}
+        for step, rank in enumerate(slowest, start=1)
+    ]
+    console = Console(file=io.StringIO(), width=120)
+    SCRIPT["show_stragglers"](console, records)
+    return console.file.getvalue()
+
+
+def test_ranks_that_were_slowest_are_shown_over_time():
+    text = shown([3] * 4 + [0, 3, 0, 3] + [0] * 4 + [0, 0, 0, 5])
+    rows = [line.replace("│", "").split() for line in text.splitlines()]
+    assert ["0", "0%", "50%", "100%", "75%"] in rows
+    assert ["3", "100%", "50%", "0%", "0%"] in rows
+    assert ["5", "0%", "0%", "0%", "25%"] in rows
+    assert "steps 13 to 16" in text and text.count("25%") == 5
+
+
+def test_one_rank_has_nobody_to_wait_for():
+    assert shown([0] * 8) == ""
