@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.processes import launched
 from torchmm.recipe.read import dump_recipe, load_recipe
 
 
@@ -41,7 +42,7 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.print_config:
         print(dump_recipe(load_recipe(arguments.config, overrides).recipe))
         return 0
-    world_size = arguments.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = arguments.world_size or launched().world_size
     try:
         recipe = load_recipe(arguments.config, overrides, world_size).recipe
     except ConfigError as error:

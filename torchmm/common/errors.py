@@ -12,13 +12,15 @@ from collections.abc import Sequence
 EXIT_DONE = 0
 LISTED = 20
 """Problems that a message names; of more, it says how many."""
+MOST_LISTED = 100
+"""The same for mistakes in a recipe, of which people want to see all."""
 
 
-def list_problems(head: str, problems: Sequence[str]) -> str:
+def list_problems(head: str, problems: Sequence[str], listed: int = LISTED) -> str:
     """The first problems, a line each, after a line that says what they are about."""
-    lines = [head, *(f"  - {problem}" for problem in problems[:LISTED])]
-    if len(problems) > LISTED:
-        lines.append(f"  ... and {len(problems) - LISTED} more")
+    lines = [head, *(f"  - {problem}" for problem in problems[:listed])]
+    if len(problems) > listed:
+        lines.append(f"  ... and {len(problems) - listed} more")
     return "\n".join(lines)
 
 
@@ -39,15 +41,15 @@ class ConfigError(TorchmmError):
     """The recipe, an override or the layout is wrong; nothing was started.
 
     Args:
-        problems: every problem found, one per line in the message.
+        problems: every problem found, one per line in the message, up to MOST_LISTED.
     """
 
     exit_code = 2
 
     def __init__(self, problems: list[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        lines = [f"{count_problems(self.problems)} in the recipe:"]
-        super().__init__("\n".join(lines + [f"  - {problem}" for problem in self.problems]))
+        head = f"{count_problems(self.problems)} in the recipe:"
+        super().__init__(list_problems(head, self.problems, MOST_LISTED))
 
 
 class PlanError(TorchmmError):

@@ -1,4 +1,7 @@
-"""Processes: start and end of the data workers, and memory that is kept between steps.
+"""Processes: who they are, start and end of the data workers, memory that is kept between steps.
+
+`launched` reads what a launcher has put into the environment. Whoever starts a run does so first:
+torch finds mistakes only when ranks meet, and then with a traceback.
 
 Workers are forked from a fork server: forking the training process is unsafe once it has CUDA,
 NCCL and checkpoint threads, and spawning pays the imports (seconds) once per worker.
@@ -30,12 +33,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torchmm.common.errors import ConfigError
 
 EXIT_WAIT_S = 2.0
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a read that does not return"}
@@ -128,3 +133,43 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))
+
+
+class Launched(NamedTuple):
+    """This process among the ranks of a run."""
+
+    rank: int
+    world_size: int
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched:
+    """As torchrun, Slurm's script or a user has started this process; alone if nobody has.
+
+    Raises:
+        ConfigError: variables are no numbers, contradict each other, or are missing.
+    """
+    problems: list[str] = []
+    size = _number(environment, "WORLD_SIZE", "1", 1, problems)
+    rank = _number(environment, "RANK", "0", 0, problems)
+    _number(environment, "LOCAL_RANK", "0", 0, problems)
+    if not problems and rank >= size:
+        problems.append(f"RANK = {rank} is not below WORLD_SIZE = {size}")
+    if size > 1:
+        if not environment.get("MASTER_ADDR"):
+            problems.append("MASTER_ADDR is not set, though there are several ranks")
+        if _number(environment, "MASTER_PORT", "", 0, problems) > 65_535:
+            problems.append(f"MASTER_PORT = {environment['MASTER_PORT']} is no port")
+    if problems:
+        remedy = "start with torchrun (docs/cluster.md), or unset what an earlier launcher left"
+        raise ConfigError([f"environment: {problem}; {remedy}" for problem in problems])
+    return Launched(rank, size)
+
+
+def _number(
+    environment: Mapping[str, str], name: str, default: str, least: int, problems: list[str]
+) -> int:
+    text = environment.get(name, default)
+    if text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least:
+        return int(text)
+    problems.append(f"{name} = {text!r} is no whole number from {least} on")
+    return least

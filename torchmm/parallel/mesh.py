@@ -24,6 +24,7 @@ tensors and a few scalars per step, which go over the whole world, has to cross.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, PeerError
 from torchmm.parallel.gather import exchange_device
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
@@ -44,6 +45,8 @@ EXPERT_SHARD = "expert_shard"
 EXPERT = "expert"
 CONTEXT_SHARD = "context_shard"
 CONTEXT = "context"
+STORE_GRACE_S = 5.0
+"""So much later than its own time limit torch's store may say that it met nobody."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,7 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=config.timeout_s)
+    _look_for_store(config.timeout_s)
     store = _meeting_place(timeout)
     dist.init_process_group(
         backend,
@@ -292,6 +296,42 @@ def start_process_group(config: ParallelConfig, device: torch.device) -> None:
         rank=-1 if store is None else int(os.environ["RANK"]),
         world_size=-1 if store is None else int(os.environ["WORLD_SIZE"]),
     )
+
+
+def _look_for_store(timeout_s: float) -> None:
+    """Nothing, where torch's store is at the address at which ranks meet, or is still to come.
+
+    A client of the store waits without end for what accepts connections and says nothing.
+
+    Raises:
+        PeerError: another program has the port.
+    """
+    environment = os.environ
+    if environment["WORLD_SIZE"] == "1" or environment["RANK"] == "0":
+        return
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
+
+    timeout = timedelta(seconds=timeout_s)
+    failures = []
+
+    def look() -> None:
+        try:
+            dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        except Exception as error:  # raised below, in the main thread
+            failures.append(error)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(timeout_s + STORE_GRACE_S)
+    if thread.is_alive():
+        raise PeerError(
+            f"rank {environment['RANK']} met nobody at {address}:{port}, where something accepts "
+            "connections and does not answer: another program has that port; choose another "
+            "MASTER_PORT"
+        )
+    if failures:
+        raise failures[0]
 
 
 def _meeting_place(timeout: timedelta) -> dist.Store | None:

@@ -9,6 +9,8 @@
 - Functional collectives and symmetric memory: operators that start a collective and return; a
   custom operator can name a process group by a string only, so it has to be looked up.
 
+- How long members of a group wait for each other, which can be changed once they have met.
+
 Everything else uses public functions. Rejected: torch's `PipelineStage`, which has one number of
 microbatches for all stages, shapes that never change, and was rewritten between 2.11 and 2.13.
 """
@@ -17,18 +19,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    GroupName,
+    _resolve_process_group,
+    _set_pg_timeout,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
@@ -204,6 +212,20 @@ def _groups(module: FSDPModule) -> Iterator[Any]:
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         yield from groups
+
+
+def new_patient_group(timeout: timedelta) -> ProcessGroup:
+    """A gloo group of all ranks who wait that long for each other once they have met; until then
+    no longer than in the group of all, so that a rank that dies at the start is noticed."""
+    device = torch.device("cpu")
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    meeting = timeout
+    if "cpu" in dist.get_backend_config():
+        meeting = min(timeout, everyone._get_backend(device).options._timeout)
+    group = dist.new_group(backend="gloo", timeout=meeting)
+    _set_pg_timeout(timeout, group)
+    return group
 
 
 def group_named(name: str) -> ProcessGroup:

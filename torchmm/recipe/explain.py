@@ -24,6 +24,7 @@ _MUST_BE = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "a string in quotes",
     "list_type": "a list such as [1, 2]",

@@ -82,10 +82,11 @@ def load_recipe(
     if problems:  # files missing or unreadable: anything further would be a consequence
         raise ConfigError(problems)
 
+    beyond = _numbers_beyond_64_bits(table)
     recipe, schema_problems = _validate(table)
-    found = list(schema_problems)
+    found = [*beyond, *schema_problems]
     if world_size is not None:
-        suspects = {without_indices(k) for p in schema_problems for k in (p.key, *p.rests_on)}
+        suspects = {without_indices(k) for p in found for k in (p.key, *p.rests_on)}
         checked = find_problems(recipe, world_size)
         found += [p for p in checked if not any(p.touches(key) for key in suspects)]
     if found:
@@ -133,6 +134,8 @@ def _read_toml(file: Path, named_by: Path | None, problems: list[str]) -> Table:
         problems.append(f"{file}: not valid TOML: {error}; fix the line, keys may appear only once")
     except UnicodeDecodeError as error:
         problems.append(f"{file}: not UTF-8 text: {error}; save it as UTF-8")
+    except (RecursionError, ValueError) as error:  # of arrays in arrays; of numbers of any length
+        problems.append(f"{file}: not a recipe: {error}")
     except OSError as error:
         by = f" (base of {named_by})" if named_by else ""
         problems.append(f"{file}{by}: cannot be read: {error.strerror}; check the path")
@@ -158,7 +161,12 @@ def _parse_overrides(
                 continue
             text = arguments.pop(0)
         key_path, annotation = _split_key(key)
-        yield key_path, _parse_value(text, annotation)
+        try:
+            value = _parse_value(text, annotation)
+        except (RecursionError, ValueError) as error:
+            problems.append(f"{COMMAND_LINE}: {key} = {text[:60]}: not a value: {error}")
+            continue
+        yield key_path, value
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
@@ -231,6 +239,19 @@ def _validate(table: Table) -> tuple[Recipe, list[Problem]]:
             for item in error.errors(include_url=False):
                 problems.append(explain_error(item))
                 _remove(table, item["loc"])
+
+
+def _numbers_beyond_64_bits(table: Any, key: str = "") -> list[Problem]:
+    """What TOML reads and nothing can count with; taken out of the table."""
+    found: list[Problem] = []
+    for name, value in list(table.items()):
+        inside = f"{key}.{name}" if key else name
+        if isinstance(value, dict):
+            found += _numbers_beyond_64_bits(value, inside)
+        elif isinstance(value, int) and abs(value) >= 2**63:
+            found.append(Problem(inside, value, "is beyond 64 bits; lower it"))
+            del table[name]
+    return found
 
 
 def _remove(table: Any, loc: tuple[int | str, ...]) -> None:

@@ -10,12 +10,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Base of all recipe sections: strict types, no unknown keys, no mutation."""
+    """Base of all recipe sections: strict types, finite numbers, no unknown keys, no mutation."""
 
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
         frozen=True,
+        allow_inf_nan=False,
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
+from torchmm.common.processes import launched
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
@@ -44,7 +45,7 @@ def train(recipe: Recipe) -> int:
         TorchmmError: the run ended early; the status is written.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
-    rank = int(os.environ.get("RANK", "0"))
+    rank, world_size = launched()
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
     trainer = None
 
@@ -63,7 +64,6 @@ def train(recipe: Recipe) -> int:
                 write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
             reserve_hardware_queues()
             keep_compiled_code(run_dir / "compile_cache")
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
             run = resolve(orchestrated(recipe, world_size), world_size)
             model, tokenizer = build_unfilled_model(run)
             device = select_device(recipe.training.device)

@@ -165,6 +165,21 @@ def test_a_fresh_start_sets_old_checkpoints_aside(manager, tmp_path):
     assert len(steps(tmp_path)) == 3
 
 
+def test_a_file_in_the_place_of_a_checkpoint_is_set_aside_or_told(manager, tmp_path):
+    saved(manager(), 1)
+    directory = tmp_path / "checkpoints"
+    (directory / "step-2").write_text("no checkpoint")
+    second = manager()
+    model, optimizer = build()
+    assert second.resume(model, optimizer).step == 1
+    assert (directory / steps(tmp_path)[1]).read_text() == "no checkpoint"
+    saved(second, 2)
+    assert not find_problems(directory / "step-2")
+    (directory / "step-3").write_text("made meanwhile")
+    with pytest.raises(CheckpointError, match=r"cannot save .*step-3"):
+        second.save(3, model, optimizer, {})
+
+
 def test_a_named_checkpoint_is_resumed_and_later_ones_set_aside(manager, tmp_path):
     saved(manager(keep=3), 1, 2, 3)
     second = manager(resume=str(tmp_path / "checkpoints/step-2"))

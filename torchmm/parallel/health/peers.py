@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import canonical_json, replace_atomically
 from torchmm.parallel.health.peer_watch import PeerWatch
+from torchmm.parallel.torch_private import new_patient_group
 
 T = TypeVar("T")
 SIDE_GROUP_TIMEOUT_S = 1800.0
@@ -59,7 +60,7 @@ class SideGroup:
         """Collective over all ranks."""
         if not dist.is_initialized():
             return cls(None)
-        return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        return cls(new_patient_group(timedelta(seconds=timeout_s)))
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on every rank."""

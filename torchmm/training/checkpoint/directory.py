@@ -137,9 +137,10 @@ class CheckpointDirectory:
                 valid += 1
 
     def set_aside_after(self, step: int) -> None:
-        """Renames checkpoints of later steps, so that they are neither resumed nor counted."""
-        for path in list_steps(self.path):
-            if (step_of(path) or 0) > step:
+        """Renames checkpoints of later steps, so that they are neither resumed nor counted, and
+        what else has their names."""
+        for path in self.path.glob("step-*"):
+            if (found := step_of(path)) is not None and found > step:
                 self._set_aside(path, "training goes on before it")
         sync_directory(self.path)
 

@@ -193,7 +193,7 @@ class CheckpointManager:
         began_s = time.perf_counter()
         self.wait()
         target = self._directory.path / f"step-{step}"
-        exists = self._group.rank == 0 and target.exists()
+        exists = self._group.rank == 0 and target.is_dir()
         copying = self._uploads is not None and self._uploads.in_use is not None
         known = self._group.gather((exists, copying))
         if known[0][0]:
