@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.data.loader import Loader, build_loader
-from torchmm.data.serve import Producer, start_server
+from torchmm.data.producers.server import Producer
 from torchmm.data.sources.open import open_samples
 from torchmm.recipe.data_section import DataConfig, ProducersConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -104,13 +104,9 @@ class Site:
     def producers(self, count: int) -> Iterator[list[str]]:
         """Starts them; gives their addresses."""
         opened = open_samples(self.data(0, []), self.training, **self.specs)
-        started = []
-        for _ in range(count):
-            producer = Producer(opened.decoder, opened.fingerprint(), workers=1, token=None)
-            started.append((producer, *start_server(producer, "127.0.0.1:0")))
-        yield [f"127.0.0.1:{port}" for _, _, port in started]
-        for producer, server, _ in started:
-            server.stop(0).wait()
+        started = [Producer(opened, self.training, "127.0.0.1:0", workers=1) for _ in range(count)]
+        yield [f"127.0.0.1:{producer.port}" for producer in started]
+        for producer in started:
             producer.close()
 
 

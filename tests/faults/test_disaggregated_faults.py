@@ -19,7 +19,7 @@ from test_train_faults import process_of, wait_for_step
 from tiny_recipe import arguments, records, weights
 
 from torchmm.common.errors import DataError, PeerError
-from torchmm.data.producers import TOKEN_VARIABLE
+from torchmm.data.producers.messages import TOKEN_VARIABLE
 from torchmm.training.ending import read_status
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_what_producers_refuse_ends_the_run_and_is_named(
         "nobody": (
             {"data__producers__addresses": f'["{nobody}"]', "data__producers__give_up_s": 1},
             {},
-            f"{nobody}: UNAVAILABLE",
+            f"{nobody}: Unavailable",
         ),
     }
     for name, (changes, environment, message) in cases.items():

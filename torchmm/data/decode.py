@@ -93,6 +93,11 @@ class StepDecoder(Dataset[DecodedStep]):
         return self._reader.drawings
 
     @property
+    def encoders(self) -> tuple[str, ...]:
+        """Names of those that read images or sounds."""
+        return self._reader.encoders
+
+    @property
     def byte_values(self) -> dict[str, ByteValues | None]:
         """What uint8 pixels of encoders stand for, by name."""
         return {name: medium.byte_values for name, medium in self._reader.media.items()}
@@ -102,12 +107,38 @@ class StepDecoder(Dataset[DecodedStep]):
 
     def decode(self, microbatches: list[list[PackItems]]) -> DecodedStep:
         """The step, still without noise."""
+        parts = [
+            self.decode_one(*each)
+            for each in zip(microbatches, self.wanted(microbatches), strict=True)
+        ]
+        return DecodedStep(
+            [microbatch for part in parts for microbatch in part.microbatches],
+            {name: why for part in parts for name, why in part.corrupt.items()},
+            decoded_images=sum(part.decoded_images for part in parts),
+            read_bytes=sum(part.read_bytes for part in parts),
+        )
+
+    def wanted(self, microbatches: list[list[PackItems]]) -> list[dict[str, range]]:
+        """By microbatch of a step and module: which of its images are decoded; all where none are
+        given."""
+        found: list[dict[str, range]] = [{} for _ in microbatches]
+        if self._reads is None:
+            return found
+        metas = [microbatch_meta(packs, self._sequence_length) for packs in microbatches]
+        for name in (*self._reader.encoders, *([GENERATOR] if self._reader.drawings else [])):
+            for own, images in zip(found, self._reads.images(metas, name) or (), strict=False):
+                own[name] = images
+        return found
+
+    def decode_one(self, packs: list[PackItems], images: Mapping[str, range]) -> DecodedStep:
+        """One microbatch of a step, still without noise.
+
+        Args:
+            images: from `wanted`.
+        """
         step = DecodedStep([], {})
-        shares = self._shares(microbatches)
         opened = Opened()
-        for number, packs in enumerate(microbatches):
-            own = {name: images[number] for name, images in shares.items()}
-            step.microbatches.append(self._microbatch(packs, _Wanted(own), step, opened))
+        step.microbatches.append(self._microbatch(packs, _Wanted(images), step, opened))
         step.read_bytes += opened.read_bytes
         return step
 
@@ -132,15 +163,6 @@ class StepDecoder(Dataset[DecodedStep]):
         """A microbatch of these packs as it is if samples of these names ("source[index]") are
         corrupt; its tensors are written to."""
         return blank_out(self._reader, microbatch, packs, self._sequence_length, torn)
-
-    def _shares(self, microbatches: list[list[PackItems]]) -> dict[str, list[range]]:
-        """By module whose images are not all decoded here: those that are, by microbatch."""
-        if self._reads is None:
-            return {}
-        metas = [microbatch_meta(packs, self._sequence_length) for packs in microbatches]
-        names = [*self._reader.encoders, *([GENERATOR] if self._reader.drawings else [])]
-        found = {name: self._reads.images(metas, name) for name in names}
-        return {name: images for name, images in found.items() if images is not None}
 
     def _microbatch(
         self, packs: list[PackItems], wanted: _Wanted, step: DecodedStep, opened: Opened

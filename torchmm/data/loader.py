@@ -37,6 +37,7 @@ from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import PackItems
+from torchmm.data.producers.ask import RemoteDecoder
 from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.steps.step_packs import Arrange, StepSamples, StepSequence
 from torchmm.data.waiting import Overdue, Waiting
@@ -409,12 +410,6 @@ def _ask_producers(
     """Asks producers to decode, if the recipe names any."""
     if not data.producers.addresses:
         return None
-    try:
-        from torchmm.data.producers import RemoteDecoder  # noqa: PLC0415 - needs an extra
-    except ImportError as error:
-        raise ConfigError(
-            "data.producers: needs gRPC; install it with pip install 'torchmm[producers]'"
-        ) from error
     length = training.sequence_length
     decoder = samples.decoder
     return RemoteDecoder(data.producers, samples.fingerprint(), length, rank, reads, decoder)

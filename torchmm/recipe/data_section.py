@@ -24,8 +24,8 @@ class ProducersConfig(Section):
     for this run. They share no state with it: any of them can prepare any step."""
 
     addresses: list[str] = Field(default=[])
-    """HOST:PORT of each; empty: samples are prepared on the machine that trains. A step is
-    requested from one after another until one answers."""
+    """HOST:PORT of each; empty: samples are prepared on the machine that trains. They are asked
+    for steps in turn, and for a step one after another until one answers."""
     ca_certificate: str | None = None
     """PEM file with the certificate that signed theirs; without it nothing is encrypted, which is
     only accepted where they are on this machine. Their token is in the environment variable
@@ -35,7 +35,8 @@ class ProducersConfig(Section):
     give_up_s: float = Field(default=180.0, gt=0)
     """The run ends (exit code 3) when no producer has answered for this long."""
     max_message_mb: float = Field(default=1000.0, gt=0, le=2000)
-    """Largest prepared step that is accepted, in units of 10^6 bytes; gRPC can send 2000."""
+    """Largest message that is accepted, in units of 10^6 bytes: what one module reads of one
+    microbatch. 2000 can be sent."""
 
 
 class StorageConfig(Section):

@@ -8,12 +8,17 @@ import tarfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from PIL import Image
 
-from torchmm.common.batch import ImageSpec
+from torchmm.common.batch import ImageSpec, Microbatch
+from torchmm.data.decode import DecodedStep
+from torchmm.data.items import Item
+from torchmm.data.producers.messages import from_arrow, messages_of, to_arrow, unpack_step
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -130,3 +135,13 @@ def training(**changes: object) -> TrainingConfig:
 def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> DataConfig:
     values = {"workers": 0, "open_packs": 3, "index_cache": str(tmp_path / "index")}
     return DataConfig(sources=list(sources), **{**values, **changes})
+
+
+def through_messages(microbatch: Microbatch) -> Microbatch:
+    """A microbatch of one pack as a producer's messages bring it."""
+    sent = [to_arrow(message, 0) for message in messages_of(DecodedStep([microbatch], {}))]
+    chunks = [SimpleNamespace(data=batch, app_metadata=pa.py_buffer(v)) for batch, v in sent]
+    packs = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
+    known = {name: inputs.byte_values for name, inputs in microbatch.encoders.items()}
+    arrived = map(from_arrow, chunks)  # type: ignore[arg-type]
+    return unpack_step(arrived, [packs], microbatch.meta.tokens, known).microbatches[0]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import threading
+import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import grpc
+import pyarrow as pa
 import pytest
 from data_cases import (
     CLIP,
@@ -23,16 +26,27 @@ from data_cases import (
     write_parquet,
 )
 from ports import free_port
+from pyarrow import flight
 from test_video import clip_of
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share
 from torchmm.data.loader import build_loader
-from torchmm.data.producers import TOKEN_VARIABLE
-from torchmm.data.serve import Producer, check_exposure, start_server
+from torchmm.data.producers.messages import (
+    SCHEMA,
+    TOKEN_VARIABLE,
+    VERSION,
+    Message,
+    Request,
+    messages_of,
+    pack_request,
+    to_arrow,
+    unpack_request,
+)
+from torchmm.data.producers.server import Producer
+from torchmm.data.serve import check_exposure
 from torchmm.data.sources.open import open_samples
-from torchmm.data.wire import VERSION, Request, pack_request, unpack_request
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
@@ -71,13 +85,15 @@ class Site:
         self.directory = directory
         self.sizes: dict[str, int] = {}
         self.common = {"tokenizer": tokenizer, "text_spec": text_spec, "generator_spec": DRAWN}
-        self.opened: list[tuple[grpc.Server, Producer]] = []
+        self.opened: list[Producer] = []
 
     def data(self, workers=0, **producers):
         addresses = ProducersConfig(**{"give_up_s": 20, "timeout_s": 10, **producers})
         return data_config(self.directory, *self.sources, workers=workers, producers=addresses)
 
-    def loader(self, *addresses, spec=CLIP, rank=0, ranks=1, state=None, workers=0, **producers):
+    def loader(
+        self, *addresses, spec=CLIP, rank=0, ranks=1, state=None, workers=0, reads=None, **producers
+    ):
         return build_loader(
             self.data(workers, addresses=list(addresses), **producers),
             training(**self.sizes),
@@ -85,22 +101,22 @@ class Site:
             data_parallel_rank=rank,
             data_parallel_size=ranks,
             state=state,
+            reads=reads,
             **self.common,
         )
 
-    def producer(self, spec=CLIP, workers=0, token=None, credentials=None, **sizes):
+    def producer(self, spec=CLIP, workers=0, token=None, certificate=None, **sizes):
         """Starts one; returns its address."""
         sizes = training(**self.sizes, **sizes)
         opened = open_samples(self.data(), sizes, image_specs={"vision": spec}, **self.common)
-        producer = Producer(opened.decoder, opened.fingerprint(), workers, token)
-        server, port = start_server(producer, "127.0.0.1:0", credentials=credentials)
-        self.opened.append((server, producer))
-        return f"127.0.0.1:{port}"
+        producer = Producer(
+            opened, sizes, "127.0.0.1:0", workers=workers, token=token, certificate=certificate
+        )
+        self.opened.append(producer)
+        return f"127.0.0.1:{producer.port}"
 
     def stop(self, number=-1):
-        server, producer = self.opened.pop(number)
-        server.stop(0).wait()
-        producer.close()
+        self.opened.pop(number).close()
 
 
 @pytest.fixture
@@ -167,7 +183,7 @@ def test_a_killed_worker_and_a_killed_producer_cost_nothing(site):
     for number in range(12):
         found += take(batches, 1)
         if number == 2:
-            pool = site.opened[0][1]._pool
+            pool = site.opened[0].work._pool
             os.kill(next(iter(pool._processes)), signal.SIGKILL)
         if number == 6:
             site.stop(0)
@@ -184,10 +200,10 @@ def test_resuming_with_other_producers_goes_on_exactly(site):
 
 def test_busy_producers_are_asked_again(site):
     address = site.producer()
-    room = site.opened[0][1]._room
+    room = site.opened[0]._room
     for _ in range(4):
         room.acquire()
-    message = r"no producer.*give_up_s = 0.5.*RESOURCE_EXHAUSTED: it has no room"
+    message = r"no producer.*give_up_s = 0.5.*Unavailable: it has no room"
     with pytest.raises(DataError, match=message):
         take(site.loader(address, give_up_s=0.5), 1)
     room.release()
@@ -196,7 +212,7 @@ def test_busy_producers_are_asked_again(site):
 
 def test_nobody_answers(site):
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(DataError, match=f"no producer.*{address}: UNAVAILABLE.*torchmm.data.serve"):
+    with pytest.raises(DataError, match=f"no producer.*{address}: Unavailable.*torchmm.data.serve"):
         take(site.loader(address, give_up_s=0.5), 1)
     assert take(site.loader(address, site.producer()), 2) == take(site.loader(), 2)
 
@@ -217,7 +233,7 @@ def test_a_wrong_token_is_refused(site, monkeypatch):
     assert take(site.loader(address), 2) == take(site.loader(), 2)
 
 
-def test_a_step_above_the_limit_names_it(site):
+def test_a_message_above_the_limit_names_it(site):
     with pytest.raises(DataError, match=r"too large to be sent.*max_message_mb = 0.001"):
         take(site.loader(site.producer(), max_message_mb=0.001), 1)
 
@@ -231,12 +247,12 @@ def test_an_unknown_certificate_is_not_trusted(site, tmp_path):
         made = subprocess.run([*names, certificate], capture_output=True, check=False)
         if made.returncode:
             pytest.skip("no openssl to make a certificate with")
-        keys[name] = (key.read_bytes(), certificate.read_bytes())
-    address = site.producer(credentials=grpc.ssl_server_credentials([keys["ours"]]))
+        keys[name] = (certificate.read_bytes(), key.read_bytes())
+    address = site.producer(certificate=keys["ours"])
     trusted = site.loader(address, ca_certificate=str(tmp_path / "ours.pem"))
     assert take(trusted, 2) == take(site.loader(), 2)
     other = site.loader(address, ca_certificate=str(tmp_path / "theirs.pem"), give_up_s=1)
-    with pytest.raises(DataError, match="UNAVAILABLE"):
+    with pytest.raises(DataError, match="Unavailable"):
         take(other, 1)
 
 
@@ -267,9 +283,151 @@ def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, a
 
 @pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
 def test_what_is_no_request_is_said(data):
-    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 5|column"):
+    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 6|column"):
         unpack_request(data)
     reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
     for asked in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
         assert unpack_request(pack_request(asked)) == asked
-    assert VERSION == 5
+    assert VERSION == 6
+
+
+@pytest.mark.parametrize(
+    ("samples", "why"),
+    [
+        ([[[[0, 0, -1]]]], "not a request for samples"),
+        ([[[[0, 0, 10**30]]]], "not a request for samples"),
+        ([[[[0, 0, 99]]]], "no sample 99 of source 0"),
+        ([[[[7, 0, 0]]]], "no sample 0 of source 7"),
+        ([[[[0, 0, 0]] * 50]], "a sequence of .* tokens, but training.sequence_length = 64"),
+        ([[[]] * 99], "99 sequences, but training.global_batch_size"),
+        ([[[[0, 0, 1]] * 200_000] * 4], "a request of .* bytes"),
+    ],
+    ids=str,
+)
+def test_requests_cannot_make_a_producer_decode_what_no_step_has(site, samples, why):
+    address = site.producer()
+    fingerprint = site.opened[0]._fingerprint
+    asked = {"version": VERSION, "fingerprint": fingerprint, "samples": samples}
+    ticket = flight.Ticket(json.dumps(asked | {"reads": None, "most_bytes": 10**9}).encode())
+    with pytest.raises(flight.FlightServerError, match=why) as caught:
+        flight.FlightClient(f"grpc+tcp://{address}").do_get(ticket).read_all()
+    assert caught.value.extra_info == b"refused"
+    assert site.opened[0].work.decoded == 0
+    assert take(site.loader(address), 1) == take(site.loader(), 1)
+
+
+class Liar(flight.FlightServerBase):
+    """Answers every request with the same."""
+
+    def __init__(self, *parts, schema=SCHEMA):
+        super().__init__("grpc+tcp://127.0.0.1:0")
+        self.parts = parts
+        self.schema = schema
+
+    def do_get(self, context, ticket):
+        return flight.GeneratorStream(self.schema, iter(self.parts))
+
+
+def honest(site):
+    """The messages that the first step is made of."""
+    loader = site.loader()
+    planned = next(iter(loader._queue))
+    wanted = loader._decoder.wanted(planned)
+    return [
+        (number, message)
+        for number, each in enumerate(zip(planned, wanted, strict=True))
+        for message in messages_of(loader._decoder.decode_one(*each))
+    ]
+
+
+def changed(sent, number, part, values=None, tensors=None):
+    """Honest messages, one of them with other values or tensors."""
+    found = []
+    for of, message in sent:
+        values_now, tensors_now = dict(message.values), dict(message.tensors)
+        if (of, message.values["part"]) == (number, part):
+            values_now |= values or {}
+            tensors_now |= tensors or {}
+        found.append(to_arrow(Message(values_now, tensors_now), of))
+    return found
+
+
+def lies(sent):
+    """By name: what a producer may send that is no answer."""
+    first = {message.values["part"]: message for number, message in sent if number == 0}
+    pixels = first["vision"].tensors["pixels"]
+    nothing = pa.record_batch([pa.nulls(1, pa.large_binary())] * 3, schema=SCHEMA)
+    return {
+        "nothing": [],
+        "no values": [nothing],
+        "no JSON": [(nothing, b"{")],
+        "a list": [(nothing, b"[]")],
+        "half of it": changed(sent, 0, "")[:1],
+        "twice the same": changed(sent, 0, "")[:1] * 2,
+        "other tokens": changed(sent, 0, "", tensors={"input_ids_T": pixels}),
+        "other segments": changed(sent, 0, "", {"cu_seqlens": [0, 3]}),
+        "no segments": changed(sent, 0, "", {"cu_seqlens": None}),
+        "fewer pixels": changed(sent, 0, "vision", tensors={"pixels": pixels[1:]}),
+        "floats": changed(sent, 0, "vision", tensors={"pixels": pixels.float()}),
+        "other sizes": changed(sent, 0, "vision", {"grids_thw": [[1, 2, 3]]}),
+        "places outside": changed(
+            sent, 0, "vision", tensors={"places": first["vision"].tensors["places"] + 10**6}
+        ),
+        "blank what is not there": changed(sent, 0, "vision", {"blank": [99]}),
+    }
+
+
+def test_answers_that_are_none_are_named_and_asked_for_elsewhere(site):
+    sent = honest(site)
+    true, expected = site.producer(), take(site.loader(), 1)
+    whole = Liar(*changed(sent, 0, ""))
+    assert take(site.loader(f"127.0.0.1:{whole.port}"), 1) == expected  # the truth, so far
+    whole.shutdown()
+    for name, parts in lies(sent).items():
+        with Liar(*parts) as liar:
+            address = f"127.0.0.1:{liar.port}"
+            with pytest.raises(DataError, match=f"{address}: malformed answer"):
+                take(site.loader(address, give_up_s=0.1), 1)
+            for addresses in ([address, true], [true, address]):
+                assert take(site.loader(*addresses), 1) == expected, name
+    other = pa.schema([("x", pa.int64())])
+    with Liar(pa.record_batch([[1]], schema=other), schema=other) as liar:
+        assert take(site.loader(f"127.0.0.1:{liar.port}", true), 1) == expected
+
+
+def test_ranks_with_the_same_samples_share_their_decoding(site):
+    """Those of a replica that read no pixels ask for the very same."""
+    address = site.producer()
+    work = site.opened[0].work
+    nothing = Reads({})
+    loaders = [site.loader(address, reads=nothing) for _ in range(3)]
+    found = [take(loader, 2) for loader in loaders]
+    assert found[0] == found[1] == found[2]
+    steps = len(found[0])
+    microbatches = len(found[0][0][0])
+    assert work.decoded == steps * microbatches
+    take(site.loader(address), 2)
+    assert work.decoded == 2 * steps * microbatches
+
+
+def test_what_nobody_waits_for_is_not_decoded(site):
+    address = site.producer()
+    work = site.opened[0].work
+    held = threading.Event()
+    work._pool.submit(held.wait, 30)  # its only worker is busy
+    loader = site.loader(address, timeout_s=0.3, give_up_s=0.3)
+    with pytest.raises(DataError, match="TimedOut"):
+        take(loader, 1)
+    deadline = time.monotonic() + 10
+    while (work.unfinished or not site.opened[0]._room.acquire(False)) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    assert work.unfinished == 0 and not work._jobs
+    held.set()
+
+
+def test_nothing_is_said_to_other_machines_unencrypted(site, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    with pytest.raises(DataError, match="nothing goes unencrypted"):
+        take(site.loader("192.0.2.1:7", give_up_s=0.1), 1)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from data_cases import data_config, training, write_jsonl
+from data_cases import data_config, through_messages, training, write_jsonl
 from model_cases import COMPOSITES, LLMS, SPEECH, build, relative_error, worst_gradient
 from speech_cases import FRAMES, MASKS, MELS, PER_TOKEN, patches_of
 from test_multimodal import our_hf_name, plain_composite
@@ -32,13 +32,10 @@ from transformers import (
 
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.decode import DecodedStep
-from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.loader import build_loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.wire import pack_step, unpack_step
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import ModelConfig
@@ -184,9 +181,7 @@ def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) ->
     (batch,) = islice(loader, 1)
     assert not batch.skipped
     (microbatch,) = batch.microbatches
-    sent = pack_step(DecodedStep([microbatch], {}))
-    items = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
-    (received,) = unpack_step(sent, [items], microbatch.meta.tokens, {"audio": None}).microbatches
+    received = through_messages(microbatch)
     assert received.encoders["audio"].patches_per_token == PER_TOKEN[name]
     plain = plain_composite(model)
     losses = []

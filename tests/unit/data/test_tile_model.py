@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
-from data_cases import data_config, png, training, write_parquet
+from data_cases import data_config, png, through_messages, training, write_parquet
 from generation import written, written_by
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
@@ -26,11 +26,8 @@ from transformers import AutoConfig
 
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.decode import DecodedStep
-from torchmm.data.items import Item
 from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.wire import pack_step, unpack_step
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 from torchmm.recipe.data_section import SourceConfig
@@ -195,10 +192,7 @@ def test_tiles_of_one_picture_may_be_in_different_sub_microbatches(
 
 def test_producers_send_what_is_kept_of_tiles(open_run) -> None:
     _, (microbatch, *_), _, _ = open_run("llava_onevision", **SHRUNK)
-    items = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
-    sent = pack_step(DecodedStep([microbatch], {}))
-    known = {"vision": microbatch.encoders["vision"].byte_values}
-    (received,) = unpack_step(sent, [items], microbatch.meta.tokens, known).microbatches
+    received = through_messages(microbatch)
     assert received.encoders["vision"].kept == microbatch.encoders["vision"].kept
 
 

@@ -122,7 +122,6 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
 }
 MIN_SHARED_LINES = 120
 LAZY_IMPORTS = {
-    "torchmm/data/loader.py": "grpc is installed only where producers are used",
     "torchmm/data/serve.py": "a bad address or certificate is reported before torch is loaded",
     "torchmm/models/registry.py": "diffusers is installed only where images are drawn",
     "torchmm/planning/forecast.py": "simulated sequences need no data, and no libraries for them",
