@@ -10,6 +10,7 @@ from ports import free_port
 from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.recipe.recipe import Recipe
+from torchmm.training.checkpoint.export import export_checkpoint
 from torchmm.training.ending import read_status
 from torchmm.training.run import train
 
@@ -171,7 +172,9 @@ def test_experts_train_over_ranks_and_continue_on_one(tmp_path, real_data):
     common = SMALL | EXPERTS | {"checkpoint__interval": 3}
     run(1, tiny_recipe(tmp_path / "one", real_data, 1, **common, training__steps=6))
     run(2, tiny_recipe(tmp_path / "parts", real_data, 2, **common, **divided, training__steps=3))
-    assert (tmp_path / "parts" / "hf").is_dir()
+    export_checkpoint(tmp_path / "parts/checkpoints/step-3", tmp_path / "exported")
+    for file in (tmp_path / "parts/hf").iterdir():
+        assert (tmp_path / "exported" / file.name).read_bytes() == file.read_bytes(), file.name
     run(1, tiny_recipe(tmp_path / "parts", real_data, 1, **common, training__steps=6))
     one = records(tmp_path / "one")
     parts = records(tmp_path / "parts")

@@ -11,6 +11,7 @@ from tiny_recipe import arguments, records
 
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline
+from torchmm.training.checkpoint.export import export_checkpoint
 
 pytestmark = pytest.mark.slow
 CHANGES = {
@@ -21,6 +22,7 @@ CHANGES = {
     "validation__samples": 2,
     "validation__max_new_tokens": 3,
     "checkpoint__export_hf": "true",
+    "checkpoint__interval": 4,
 }
 
 
@@ -45,6 +47,12 @@ def test_losses_held_out_losses_and_texts_are_the_same(runs):
     assert [s["prompt"] for s in one] == [s["prompt"] for s in two]
     assert [s["truth"] for s in one] == [s["truth"] for s in two]
     assert [s["generated"] for s in one] == [s["generated"] for s in two]
+
+
+def test_a_checkpoint_is_exported_as_its_run_did(runs, tmp_path):
+    export_checkpoint(runs[2] / "checkpoints/step-4", tmp_path / "hf")
+    for file in (runs[2] / "hf").iterdir():
+        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_every_sample_is_counted_once(runs):

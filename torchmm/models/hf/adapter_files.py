@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchmm.common.errors import CheckpointError
-from torchmm.models.hf.export import gather_adapters, hf_name, hf_prefixes
+from torchmm.models.hf.export import Gather, gather_adapters, gather_whole, hf_name, hf_prefixes
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears
@@ -60,12 +60,16 @@ class _Files(NamedTuple):
                         yield module, linear, part, parameter
 
 
-def save_adapters(model: MultimodalModel, directory: Path) -> None:
+def save_adapters(model: MultimodalModel, directory: Path, gather: Gather = gather_whole) -> None:
     """Writes every adapter to a directory of its name, below `directory`; collective, rank 0
-    writes."""
+    writes.
+
+    Args:
+        gather: where values come from, see `export_hf`.
+    """
     if not any(module.adapters for module in model.modality_modules()):
         return
-    values = gather_adapters(model)
+    values = gather_adapters(model, gather)
     prefixes = hf_prefixes(model)
     for files in _files(model):
         tensors: dict[str, Tensor] = {}

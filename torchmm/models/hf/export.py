@@ -11,7 +11,8 @@ Low-rank adapters are added to the weights that they belong to (`torchmm.models.
 writes them apart).
 
 Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
-of pipeline stages that rank 0 does not run are sent by the first rank that has them.
+of pipeline stages that rank 0 does not run are sent by the first rank that has them. Or they come
+from files (`torchmm.training.checkpoint.export`), for a model that nobody runs.
 """
 
 from __future__ import annotations
@@ -62,6 +63,11 @@ _PROCESSOR_FILES = (
     "chat_template.json",
 )
 Prefixes = tuple[tuple[str, str], ...]
+Gather = Callable[
+    [MultimodalModel, Callable[[str], bool]], Iterator[tuple[LayeredModule, str, Tensor | None]]
+]
+"""(module, name in it, values) of parameters and buffers with wanted names, one by one. Values are
+in rank 0's CPU memory, None on other ranks. Collective: to be used up by all."""
 
 
 @dataclass
@@ -77,10 +83,47 @@ class _Export:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
+@torch.no_grad()
+def gather_whole(
+    model: MultimodalModel, wanted: Callable[[str], bool]
+) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
+    """`Gather` from the ranks that run a model."""
+    first_with = _first_ranks_with(model)
+    device = next((t.device for t in model.state_dict().values()), torch.device("cpu"))
+    parts = {name: module.state_dict() for name, module in model.named_modality_modules()}
+    for prefix, module, name, like in whole_tensors(model):
+        if wanted(name):
+            first = first_with[f"{prefix}.{name}"]
+            yield module, name, _to_rank_0(parts[prefix].get(name), like, first, device)
+
+
+def whole_tensors(model: MultimodalModel) -> Iterator[tuple[str, LayeredModule, str, Tensor]]:
+    """(its module's prefix, module, name in it, like) of every parameter and buffer of all ranks,
+    but for tied ones; `like` is on the meta device and has its shape and dtype."""
+    for prefix, module in model.named_modality_modules():
+        with torch.device("meta"):
+            whole = module.rebuild()
+        tied = whole.tied_parameters()
+        for name, like in whole.state_dict().items():
+            if name not in tied:
+                yield prefix, module, name, like
+
+
 def export_hf(
-    model: MultimodalModel, directory: str | Path, tokenizer: PreTrainedTokenizerBase
+    model: MultimodalModel,
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    gather: Gather = gather_whole,
+    shard_bytes: int | None = None,
 ) -> None:
     """Write `model` in Hugging Face's format; collective, rank 0 writes.
+
+    Args:
+        model: its structure is enough if `gather` gives the weights.
+        directory: is made.
+        tokenizer: is saved with it.
+        gather: where weights come from.
+        shard_bytes: of the largest file with weights; None: Hugging Face's default.
 
     Raises:
         ConfigError: the tokenizer lacks the model's placeholder token.
@@ -92,11 +135,11 @@ def export_hf(
         exports = [_whole(model, directory, tokenizer)] if as_one else _separately(model, directory)
         if model.generator is not None:
             exports.append(_generator(model.generator, directory / GENERATOR))
-    connectors = _gather(model, exports, writes)
+    connectors = _gather(model, exports, gather, writes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
         for export in exports:
-            _save(model, export)
+            _save(model, export, shard_bytes)
         if model.generator is not None:
             scheduler = model.generator.family.scheduler()
             scheduler.save_pretrained(directory / GENERATOR / "scheduler")
@@ -186,12 +229,12 @@ def hf_name(prefixes: dict[str, Prefixes], module: str, name: str) -> str | None
 
 @torch.no_grad()
 def _gather(
-    model: MultimodalModel, exports: list[_Export], writes: bool
+    model: MultimodalModel, exports: list[_Export], gather: Gather, writes: bool
 ) -> dict[str, dict[str, Tensor]]:
     """Fill the exports' weights on the writing rank; returns connectors that are part of none."""
     connectors: dict[str, dict[str, Tensor]] = {}
-    adapters = gather_adapters(model)
-    for module, name, value in _gather_whole(model, lambda name: not of_adapter(name)):
+    adapters = gather_adapters(model, gather)
+    for module, name, value in gather(model, lambda name: not of_adapter(name)):
         if not writes:
             continue
         assert value is not None
@@ -208,35 +251,16 @@ def _gather(
     return connectors
 
 
-def gather_adapters(model: MultimodalModel) -> dict[str, dict[str, dict[str, Tensor]]]:
+def gather_adapters(
+    model: MultimodalModel, gather: Gather = gather_whole
+) -> dict[str, dict[str, dict[str, Tensor]]]:
     """Parameters of adapters by module, linear and name in `Lora`, on rank 0; collective."""
     found: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
-    for module, name, value in _gather_whole(model, of_adapter):
+    for module, name, value in gather(model, of_adapter):
         linear, _, part = name.rpartition(f".{CHILD}.")
         if value is not None:
             found[module.name].setdefault(linear, {})[part] = value
     return found
-
-
-@torch.no_grad()
-def _gather_whole(
-    model: MultimodalModel, wanted: Callable[[str], bool]
-) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
-    """(module, name in it, values) of parameters and buffers with wanted names, one by one.
-
-    Values are in rank 0's CPU memory, None on other ranks. Collective: to be used up by all.
-    """
-    first_with = _first_ranks_with(model)
-    device = next((t.device for t in model.state_dict().values()), torch.device("cpu"))
-    for prefix, module in model.named_modality_modules():
-        with torch.device("meta"):
-            whole = module.rebuild()
-        tied = whole.tied_parameters()
-        ours = module.state_dict()
-        for name, like in whole.state_dict().items():
-            if name not in tied and wanted(name):
-                first = first_with[f"{prefix}.{name}"]
-                yield module, name, _to_rank_0(ours.get(name), like, first, device)
 
 
 def _first_ranks_with(model: MultimodalModel) -> dict[str, int]:
@@ -274,7 +298,7 @@ def _to_rank_0(
     return received.cpu()
 
 
-def _save(model: MultimodalModel, export: _Export) -> None:
+def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None) -> None:
     for module in model.encoder_modules():
         if module.unused and module.name in export.prefixes:
             for name, value in _unused_weights(module).items():
@@ -295,7 +319,8 @@ def _save(model: MultimodalModel, export: _Export) -> None:
             export.hf.generation_config = found
         except (OSError, ValueError):
             pass  # none, or one that cannot be saved again: what follows from the config stays
-    export.hf.save_pretrained(export.directory)
+    limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    export.hf.save_pretrained(export.directory, **limit)
 
 
 def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:

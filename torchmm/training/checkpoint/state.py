@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.training.checkpoint.storage import index_dtype
+from torchmm.training.checkpoint.storage import dtype_named
 from torchmm.training.optimizers.compact import CompactOptimizer
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OptimizerState = dict[Tensor, dict[str, Tensor]]
+MODEL_PREFIX = "model."
+"""Of the names of parameters and persistent buffers."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -36,7 +38,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
             raise TypeError(f"{name} is a {type(value).__name__}; only tensors can be saved")
         if id(value) not in seen:
             seen.add(id(value))
-            tensors[f"model.{_plain_name(copies.get(name, name))}"] = value
+            tensors[f"{MODEL_PREFIX}{_plain_name(copies.get(name, name))}"] = value
     return tensors
 
 
@@ -97,8 +99,8 @@ def find_mismatches(index: dict[str, Any], tensors: dict[str, Tensor]) -> list[s
             problems.append(f"missing from the checkpoint: {name}")
         elif list(tensor.shape) != entry["shape"]:
             problems.append(f"{name}: shape {entry['shape']} saved, {list(tensor.shape)} wanted")
-        elif tensor.dtype != index_dtype(entry):
-            problems.append(f"{name}: {index_dtype(entry)} saved, {tensor.dtype} wanted")
+        elif tensor.dtype != (saved := dtype_named(entry["dtype"])):
+            problems.append(f"{name}: {saved} saved, {tensor.dtype} wanted")
     return problems
 
 
@@ -120,9 +122,9 @@ def find_misfits(
     """Why a checkpoint does not fit what all ranks together want, one line per name, sorted."""
     problems = {problem for wish in wishes for problem in wish.mismatches}
     wanted = {name for wish in wishes for name in wish.names}
-    kinds: tuple[str, ...] = ("model.",)
+    kinds: tuple[str, ...] = (MODEL_PREFIX,)
     if wishes[0].trainable is not None:
-        kinds = ("model.", "optimizer.")
+        kinds = (MODEL_PREFIX, "optimizer.")
         now = {name for wish in wishes for name in wish.trainable or ()}
         before = set(saved_trainable)
         problems |= {f"trained when saved, frozen now: {name}" for name in before - now}
@@ -135,7 +137,7 @@ def find_misfits(
 def _empty_like(
     parameter: nn.Parameter, key: str, entry: dict[str, Any], on_device: bool
 ) -> Tensor:
-    dtype = index_dtype(entry)
+    dtype = dtype_named(entry["dtype"])
     if key == "step":
         return torch.zeros((), dtype=dtype, device=parameter.device if on_device else "cpu")
     return torch.zeros_like(parameter, dtype=dtype)
@@ -143,7 +145,7 @@ def _empty_like(
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
     """Name by id, the same in every layout; a copy has that of its original."""
-    return {id(t): name.removeprefix("model.") for name, t in model_tensors(model).items()}
+    return {id(t): name.removeprefix(MODEL_PREFIX) for name, t in model_tensors(model).items()}
 
 
 def _plain_name(name: str) -> str:

@@ -213,9 +213,9 @@ def read_index(path: Path) -> dict[str, Any]:
     return read_json(path / INDEX_NAME)
 
 
-def index_dtype(entry: dict[str, Any]) -> torch.dtype:
-    """Dtype of one entry of the index."""
-    return _DTYPES[entry["dtype"]]
+def dtype_named(name: str) -> torch.dtype:
+    """By its name in safetensors' files and in the index."""
+    return _DTYPES[name]
 
 
 def _index_of(metadata: Metadata, written: list[WriteResult]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _header(items: list[WriteItem]) -> bytes:
         end = start + _size_bytes(item)
         dtype = _DTYPE_NAMES[_tensor(item).properties.dtype]
         shape = list(_tensor(item).chunk.sizes)
-        name = _chunk_name(item.index.fqn, _tensor(item).chunk.offsets)
+        name = chunk_name(item.index.fqn, _tensor(item).chunk.offsets)
         assert name not in entries, name
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
@@ -287,14 +287,15 @@ def _read_item(file: Any, item: ReadItem, planner: LoadPlanner) -> None:
     offsets = item.storage_index.offset or ()
     window = zip(item.storage_offsets, item.lengths, strict=True)
     slices = tuple(slice(start, start + length) for start, length in window)
-    source = file.get_slice(_chunk_name(item.storage_index.fqn, offsets))[slices]
+    source = file.get_slice(chunk_name(item.storage_index.fqn, offsets))[slices]
     target = planner.resolve_tensor(item).detach()
     assert source.shape == target.shape and source.dtype == target.dtype, item.storage_index
     target.copy_(source)
     planner.commit_tensor(item, target)
 
 
-def _chunk_name(name: str, offsets: Iterable[int]) -> str:
+def chunk_name(name: str, offsets: Iterable[int]) -> str:
+    """What a piece of a tensor is called in its file."""
     return f"{name}[{','.join(map(str, offsets))}]"
 
 

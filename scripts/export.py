@@ -1,0 +1,79 @@
+"""Writes the model of a checkpoint as a Hugging Face directory, on any machine, without GPUs.
+
+    python scripts/export.py outputs/mine                      # its newest checkpoint
+    python scripts/export.py outputs/mine/checkpoints/step-400 --output mine --dtype bfloat16
+    python scripts/export.py outputs/mine --adapters apart     # PEFT's files
+
+Whatever the layout that saved it: tensors are put together one by one, in files beside the
+export, so that neither the model nor a rank's share of it has to fit into memory. The directory
+opens with transformers' `from_pretrained` where the model has a class there, and here as
+`[model] source`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from torchmm.common.dtypes import DTYPES
+from torchmm.common.errors import CheckpointError, TorchmmError
+from torchmm.training.checkpoint.export import SHARD_BYTES, export_checkpoint
+from torchmm.training.checkpoint.manifest import list_steps, step_of
+
+
+def main() -> int:
+    """Exports the checkpoint named on the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint (step-N) or a run directory")
+    parser.add_argument("--output", type=Path, help="default: hf-N, next to the checkpoints")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: as it was trained")
+    parser.add_argument(
+        "--adapters", choices=("merged", "apart"), default="merged", help="where there are any"
+    )
+    parser.add_argument(
+        "--shard-gb",
+        type=float,
+        default=SHARD_BYTES / 1e9,
+        help="of the largest file (%(default)g)",
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        path = find_checkpoint(arguments.checkpoint)
+        output = arguments.output or path.parent.parent / f"hf-{step_of(path)}"
+        print(f"exporting {path} to {output}")
+        export_checkpoint(
+            path,
+            output,
+            dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
+            shard_bytes=int(arguments.shard_gb * 1e9),
+            apart=arguments.adapters == "apart",
+        )
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{output} is complete")
+    return 0
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the newest of a run or of a directory of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = path.resolve()
+    if step_of(path) is not None:
+        return path
+    found = list_steps(path) or list_steps(path / "checkpoints")
+    if not found:
+        raise CheckpointError(f"no checkpoint in {path}")
+    return found[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

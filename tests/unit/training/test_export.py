@@ -1,0 +1,161 @@
+"""A checkpoint becomes the files that its run would have exported."""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_runs import make_manager
+from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.models.hf.adapter_files import save_adapters
+from torchmm.models.hf.export import export_hf
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.planning.resolved import recipe_model
+from torchmm.recipe.model_section import LlmConfig, ModelConfig
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.checkpoint import export
+from torchmm.training.checkpoint.export import export_checkpoint
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/export.py"))
+LORA = {"both": {"modules": ["llm"], "rank": 2}}
+
+
+@pytest.fixture
+def saved(tmp_path, real_data):
+    """Saves a step of a model; the recipe's model, and the checkpoint."""
+
+    def save(config: ModelConfig, **sections) -> tuple[MultimodalModel, Path]:
+        config = config.model_copy(update={"tokenizer": str(real_data / "tokenizer")})
+        recipe = Recipe.model_validate({"model": config.model_dump(), **sections})
+        model = recipe_model(recipe)
+        materialize(model, "cpu")
+        init_weights(model, 0)
+        randomize(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        table = recipe.model_dump(mode="json")
+        with make_manager(tmp_path / "run", table=table, asynchronous=False) as manager:
+            manager.save(3, model, optimizer, {})
+        return model, tmp_path / "run/checkpoints/step-3"
+
+    return save
+
+
+@pytest.fixture
+def tokenizer(real_data):
+    return AutoTokenizer.from_pretrained(real_data / "tokenizer")
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(directory)): p for p in directory.rglob("*") if p.is_file()}
+    return {name: path.read_bytes() for name, path in found.items()}
+
+
+CASES = {
+    "tied": ModelConfig(llm=LlmConfig(config={**LLMS["llama"], "tie_word_embeddings": True})),
+    "experts": ModelConfig(llm=LlmConfig(config=LLMS["qwen3_moe"])),
+    "LLaVA": pair_config("qwen2", "clip"),
+    "parts": pair_config("llama", "siglip2"),
+    **{name: composite_config(name) for name in COMPOSITES if name in ("qwen2_5_vl", "gemma3")},
+}
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
+def test_files_are_those_of_the_model_itself(config, saved, tokenizer, tmp_path):
+    model, checkpoint = saved(config)
+    export_hf(model, tmp_path / "theirs", tokenizer, shard_bytes=50_000)
+    export_checkpoint(checkpoint, tmp_path / "ours", shard_bytes=50_000)
+    assert files(tmp_path / "ours") == files(tmp_path / "theirs")
+    assert any("-of-" in name for name in files(tmp_path / "ours"))
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "ours", "theirs"}
+
+
+def test_adapters_are_merged_or_apart(saved, tokenizer, tmp_path):
+    model, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA)
+    export_hf(model, tmp_path / "merged", tokenizer)
+    save_adapters(model, tmp_path / "apart")
+    export_checkpoint(checkpoint, tmp_path / "ours")
+    export_checkpoint(checkpoint, tmp_path / "ours_apart", apart=True)
+    assert files(tmp_path / "ours") == files(tmp_path / "merged")
+    assert files(tmp_path / "ours_apart") == files(tmp_path / "apart")
+
+
+def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
+    model, checkpoint = saved(CASES["tied"])
+    export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "half/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    for name, value in model.llm.backbone.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.bfloat16()), name
+
+
+def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
+    _, checkpoint = saved(CASES["tied"])
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="there exists; name another"):
+        export_checkpoint(checkpoint, tmp_path / "there")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "export_hf", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*hf: No space left on device"):
+        export_checkpoint(checkpoint, tmp_path / "hf")
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "there"}
+
+
+def test_damage_and_older_checkpoints_are_told(saved, tmp_path):
+    _, checkpoint = saved(CASES["tied"])
+    manifest = checkpoint / "MANIFEST.json"
+    file = checkpoint / "rank-00000.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"step-3 is damaged: .*rank-00000"):
+        export_checkpoint(checkpoint, tmp_path / "hf")
+    file.write_bytes(good)
+    with make_manager(tmp_path / "old", asynchronous=False) as manager:
+        model = torch.nn.Linear(2, 2)
+        manager.save(1, model, torch.optim.AdamW(model.parameters(), fused=True), {})
+    with pytest.raises(CheckpointError, match="step-1 holds no recipe"):
+        export_checkpoint(tmp_path / "old/checkpoints/step-1", tmp_path / "hf")
+    assert manifest.exists() and not (tmp_path / "hf").exists()
+
+
+def test_an_export_that_is_killed_has_no_name(saved, tmp_path):
+    _, checkpoint = saved(CASES["tied"])
+    child = os.fork()
+    if child == 0:  # dies when all files but the name are there
+        with contextlib.suppress(BaseException):
+            Path.rename = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
+            export_checkpoint(checkpoint, tmp_path / "hf")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (tmp_path / "hf").exists()
+    export_checkpoint(checkpoint, tmp_path / "hf")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_the_script_takes_a_run_and_says_what_is_wrong(saved, tmp_path, monkeypatch, capsys):
+    _, checkpoint = saved(CASES["tied"])
+    run = checkpoint.parent.parent
+
+    def script(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
+        return SCRIPT["main"]()
+
+    assert script(run) == 0
+    assert "hf-3 is complete" in capsys.readouterr().out
+    assert (run / "hf-3/config.json").exists()
+    assert script(run) == 2
+    assert script(tmp_path) == 4
+    assert "no checkpoint in" in capsys.readouterr().err

@@ -1,0 +1,228 @@
+"""A checkpoint as a Hugging Face directory, without the ranks, layout or memory that it came from.
+
+    export_checkpoint(Path("outputs/mine/checkpoints/step-400"), Path("exports/mine"))
+
+The recipe in the checkpoint's manifest says what model it is of. Files are written beside the
+directory's place and renamed in the end: an export that is killed leaves nothing under its name.
+
+A checkpoint has the pieces of a tensor that ranks had, in the dtype that they trained in. Here each
+tensor is put together, in the dtype that is wanted, in a file without a name that is mapped into
+memory: the system writes it out and reads it back as it needs room, so that a model may be larger
+than the memory, and its tensors look like any others. Pieces are read a block at a time.
+
+Rejected: DCP's loader, which wants memory for all that it loads; a writer of our own for Hugging
+Face's files, which would have to repeat the changes of names and shapes that its classes make.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from uuid import uuid4
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from torchmm.common.dtypes import DTYPES
+from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.hf.adapter_files import save_adapters
+from torchmm.models.hf.export import export_hf, whole_tensors
+from torchmm.models.layered import LayeredModule
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.planning.resolved import recipe_model
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.checkpoint.manifest import find_problems, read_manifest
+from torchmm.training.checkpoint.state import MODEL_PREFIX
+from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
+
+SHARD_BYTES = 5 * 10**9
+"""Of the largest file with weights: of the order of what other tools write."""
+BLOCK_BYTES = 16 << 20
+
+
+def export_checkpoint(
+    path: Path,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    apart: bool = False,
+) -> None:
+    """Writes the model of a checkpoint in Hugging Face's format.
+
+    Args:
+        path: a directory called "step-N".
+        directory: must not exist.
+        dtype: of weights; None: that of the checkpoint's parameters.
+        shard_bytes: of the largest file with weights.
+        apart: whether adapters are written alone, as PEFT's files, not added to the weights.
+
+    Raises:
+        CheckpointError: it is damaged, or holds another model than its recipe says; there is no
+            room for the export.
+        ConfigError: the directory exists; the recipe's model cannot be built here.
+    """
+    if directory.exists():
+        raise ConfigError(f"{directory} exists; name another directory, or remove it")
+    if problems := find_problems(path):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}")
+    recipe = recipe_of(path)
+    wanted = dtype or DTYPES[recipe.training.parameter_dtype]
+    model = recipe_model(recipe, wanted)
+    tokenizer = load_tokenizer(recipe.model)
+    with _appearing(directory) as (partial, scratch):
+        gather = CheckpointWeights(path, scratch, wanted)
+        if apart:
+            save_adapters(model, partial, gather)
+        else:
+            export_hf(model, partial, tokenizer, gather, shard_bytes)
+
+
+def recipe_of(path: Path) -> Recipe:
+    """The recipe that a checkpoint was saved under.
+
+    Raises:
+        CheckpointError: it does not hold one, or one of another version of torchmm.
+    """
+    table = read_manifest(path).get("recipe")
+    if not table:
+        raise CheckpointError(f"{path} holds no recipe, as those of older versions do not")
+    try:
+        return Recipe.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"{path} was saved under a recipe of another version: {key}: {first['msg']}; export it "
+            "with the version that saved it"
+        ) from error
+
+
+@contextmanager
+def _appearing(directory: Path) -> Iterator[tuple[Path, Path]]:
+    """(directory to write into, one for what is needed meanwhile); the first is called `directory`
+    if all goes well, and otherwise removed like the second."""
+    partial = directory.with_name(f".{directory.name}.partial-{uuid4().hex}")
+    scratch = partial / "scratch"
+    try:
+        scratch.mkdir(parents=True)
+        yield partial, scratch
+        scratch.rmdir()
+        partial.rename(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {directory}: {error.strerror or error}; exporting needs room for the "
+            "model's weights twice"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Place(NamedTuple):
+    """A piece of a tensor in a file of the checkpoint."""
+
+    start: int
+    """Byte of the file."""
+    dtype: torch.dtype
+    shape: list[int]
+
+
+class CheckpointWeights:
+    """`torchmm.models.hf.export.Gather` from a checkpoint.
+
+    Args:
+        path: of a checkpoint whose files were compared with its manifest.
+        scratch: an existing directory with room for the model's weights.
+        dtype: of floating-point weights.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+
+    def __init__(self, path: Path, scratch: Path, dtype: torch.dtype) -> None:
+        self._path = path
+        self._scratch = scratch
+        self._dtype = dtype
+        self._index = read_index(path)
+        self._places = cache(lambda name: _places_in(path / name))
+
+    def __call__(
+        self, model: MultimodalModel, wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[LayeredModule, str, Tensor]]:
+        """Every tensor with a wanted name.
+
+        Raises:
+            CheckpointError: one is missing, or has another shape.
+        """
+        for prefix, module, name, like in whole_tensors(model):
+            if wanted(name):
+                yield module, name, self._whole(f"{MODEL_PREFIX}{prefix}.{name}", like.shape)
+
+    def _whole(self, name: str, shape: torch.Size) -> Tensor:
+        entry = self._index.get(name)
+        if entry is None or entry["shape"] != list(shape):
+            has = "lacks it" if entry is None else f"has it as {entry['shape']}"
+            raise CheckpointError(
+                f"{self._path} {has}: {name} of shape {list(shape)}; its recipe is of another model"
+            )
+        stored = dtype_named(entry["dtype"])
+        whole = self._mapped(shape, self._dtype if stored.is_floating_point else stored)
+        for chunk in entry["chunks"]:
+            window = tuple(
+                slice(start, start + size)
+                for start, size in zip(chunk["offsets"], chunk["sizes"], strict=True)
+            )
+            place = self._places(chunk["file"])[chunk_name(name, chunk["offsets"])]
+            with (self._path / chunk["file"]).open("rb") as file:
+                _fill(whole[window], file, place)
+        return whole
+
+    def _mapped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Zeros in a file; removed when nothing refers to it any more."""
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if size_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        with tempfile.TemporaryFile(dir=self._scratch) as file:
+            file.truncate(size_bytes)
+            mapped = mmap.mmap(file.fileno(), size_bytes)
+        return torch.frombuffer(mapped, dtype=dtype).view(shape)
+
+
+def _fill(target: Tensor, file: BinaryIO, place: _Place) -> None:
+    """Copies a piece into its part of the whole, by blocks of rows."""
+    rows_RN = target.view(1) if target.ndim == 0 else target
+    row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
+    count = max(1, BLOCK_BYTES // max(1, row_bytes))
+    file.seek(place.start)
+    for first in range(0, len(rows_RN), count):
+        part = rows_RN[first : first + count]
+        data = bytearray(part.numel() * place.dtype.itemsize)
+        if not data:
+            continue
+        if file.readinto(data) < len(data):  # type: ignore[attr-defined]
+            raise CheckpointError(f"{file.name} is cut off: verify the checkpoint")
+        part.copy_(torch.frombuffer(data, dtype=place.dtype).view(part.shape))
+
+
+def _places_in(file: Path) -> dict[str, _Place]:
+    """From the header of a safetensors file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: _Place(
+            8 + length + entry["data_offsets"][0], dtype_named(entry["dtype"]), entry["shape"]
+        )
+        for name, entry in header.items()
+    }
