@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -43,6 +46,17 @@ class CountPeak(TorchDispatchMode):
 
     def _let_go(self, key: int) -> None:
         self.bytes -= self._found.pop(key)[0]
+
+
+def traced_peak_bytes(function: Callable[[], object]) -> int:
+    """The most bytes of the CPU in use while a function runs, beyond those before; also of what
+    compiled code allocates, which no dispatch mode sees."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        function()
+    events = traced.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate((nbytes for _, nbytes in changes), initial=0))
 
 
 def held_in_a_step(model: nn.Module, batch: Sequence[Microbatch]) -> list[Tensor]:
