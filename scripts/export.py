@@ -19,8 +19,8 @@ from pathlib import Path
 
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, TorchmmError
-from torchmm.training.checkpoint.export import SHARD_BYTES, export_checkpoint
 from torchmm.training.checkpoint.manifest import list_steps, step_of
+from torchmm.training.exports.checkpoint import SHARD_BYTES, export_checkpoint
 
 
 def main() -> int:

@@ -10,8 +10,8 @@ from ports import free_port
 from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.checkpoint.export import export_checkpoint
 from torchmm.training.ending import read_status
+from torchmm.training.exports.checkpoint import export_checkpoint
 from torchmm.training.run import train
 
 pytestmark = pytest.mark.slow

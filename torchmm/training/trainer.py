@@ -23,13 +23,13 @@ from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.export import export_hf
 from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
 from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
+from torchmm.training.exports.write import Trained, write_export
 from torchmm.training.metrics import (
     StepMeter,
     StepRecord,
@@ -137,13 +137,20 @@ class Trainer:
             self._run_steps()
             if self.step >= steps and self._recipe.checkpoint.export_hf:
                 with self._health.phase(self.step, "export"):
-                    export_hf(self.parts.model, self.parts.run_dir / "hf", self.parts.tokenizer)
-                    save_adapters(self.parts.model, self.parts.run_dir / "adapters")
+                    self._export()
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"
             complaint = self.complaint and f". {self.complaint}"
             raise Preempted((saved if self.step else unsaved) + self._undone + complaint)
+
+    def _export(self) -> None:
+        recipe = self._recipe
+        parts = self.parts
+        metrics = parts.run_dir / "metrics.jsonl"
+        trained = Trained(recipe.name, self.step, recipe.training, recipe.data.sources, metrics)
+        write_export(parts.model, parts.run_dir / "hf", parts.tokenizer, trained)
+        save_adapters(parts.model, parts.run_dir / "adapters")
 
     @property
     def complaint(self) -> str:

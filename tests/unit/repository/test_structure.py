@@ -131,7 +131,7 @@ LAZY_IMPORTS = {
 RECIPE_READERS = {  # outside of recipe/ and planning/: where a recipe comes in
     "torchmm/training/run.py": "from here on a run is resolved",
     "torchmm/measure/trials.py": "times the modules of a recipe, without a run",
-    "torchmm/training/checkpoint/export.py": "a checkpoint's recipe, without a run",
+    "torchmm/training/exports/checkpoint.py": "a checkpoint's recipe, without a run",
 }
 
 

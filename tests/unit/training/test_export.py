@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from checkpoint_runs import make_manager
 from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.checkpoint import export
-from torchmm.training.checkpoint.export import export_checkpoint
+from torchmm.training.exports import checkpoint as exporting
+from torchmm.training.exports.checkpoint import export_checkpoint
+from torchmm.training.exports.write import Trained, write_export
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/export.py"))
 LORA = {"both": {"modules": ["llm"], "rank": 2}}
@@ -60,6 +61,13 @@ def files(directory: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items()}
 
 
+def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
+    """As the run does that saved the checkpoint."""
+    recipe = Recipe(model=ModelConfig())
+    trained = Trained(recipe.name, 3, recipe.training, recipe.data.sources, Path("none"))
+    write_export(model, directory, tokenizer, trained, **settings)
+
+
 CASES = {
     "tied": ModelConfig(llm=LlmConfig(config={**LLMS["llama"], "tie_word_embeddings": True})),
     "experts": ModelConfig(llm=LlmConfig(config=LLMS["qwen3_moe"])),
@@ -72,7 +80,7 @@ CASES = {
 @pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 def test_files_are_those_of_the_model_itself(config, saved, tokenizer, tmp_path):
     model, checkpoint = saved(config)
-    export_hf(model, tmp_path / "theirs", tokenizer, shard_bytes=50_000)
+    write(model, tmp_path / "theirs", tokenizer, shard_bytes=50_000)
     export_checkpoint(checkpoint, tmp_path / "ours", shard_bytes=50_000)
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
     assert any("-of-" in name for name in files(tmp_path / "ours"))
@@ -81,7 +89,7 @@ def test_files_are_those_of_the_model_itself(config, saved, tokenizer, tmp_path)
 
 def test_adapters_are_merged_or_apart(saved, tokenizer, tmp_path):
     model, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA)
-    export_hf(model, tmp_path / "merged", tokenizer)
+    write(model, tmp_path / "merged", tokenizer)
     save_adapters(model, tmp_path / "apart")
     export_checkpoint(checkpoint, tmp_path / "ours")
     export_checkpoint(checkpoint, tmp_path / "ours_apart", apart=True)
@@ -99,6 +107,37 @@ def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
         assert torch.equal(loaded.state_dict()[name], value.bfloat16()), name
 
 
+def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
+    sources = [
+        {"path": str(real_data / "tuxpaint_stamps"), "weight": 2.0},
+        {"path": "owner/pictures", "format": "hub", "revision": "abc"},
+    ]
+    model, checkpoint = saved(CASES["LLaVA"], name="mine", data={"sources": sources})
+    losses = [
+        {"step": s, "loss": 5.0 - s, "validation_loss": v} for s, v in ((2, 1.5), (3, None), (4, 9))
+    ]
+    lines = "".join(json.dumps(line) + "\n" for line in losses)
+    (checkpoint.parent.parent / "metrics.jsonl").write_text(lines)
+    export_checkpoint(checkpoint, tmp_path / "hf")
+    text = (tmp_path / "hf/README.md").read_text()
+    _, head, body = text.split("---\n", 2)
+    assert yaml.safe_load(head) == {
+        "tags": ["torchmm"],
+        "pipeline_tag": "image-text-to-text",
+        "datasets": ["owner/pictures"],
+    }
+    counts = sum(p.numel() for p in model.llm.parameters())
+    assert f"- `llm`: {counts:,} parameters, began with random weights" in body
+    assert "tuxpaint_stamps`, weight 2; licence: GPL" in body
+    assert "`owner/pictures` at abc, weight 1; licence: not recorded" in body
+    assert "- loss 2.0000 nats a token at step 3" in body
+    assert "- held-out loss 1.5000 nats a token at step 2" in body
+    code = body.split("```python\n")[1].split("```")[0].replace('"."', repr(str(tmp_path / "hf")))
+    found: dict = {}
+    exec(code, found)
+    assert type(found["model"]).__name__ == "LlavaForConditionalGeneration"
+
+
 def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
     _, checkpoint = saved(CASES["tied"])
     (tmp_path / "there").mkdir()
@@ -108,7 +147,7 @@ def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "export_hf", full)
+    monkeypatch.setattr(exporting, "write_export", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*hf: No space left on device"):
         export_checkpoint(checkpoint, tmp_path / "hf")
     assert {p.name for p in tmp_path.iterdir()} == {"run", "there"}

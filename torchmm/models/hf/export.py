@@ -12,7 +12,7 @@ writes them apart).
 
 Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
 of pipeline stages that rank 0 does not run are sent by the first rank that has them. Or they come
-from files (`torchmm.training.checkpoint.export`), for a model that nobody runs.
+from files (`torchmm.training.exports.checkpoint`), for a model that nobody runs.
 """
 
 from __future__ import annotations

@@ -36,14 +36,15 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.export import export_hf, whole_tensors
+from torchmm.models.hf.export import whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.checkpoint.manifest import find_problems, read_manifest
+from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
+from torchmm.training.exports.write import Trained, write_export
 
 SHARD_BYTES = 5 * 10**9
 """Of the largest file with weights: of the order of what other tools write."""
@@ -85,7 +86,11 @@ def export_checkpoint(
         if apart:
             save_adapters(model, partial, gather)
         else:
-            export_hf(model, partial, tokenizer, gather, shard_bytes)
+            metrics = path.parent.parent / "metrics.jsonl"
+            trained = Trained(
+                recipe.name, step_of(path) or 0, recipe.training, recipe.data.sources, metrics
+            )
+            write_export(model, partial, tokenizer, trained, gather, shard_bytes)
 
 
 def recipe_of(path: Path) -> Recipe:
