@@ -408,7 +408,7 @@ def _ask_producers(
     data: DataConfig, samples: Samples, training: TrainingConfig, rank: int, reads: Reads | None
 ) -> Dataset[DecodedStep] | None:
     """Asks producers to decode, if the recipe names any."""
-    if not data.producers.addresses:
+    if not data.producers.addresses and data.producers.registry is None:
         return None
     length = training.sequence_length
     decoder = samples.decoder

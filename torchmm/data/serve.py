@@ -18,35 +18,25 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.processes import end_workers
-from torchmm.recipe.data_section import is_local
+from torchmm.data.producers.calls import (
+    TOKEN_VARIABLE,
+    Certificate,
+    check_exposure,
+    key_pair,
+    read_certificate,
+)
+from torchmm.data.producers.registry import Reporter
 
 if TYPE_CHECKING:
     from torchmm.data.producers.server import Producer
 
-TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
 GRACE_S = 5.0
-
-Certificate = tuple[bytes, bytes]
-"""PEM certificate and private key."""
-
-
-def check_exposure(bind: str, encrypted: bool, token: str | None) -> None:
-    """Other machines may only ask with a token, over an encrypted connection.
-
-    Raises:
-        ConfigError: they could without.
-    """
-    if not is_local(bind) and not (encrypted and token):
-        raise ConfigError(
-            f"--bind {bind}: other machines could read the data; give --tls-certificate, --tls-key "
-            f"and a secret in {TOKEN_VARIABLE}, or bind 127.0.0.1"
-        )
 
 
 def open_producer(
@@ -81,17 +71,21 @@ def open_producer(
     )
 
 
-def _certificate(arguments: argparse.Namespace) -> Certificate | None:
-    paths = (arguments.tls_certificate, arguments.tls_key)
-    if not any(paths):
+def _report(arguments: argparse.Namespace, producer: Producer) -> Reporter | None:
+    """Begins to report to the registry, if there is one; raises ConfigError."""
+    if arguments.registry is None:
         return None
-    if not all(paths):
-        raise ConfigError("--tls-certificate and --tls-key need each other")
+    host = arguments.bind.rpartition(":")[0]
+    address = arguments.advertise or f"{host}:{producer.port}"
+    if host.strip("[]") in ("0.0.0.0", "::") and not arguments.advertise:
+        raise ConfigError(f"--bind {arguments.bind}: give --advertise HOST:PORT, to be found at")
+    certificate = read_certificate("--ca-certificate", arguments.ca_certificate)
     try:
-        certificate, key = (Path(path).read_bytes() for path in paths)
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from error
-    return certificate, key
+        return Reporter(arguments.registry, partial(producer.load, address), certificate)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"--registry {arguments.registry}: {error}; give --ca-certificate"
+        ) from error
 
 
 def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
@@ -101,9 +95,10 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
         ConfigError, DataError: it cannot begin.
     """
     token = os.environ.get(TOKEN_VARIABLE)
-    certificate = _certificate(arguments)
+    certificate = key_pair(arguments.tls_certificate, arguments.tls_key)
     check_exposure(arguments.bind, certificate is not None, token)
     producer = open_producer(arguments, overrides, token, certificate)
+    reporter = _report(arguments, producer)
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -114,6 +109,8 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     sys.stdout.write(f"ready on port {producer.port}\n")
     sys.stdout.flush()
     stopped.wait()
+    if reporter is not None:
+        reporter.close()
     closing = threading.Thread(target=producer.close, daemon=True)  # waits for slow readers
     closing.start()
     closing.join(GRACE_S)
@@ -132,6 +129,9 @@ def main() -> NoReturn:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--tls-certificate", help="PEM file of this machine's certificate")
     parser.add_argument("--tls-key", help="PEM file of its private key")
+    parser.add_argument("--registry", help="HOST:PORT of the registry to report to")
+    parser.add_argument("--advertise", help="HOST:PORT where others find this one, if not --bind")
+    parser.add_argument("--ca-certificate", help="PEM file of who signed the registry's")
     arguments, overrides = parser.parse_known_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:

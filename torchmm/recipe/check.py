@@ -155,12 +155,18 @@ def _check_data(recipe: Recipe) -> Problems:
 
 
 def _check_producers(producers: ProducersConfig) -> Problems:
+    registry = producers.registry
+    if registry is not None and producers.addresses:
+        text = "is not asked where addresses are given; remove one of them"
+        yield Problem("data.producers.registry", registry, text, ("data.producers.addresses",))
     if producers.ca_certificate is None:
         key = "data.producers.ca_certificate"
-        for index, address in enumerate(producers.addresses):
+        named = [(f"addresses[{n}]", each) for n, each in enumerate(producers.addresses)]
+        named += [("registry", registry)] if registry is not None else []
+        for name, address in named:
             if not is_local(address):
                 text = f"is on another machine, to which nothing goes unencrypted; set {key}"
-                yield Problem(f"data.producers.addresses[{index}]", address, text, (key,))
+                yield Problem(f"data.producers.{name}", address, text, (key,))
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:

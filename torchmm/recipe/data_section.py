@@ -24,8 +24,13 @@ class ProducersConfig(Section):
     for this run. They share no state with it: any of them can prepare any step."""
 
     addresses: list[str] = Field(default=[])
-    """HOST:PORT of each; empty: samples are prepared on the machine that trains. They are asked
-    for steps in turn, and for a step one after another until one answers."""
+    """HOST:PORT of each; empty, without a registry: samples are prepared on the machine that
+    trains. They are asked for steps in turn, and for a step one after another until one
+    answers."""
+    registry: str | None = None
+    """HOST:PORT where producers report that they are there and how busy they are, in the place of
+    `addresses`: they come and go while the run goes on. If it is on this machine, rank 0 listens
+    there; elsewhere `python -m torchmm.data.registry` does."""
     ca_certificate: str | None = None
     """PEM file with the certificate that signed theirs; without it nothing is encrypted, which is
     only accepted where they are on this machine. Their token is in the environment variable

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
 from torchmm.common.processes import launched
+from torchmm.data.producers.registry import own_registry
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
@@ -57,11 +59,13 @@ def train(recipe: Recipe) -> int:
         os._exit(error.exit_code)
 
     try:
-        with StopSignal() as stop, starting(run_dir):
+        with StopSignal() as stop, starting(run_dir), ExitStack() as ends:
             make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
             # Nothing is written into the directory of a run that is alive.
             if rank == 0 and directory.try_claim():
                 write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
+            if rank == 0:
+                ends.enter_context(own_registry(recipe.data.producers))
             reserve_hardware_queues()
             keep_compiled_code(run_dir / "compile_cache")
             run = resolve(orchestrated(recipe, world_size), world_size)

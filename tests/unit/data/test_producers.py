@@ -33,9 +33,9 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share
 from torchmm.data.loader import build_loader
+from torchmm.data.producers.calls import TOKEN_VARIABLE, check_exposure
 from torchmm.data.producers.messages import (
     SCHEMA,
-    TOKEN_VARIABLE,
     VERSION,
     Message,
     Request,
@@ -45,7 +45,6 @@ from torchmm.data.producers.messages import (
     unpack_request,
 )
 from torchmm.data.producers.server import Producer
-from torchmm.data.serve import check_exposure
 from torchmm.data.sources.open import open_samples
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 

@@ -313,7 +313,15 @@ def test_nothing_goes_to_producers_elsewhere_unencrypted(valid):
     problem = one_problem(valid, *apart, world_size=1)
     assert 'data.producers.addresses[1] = "10.0.0.7:7411"' in problem
     assert "set data.producers.ca_certificate" in problem
+    problem = one_problem(valid, "--data.producers.registry", "10.0.0.7:7410", world_size=1)
+    assert 'data.producers.registry = "10.0.0.7:7410"' in problem
     load_recipe(valid, [*apart, "--data.producers.ca_certificate", "ca.pem"], 1)
+
+
+def test_producers_are_listed_or_registered(valid):
+    both = ("addresses", '["127.0.0.1:7411"]'), ("registry", "127.0.0.1:7410")
+    given = [text for name, value in both for text in (f"--data.producers.{name}", value)]
+    assert "remove one of them" in one_problem(valid, *given, world_size=1)
 
 
 def test_a_composite_has_llm_vision_and_its_connector(write):

@@ -32,7 +32,10 @@ NEVER_TOGETHER = {  # exceptions to that: these also know nothing of some folder
 }
 NO_DISTRIBUTED = {"common", "recipe", "data", "models", "balance"}
 MEETS_SHARDS = {"torchmm/models/hf/export.py"}  # gathers sharded parameters into files
-PROGRAMS = {"torchmm/data/serve.py"}  # like train.py: they see everything, and nobody imports them
+PROGRAMS = {  # like train.py: they see everything, and nobody imports them
+    "torchmm/data/serve.py",
+    "torchmm/data/registry.py",
+}
 SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only ever lower these
     "torchmm/balance/costs": 4,
     "torchmm/balance/order_search": 1,
@@ -64,6 +67,8 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/balance/order_search/order_times.py": "times orders that no dispatcher made",
     "torchmm/balance/simulation/incremental.py": "times graphs of any operators, not only plans",
     "torchmm/data/fork_server.py": "imported by its name, in another process",
+    "torchmm/data/producers/choosing.py": "who is asked, by pure functions and what is known",
+    "torchmm/data/registry.py": "a program",
     "torchmm/data/sources/parquet_rows.py": "a format of sources, one file",
     "torchmm/data/sources/folders.py": "a format of sources, one file",
     "torchmm/data/layouts/captions.py": "a layout, or a few alike, one file",

@@ -5,29 +5,34 @@ exactly as many steps are in flight as they would prepare ahead (back-pressure).
 fails, hangs, is busy or answers something else, the next one is asked; no sample is lost, because a
 request is self-contained. DistTrain §4.2.
 
-Steps go to producers in turn. Ranks that work on the same samples ask the same producer for the
-same step, which decodes what several of them read once.
+Which is asked first: `choosing.py`.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import pyarrow as pa
 from pyarrow import flight
 from torch.utils.data import Dataset, get_worker_info
 
-from torchmm.common.errors import ConfigError
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder, with_noise
 from torchmm.data.items import PackItems
-from torchmm.data.producers.messages import (
-    REFUSED,
-    TOKEN_HEADER,
+from torchmm.data.producers.calls import (
+    IN_VAIN,
+    LONGEST_WAIT_S,
     TOKEN_VARIABLE,
+    connect,
+    describe,
+    read_certificate,
+    said,
+    within,
+)
+from torchmm.data.producers.choosing import Choice
+from torchmm.data.producers.messages import (
+    BUSY,
+    REFUSED,
     TOO_LARGE,
     Message,
     Request,
@@ -36,13 +41,10 @@ from torchmm.data.producers.messages import (
     pack_request,
     unpack_step,
 )
-from torchmm.recipe.data_section import ProducersConfig, is_local
+from torchmm.recipe.data_section import ProducersConfig
 
-LONGEST_WAIT_S = 2.0
 FRAMING_BYTES = 10**6
 """More than what gRPC and Arrow add to a message."""
-IN_VAIN = (flight.FlightError, pa.ArrowException, OSError, ValueError)
-"""What comes in the place of a step."""
 
 
 class RemoteDecoder(Dataset[DecodedStep]):
@@ -76,7 +78,8 @@ class RemoteDecoder(Dataset[DecodedStep]):
         self._reads = reads
         self._drawings = decoder.drawings
         self._byte_values = decoder.byte_values
-        self._certificate = _read(config.ca_certificate)
+        self._certificate = read_certificate("data.producers.ca_certificate", config.ca_certificate)
+        self._choice = Choice(config, fingerprint, self._certificate)
         self._clients: dict[str, flight.FlightClient] = {}
         self._asked = 0
         self._most_bytes = int(config.max_message_mb * 1e6)
@@ -90,17 +93,21 @@ class RemoteDecoder(Dataset[DecodedStep]):
         wait_s = 0.05
         first = self._next_turn()
         while True:
-            for address in _beginning_with(self._config.addresses, first):
+            for address in self._choice.in_turn(first):
                 try:
                     step = self._ask(address, request, give_up, microbatches)
                 except IN_VAIN as error:
-                    tried[address] = _describe(error)
+                    tried[address] = describe(error)
+                    if _info(error) != BUSY:
+                        self._choice.failed(address)
                     if _is_final(error):
                         return DecodedStep([], {}, self._explain(address, error))
                 else:
                     return with_noise(self._drawings, step, microbatches)
                 if time.monotonic() > give_up:
-                    return DecodedStep([], {}, self._nobody(tried))
+                    break
+            if time.monotonic() > give_up:
+                return DecodedStep([], {}, self._nobody(tried))
             time.sleep(min(wait_s, max(0.0, give_up - time.monotonic())))  # all were asked
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
@@ -119,16 +126,11 @@ class RemoteDecoder(Dataset[DecodedStep]):
         give_up: float,
         microbatches: list[list[PackItems]],
     ) -> DecodedStep:
-        if self._certificate is None and not is_local(address):
-            raise ConnectionError("on another machine, to which nothing goes unencrypted")
         if address not in self._clients:
-            self._clients[address] = self._connect(address)
-        token = os.environ.get(TOKEN_VARIABLE)
+            most_bytes = self._most_bytes + FRAMING_BYTES
+            self._clients[address] = connect(address, self._certificate, most_bytes)
         left_s = max(0.1, give_up - time.monotonic())
-        options = flight.FlightCallOptions(
-            timeout=min(self._config.timeout_s, left_s),
-            headers=[(TOKEN_HEADER.encode(), token.encode())] if token else [],
-        )
+        options = within(min(self._config.timeout_s, left_s))
         stream = self._clients[address].do_get(flight.Ticket(request), options)
         try:
             return unpack_step(
@@ -137,37 +139,28 @@ class RemoteDecoder(Dataset[DecodedStep]):
         finally:
             stream.cancel()  # it has ended, unless something is wrong
 
-    def _connect(self, address: str) -> flight.FlightClient:
-        options = [
-            ("grpc.max_receive_message_length", self._most_bytes + FRAMING_BYTES),
-            ("grpc.max_reconnect_backoff_ms", int(1000 * LONGEST_WAIT_S)),
-        ]
-        scheme = "grpc+tcp" if self._certificate is None else "grpc+tls"
-        return flight.FlightClient(
-            f"{scheme}://{address}", tls_root_certs=self._certificate, generic_options=options
-        )
-
     def _explain(self, address: str, error: Exception) -> str:
         if _info(error) == TOO_LARGE:
             return (
                 f"producer {address}: what a module reads of a microbatch is too large to be sent "
-                f"({_said(error)}); raise data.producers.max_message_mb = "
+                f"({said(error)}); raise data.producers.max_message_mb = "
                 f"{self._config.max_message_mb:g}, or lower training.microbatch_size"
             )
         if isinstance(error, flight.FlightUnauthenticatedError):
             return (
-                f"producer {address} refuses this run's token: {_said(error)}. Set "
+                f"producer {address} refuses this run's token: {said(error)}. Set "
                 f"{TOKEN_VARIABLE} to the same secret on both sides"
             )
-        return f"producer {address}: {_said(error)}"
+        return f"producer {address}: {said(error)}"
 
     def _nobody(self, tried: dict[str, str]) -> str:
-        answers = "; ".join(f"{address}: {why}" for address, why in tried.items())
+        told = [f"{address}: {why}" for address, why in tried.items()]
+        answers = "; ".join([*told, *filter(None, [self._choice.complaint])])
         return (
             "no producer prepared a step within data.producers.give_up_s = "
             f"{self._config.give_up_s:g} s ({answers}). Start them with python -m "
             "torchmm.data.serve --config RECIPE --bind HOST:PORT, or correct "
-            "data.producers.addresses"
+            f"data.producers.{'registry' if self._config.registry else 'addresses'}"
         )
 
 
@@ -180,11 +173,6 @@ def _messages(stream: flight.FlightStreamReader) -> Iterator[Message]:
         yield from_arrow(chunk)
 
 
-def _beginning_with(addresses: list[str], number: int) -> list[str]:
-    first = number % len(addresses)
-    return [*addresses[first:], *addresses[:first]]
-
-
 def _is_final(error: Exception) -> bool:
     """Whether another try, or another producer, does not help."""
     unknown = isinstance(error, flight.FlightUnauthenticatedError)
@@ -193,24 +181,3 @@ def _is_final(error: Exception) -> bool:
 
 def _info(error: Exception) -> bytes:
     return getattr(error, "extra_info", b"")
-
-
-def _describe(error: Exception) -> str:
-    """What happened to a request."""
-    if isinstance(error, ValueError):
-        return f"malformed answer: {_said(error)}"
-    return f"{type(error).__name__.removeprefix('Flight').removesuffix('Error')}: {_said(error)}"
-
-
-def _said(error: Exception) -> str:
-    """What a producer said, without what its libraries add."""
-    return str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
-
-
-def _read(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(f"data.producers.ca_certificate = {path!r}: {error.strerror}") from error

@@ -39,8 +39,8 @@ from torchmm.data.decode import DecodedStep
 from torchmm.data.items import PackItems, microbatch_meta
 
 VERSION = 6
-TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
-TOKEN_HEADER = "torchmm-token"
+BUSY = b"busy"
+"""Comes with errors of who has no room at the moment."""
 REFUSED = b"refused"
 TOO_LARGE = b"too large"
 """Come with errors that another try does not fix."""

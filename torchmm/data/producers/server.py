@@ -11,29 +11,29 @@ messages of our own took twice the CPU time for the same tensors.
 
 from __future__ import annotations
 
-import hmac
 import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
 
 import pyarrow as pa
 from pyarrow import flight
 
-from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.errors import TorchmmError
 from torchmm.data.items import Item, PackItems
+from torchmm.data.producers.calls import Certificate, Server
 from torchmm.data.producers.messages import (
+    BUSY,
     REFUSED,
     SCHEMA,
-    TOKEN_HEADER,
     TOO_LARGE,
     Message,
     Request,
     to_arrow,
     unpack_request,
 )
+from torchmm.data.producers.registry import Reported
 from torchmm.data.producers.work import Job, Work
 from torchmm.data.sources.open import Samples
 from torchmm.recipe.training_section import TrainingConfig
@@ -47,7 +47,7 @@ LOOK_S = 0.1
 MOST_REQUEST_BYTES = 8 * 10**6
 
 
-class Producer(flight.FlightServerBase):
+class Producer(Server):
     """Answers requests from when it is made.
 
     Args:
@@ -70,7 +70,7 @@ class Producer(flight.FlightServerBase):
         *,
         workers: int,
         token: str | None = None,
-        certificate: tuple[bytes, bytes] | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
         self._samples = samples
         self._training = training
@@ -78,19 +78,17 @@ class Producer(flight.FlightServerBase):
         self._room = threading.BoundedSemaphore(QUEUED_PER_WORKER * max(workers, 1))
         self._closing = threading.Event()
         self._ahead = max(workers, 1) + AHEAD
-        scheme = "grpc+tls" if certificate else "grpc+tcp"
-        guards: dict[str, Any] = {"token": TokenCheck(token)} if token else {}
-        try:
-            super().__init__(
-                f"{scheme}://{bind}",
-                tls_certificates=[certificate] if certificate else None,
-                middleware=guards,
-            )
-        except (flight.FlightError, pa.ArrowException, OSError) as error:
-            raise ConfigError(
-                f"--bind {bind}: {error}; is another producer running there?"
-            ) from error
+        self._workers = max(workers, 1)
+        super().__init__(bind, token, certificate)
         self.work = Work(samples.decoder, workers)
+
+    def load(self, address: str) -> Reported:
+        """What it tells a registry.
+
+        Args:
+            address: HOST:PORT where others find it.
+        """
+        return Reported(address, self._fingerprint, self._workers, self.work.unfinished)
 
     def do_get(
         self, context: flight.ServerCallContext, ticket: flight.Ticket
@@ -114,7 +112,7 @@ class Producer(flight.FlightServerBase):
         except (ValueError, TorchmmError) as error:
             raise flight.FlightServerError(str(error), REFUSED) from error
         if not self._room.acquire(blocking=False):
-            raise flight.FlightUnavailableError("it has no room for more requests")
+            raise flight.FlightUnavailableError("it has no room for more requests", BUSY)
         jobs: deque[Job] = deque()
         wanted = self._samples.decoder.for_rank(asked.reads).wanted(microbatches)
         upcoming = zip(microbatches, wanted, strict=True)
@@ -183,20 +181,3 @@ def _within(most_bytes: int, sent: tuple[pa.RecordBatch, bytes]) -> tuple[pa.Rec
     if (size := batch.nbytes + len(values)) > most_bytes:
         raise flight.FlightServerError(f"{size} bytes", TOO_LARGE)
     return sent
-
-
-class TokenCheck(flight.ServerMiddlewareFactory):
-    """Lets those in who know a secret."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
-
-    def start_call(
-        self, info: flight.CallInfo, headers: dict[str, list[str | bytes]]
-    ) -> flight.ServerMiddleware | None:
-        """Raises an error if a call does not carry the secret."""
-        sent = headers.get(TOKEN_HEADER, [""])[0]
-        sent = sent.encode() if isinstance(sent, str) else sent
-        if not hmac.compare_digest(sent, self._token):
-            raise flight.FlightUnauthenticatedError("wrong token" if sent else "no token")
-        return None
