@@ -186,6 +186,27 @@ def test_experts_train_over_ranks_and_continue_on_one(tmp_path, real_data):
         assert ours["expert_load"] == pytest.approx(reference["expert_load"], rel=1e-2)
 
 
+def test_the_best_checkpoints_stay_and_are_exported(tmp_path, real_data):
+    """By the highest loss, which is that of the first steps; the run goes on after the fourth."""
+    common = SMALL | {
+        "checkpoint__interval": 1,
+        "checkpoint__keep": 1,
+        "checkpoint__keep_best": '{metric = "loss", mode = "max", count = 2}',
+        "checkpoint__export_interval": 3,
+    }
+    for ranks, steps in ((2, 4), (1, 6)):
+        run(ranks, tiny_recipe(tmp_path / "run", real_data, ranks, **common, training__steps=steps))
+    losses = {r["step"]: r["loss"] for r in records(tmp_path / "run")}
+    best = sorted(losses, key=losses.__getitem__)[-2:]
+    kept = {
+        int(p.name.removeprefix("step-")) for p in (tmp_path / "run/checkpoints").glob("step-*")
+    }
+    assert kept == {*best, 6}
+    assert {p.name for p in (tmp_path / "run").glob("*hf*")} == {"hf-3", "hf-6", "hf-best"}
+    card = (tmp_path / "run/hf-best/README.md").read_text()
+    assert f"- step {best[-1]} of 4" in card
+
+
 def test_ranks_that_share_rows_write_the_records_of_one(tmp_path, real_data):
     """Losses, rates, held-out losses and texts; rows have lengths that ranks do not divide."""
     common = {

@@ -75,6 +75,7 @@ def _check_run(recipe: Recipe) -> Problems:
         text = "must be a plain directory name; use letters, digits, '-', '_' and '.'"
         yield Problem("name", recipe.name, text)
     yield from _check_checkpoint(recipe.checkpoint)
+    yield from _check_best(recipe)
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
@@ -93,6 +94,26 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
     elif checkpoint.staging is not None:
         text = "needs checkpoint.upload: what one node has on its own disk is no whole checkpoint"
         yield Problem("checkpoint.staging", checkpoint.staging, text, ("checkpoint.upload",))
+
+
+def _check_best(recipe: Recipe) -> Problems:
+    best = recipe.checkpoint.keep_best
+    if best is None or best.metric == "loss":
+        return
+    validation = recipe.validation
+    key = "checkpoint.keep_best"
+    if not validation.interval:
+        text = f'nothing measures {best.metric}; set validation.interval, or metric = "loss"'
+        yield Problem(key, best.metric, text, ("validation.interval",))
+    elif best.metric == "word_error_rate" and not validation.samples:
+        text = "is measured on texts that are written for sounds; set validation.samples"
+        yield Problem(key, best.metric, text, ("validation.samples",))
+    elif recipe.checkpoint.interval % validation.interval:
+        text = (
+            f"checkpoints every {recipe.checkpoint.interval} steps are not validated every "
+            f"{validation.interval}; make checkpoint.interval a multiple"
+        )
+        yield Problem(key, best.metric, text, ("checkpoint.interval", "validation.interval"))
 
 
 def _check_module_names(recipe: Recipe) -> Problems:

@@ -157,6 +157,23 @@ class ValidationConfig(Section):
     """Steps from noise to image; each is a forward of the whole model."""
 
 
+class BestConfig(Section):
+    """Which checkpoints are the best."""
+
+    metric: Literal[
+        "validation_loss",
+        "validation_loss_text",
+        "validation_loss_image",
+        "word_error_rate",
+        "loss",
+    ] = "validation_loss"
+    """Figure of metrics.jsonl, of the step after which a checkpoint is saved."""
+    mode: Literal["min", "max"] = "min"
+    """Whether low or high values are good."""
+    count: int = Field(default=1, ge=1)
+    """How many of them are kept."""
+
+
 class CheckpointConfig(Section):
     """Saving, keeping and resuming."""
 
@@ -164,6 +181,9 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; also saved after the last step; 0: never."""
     keep: int = Field(default=2, ge=1)
     """Newest valid checkpoints kept, here and at `upload`; older ones are removed."""
+    keep_best: BestConfig | None = None
+    """Older checkpoints that stay, as in { metric = "validation_loss", count = 2 }. Whenever the
+    metric is better than ever before, the model is exported to `hf-best/` too."""
     asynchronous: bool = True
     """Write in the background while training continues."""
     upload: str | None = None
@@ -184,6 +204,8 @@ class CheckpointConfig(Section):
     """Resume although samples or their order have changed since the checkpoint. Sources with random
     access continue at the number of samples drawn, changed streams start from their beginning;
     samples of the current pass may be repeated or left out. If false: exit code 4."""
+    export_interval: int = Field(default=0, ge=0)
+    """Steps between exports to `hf-N/`, which stay; 0: none on the way."""
     export_hf: bool = True
     """Write a Hugging Face directory (`hf/`) after the last step, with adapters added to the
     weights; adapters by themselves are in `adapters/`."""

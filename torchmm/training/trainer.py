@@ -8,6 +8,7 @@ conditional on something all ranks agreed on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -95,6 +96,8 @@ class Trainer:
         self._told = ""
         """The complaint that is in STATUS.json."""
         self._data_state: dict = restored.state["data"] if restored else {}
+        self._best: float | None = restored.state.get("best") if restored else None
+        """The lowest figure of `checkpoint.keep_best` so far, with its sign turned for "max"."""
         self._corrupt = CorruptLimit(
             recipe.data.max_corrupt_samples, recipe.data.max_corrupt_fraction
         )
@@ -136,21 +139,36 @@ class Trainer:
         with closed_after(self.close), self.parts.checkpoints:
             self._run_steps()
             if self.step >= steps and self._recipe.checkpoint.export_hf:
-                with self._health.phase(self.step, "export"):
-                    self._export()
+                self._export("hf")
+                save_adapters(self.parts.model, self.parts.run_dir / "adapters")
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"
             complaint = self.complaint and f". {self.complaint}"
             raise Preempted((saved if self.step else unsaved) + self._undone + complaint)
 
-    def _export(self) -> None:
+    def _export(self, name: str) -> None:
+        """The model to a directory of the run."""
         recipe = self._recipe
         parts = self.parts
         metrics = parts.run_dir / "metrics.jsonl"
         trained = Trained(recipe.name, self.step, recipe.training, recipe.data.sources, metrics)
-        write_export(parts.model, parts.run_dir / "hf", parts.tokenizer, trained)
-        save_adapters(parts.model, parts.run_dir / "adapters")
+        with self._health.phase(self.step, "export"):
+            write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)
+
+    def _export_on_the_way(self, record: StepRecord) -> None:
+        """Exports that the recipe wants after this step; collective."""
+        checkpoint = self._recipe.checkpoint
+        if checkpoint.export_interval and self.step % checkpoint.export_interval == 0:
+            self._export(f"hf-{self.step}")
+        if checkpoint.keep_best is None:
+            return
+        own = getattr(record, checkpoint.keep_best.metric)
+        [value], *_ = gather_floats([math.nan if own is None else own])  # rank 0 decides for all
+        signed = value if checkpoint.keep_best.mode == "min" else -value
+        if not math.isnan(signed) and (self._best is None or signed < self._best):
+            self._best = signed
+            self._export("hf-best")
 
     @property
     def complaint(self) -> str:
@@ -191,9 +209,10 @@ class Trainer:
                 if parts.recorder:
                     figures = parts.checkpoints.take_figures()
                     parts.recorder.record(replace(record, **figures))
+                self._export_on_the_way(record)
             with self._health.phase(self.step, "checkpoint"):
                 if stopping or self._is_due(self._recipe.checkpoint.interval):
-                    self._save()
+                    self._save(record)
             self._health.check(self.step)
 
     def run_step(self, batches: Iterator[StepBatch | None]) -> tuple[StepRecord | None, bool]:
@@ -313,13 +332,17 @@ class Trainer:
         loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
         return Losses(loss, text, image, grad_norm, busiest or None)
 
-    def _save(self) -> None:
+    def _save(self, record: StepRecord | None) -> None:
         if not self.step:
             return  # nothing was done that the recipe does not say
         counts = {"corrupt": self._corrupt.corrupt, "seen": self._corrupt.seen}
-        state = {"data": self._data_state, "corrupt": counts}
+        state = {"data": self._data_state, "corrupt": counts, "best": self._best}
         checkpoints = self.parts.checkpoints
-        checkpoints.save(self.step, self.parts.model, self.parts.optimizer, state)
+        best = self._recipe.checkpoint.keep_best
+        figures: dict[str, float | None] = {}
+        if best is not None:
+            figures[best.metric] = getattr(record, best.metric, None)
+        checkpoints.save(self.step, self.parts.model, self.parts.optimizer, state, figures)
         if checkpoints.complaint != self._told and self.parts.mesh.rank == 0:
             self._told = checkpoints.complaint
             write_status(self.parts.run_dir, Status("running", self.step, 0, message=self._told))

@@ -233,6 +233,19 @@ def test_a_valid_recipe_has_no_problems(valid):
         ("--model.encoders.llm.source x/y", "model.encoders.llm", "no name"),
         ("--model.llm.source ./gone", "model.llm.source", "no such directory"),
         ("--checkpoint.resume gone", "checkpoint.resume", '"auto"'),
+        ("--checkpoint.keep_best {}", "checkpoint.keep_best", "set validation.interval"),
+        (
+            "--checkpoint.keep_best {metric='word_error_rate'} --validation.interval 2 "
+            "--data.validation [{path='.'}]",
+            "checkpoint.keep_best",
+            "set validation.samples",
+        ),
+        (
+            "--checkpoint.keep_best {} --validation.interval 2 --checkpoint.interval 3 "
+            "--data.validation [{path='.'}]",
+            "checkpoint.keep_best",
+            "make checkpoint.interval a multiple",
+        ),
         ("--metrics.profile_step 101", "metrics.profile_step", "earlier"),
         ("--name a/b", "name", "directory name"),
         ("--training.device cpu --parallel.backend nccl", "parallel.backend", "auto"),

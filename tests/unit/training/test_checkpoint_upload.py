@@ -13,6 +13,7 @@ from checkpoint_runs import build, everything, make_manager, same, saved, steps
 
 from torchmm.common.errors import CheckpointError
 from torchmm.data.storage import clients
+from torchmm.recipe.training_section import BestConfig
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems
 from torchmm.training.checkpoint.remote import RemoteCheckpoints, StoreError, step_of_folder
 from torchmm.training.checkpoint.upload import share
@@ -87,6 +88,19 @@ def remote(store: Path) -> RemoteCheckpoints:
 
 def folder(store: Path, step: int) -> Path:
     return next((store / "run").glob(f"step-{step}-*"))
+
+
+def test_the_best_stay_here_and_in_the_store(machines, store):
+    here = machines()
+    manager = here.manager(keep=1, keep_best=BestConfig(count=2))
+    model, optimizer = build()
+    for step, loss in enumerate((5.0, 3.0, 4.0, 3.0, None, 9.0), start=1):
+        manager.save(step, model, optimizer, {}, {"validation_loss": loss})
+        manager.wait()
+        manager._uploads.wait()
+    kept = {path.name for path in (here.run_dir / "checkpoints").glob("step-*")}
+    assert kept == {"step-2", "step-4", "step-6"}
+    assert committed(store) == [6, 4, 2]
 
 
 def test_another_machine_goes_on_from_the_copy(machines, store):

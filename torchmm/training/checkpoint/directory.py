@@ -11,12 +11,14 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
 from torchmm.common.errors import CheckpointError
 from torchmm.common.files import sync_directory
+from torchmm.recipe.training_section import BestConfig
 from torchmm.training.checkpoint.manifest import (
     NewerFormatError,
     find_problems,
@@ -117,7 +119,21 @@ class CheckpointDirectory:
             self._set_aside(final, "a whole copy came in its place")
         return self.commit(temporary)
 
-    def retain(self, keep: int, in_use: Path | None = None) -> None:
+    def best(self, of: BestConfig | None) -> list[int]:
+        """Steps of the best valid checkpoints, by the figures in their manifests; the earlier of
+        two that are equally good."""
+        if of is None:
+            return []
+        sign = 1 if of.mode == "min" else -1
+        found = []
+        for path in list_steps(self.path):
+            with suppress(CheckpointError):
+                value = read_manifest(path).get("figures", {}).get(of.metric)
+                if value is not None and self._is_valid(path):
+                    found.append((sign * value, step_of(path) or 0))
+        return [step for _, step in sorted(found)[: of.count]]
+
+    def retain(self, keep: int, in_use: Path | None = None, best: Collection[int] = ()) -> None:
         """Removes checkpoints older than the `keep` newest valid ones.
 
         Damaged ones count for nothing: they cannot push out the last good one. A checkpoint that
@@ -126,12 +142,13 @@ class CheckpointDirectory:
 
         Args:
             in_use: is being copied, and goes another time.
+            best: steps of those that stay.
         """
         valid = 0
         for path in list_steps(self.path):
             if path not in self._known_valid and _is_of_newer_format(path):
                 continue
-            if valid >= keep and path != in_use:
+            if valid >= keep and path != in_use and step_of(path) not in best:
                 self._remove(path)
             elif self._is_valid(path):
                 valid += 1

@@ -20,10 +20,11 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -143,7 +144,13 @@ class CheckpointManager:
             self._site.on_leaders(self._directory.claim)
         self._remote = RemoteCheckpoints(f"{upload}/{name}", self._give_up_s, self._logger)
         group = SideGroup.create(UPLOAD_TIMEOUT_S)
-        self._uploads = Uploads(self._remote, self._config.keep, group, self._meter, self._logger)
+        self._uploads = Uploads(
+            self._remote, self._config.keep, self._best, group, self._meter, self._logger
+        )
+
+    def _best(self) -> list[int]:
+        """Steps that are kept however old."""
+        return self._directory.best(self._config.keep_best)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -177,7 +184,12 @@ class CheckpointManager:
         return asdict(self._meter.take())
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[str, Any],
+        figures: Mapping[str, float | None] = MappingProxyType({}),
     ) -> None:
         """Saves step `step`; returns when the values are copied (asynchronous) or committed.
 
@@ -185,6 +197,8 @@ class CheckpointManager:
 
         Args:
             state: JSON, the same on all ranks (data position and the like).
+            figures: of metrics.jsonl, by which the best checkpoints are found.
+
         Raises:
             CheckpointError: this save, or the one before it, failed; nothing committed is harmed
                 and the next save may succeed.
@@ -210,6 +224,7 @@ class CheckpointManager:
             "state": state,
             "state_sha256": hashlib.sha256(canonical_json(state)).hexdigest(),
             "trainable": trainable_names(model, optimizer),
+            "figures": {name: value for name, value in figures.items() if value is not None},
         }
         write = partial(
             self._write, target, note=note, began_s=began_s, copy=not any(c for _, c in known)
@@ -404,7 +419,7 @@ class CheckpointManager:
             self._commit_on_other_nodes(writer.temporary)
         if self._site.is_leader:
             in_use = None if self._uploads is None else self._uploads.in_use
-            self._directory.retain(self._config.keep, in_use)
+            self._directory.retain(self._config.keep, in_use, self._best())
         if self._uploads is not None:
             self._uploads.committed(target, copy)
 
@@ -433,7 +448,7 @@ class CheckpointManager:
         state = canonical_json({"state": notes[0]["state"], "trainable": trainable})
         write_synced(temporary / STATE_NAME, state)
         entry = WrittenFile(STATE_NAME, len(state), hashlib.sha256(state).hexdigest())
-        facts = {"step": notes[0]["step"], **self._facts}
+        facts = {"step": notes[0]["step"], "figures": notes[0]["figures"], **self._facts}
         files = [*files, entry]
         write_manifest(temporary, files, facts)
         final = self._directory.commit(temporary)

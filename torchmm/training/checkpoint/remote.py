@@ -21,7 +21,7 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ class RemoteCheckpoints:
         with _store_errors():
             self._client.write(self._object(folder, MANIFEST_NAME), data)
 
-    def retain(self, keep: int, own: str) -> None:
+    def retain(self, keep: int, own: str, best: Collection[int] = ()) -> None:
         """Removes checkpoints older than the `keep` newest that are whole, and what uploads left
         that were not finished.
 
@@ -169,6 +169,7 @@ class RemoteCheckpoints:
 
         Args:
             own: folder that was committed last, whose files need not be compared.
+            best: steps of those that stay.
 
         Raises:
             StoreError: the store does not do it; there may be too many then, never too few.
@@ -184,7 +185,7 @@ class RemoteCheckpoints:
                 is_whole = self._is_whole(folder, folders[folder])
             except NewerFormatError:
                 continue
-            if whole >= keep:
+            if whole >= keep and step_of_folder(folder) not in best:
                 self.discard(folder, folders)
             whole += is_whole
         for folder in set(folders) - set(newest_first) - {own}:

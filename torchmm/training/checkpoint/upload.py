@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class Uploads:
 
     Args:
         keep: checkpoints to keep in the store.
+        best: steps of those to keep besides.
         group: side group for the copies alone.
     """
 
@@ -73,12 +74,14 @@ class Uploads:
         self,
         remote: RemoteCheckpoints,
         keep: int,
+        best: Callable[[], Collection[int]],
         group: SideGroup,
         meter: SaveMeter,
         logger: logging.Logger,
     ) -> None:
         self._remote = remote
         self._keep = keep
+        self._best = best
         self._group = group
         self._meter = meter
         self._logger = logger
@@ -197,7 +200,7 @@ class Uploads:
         except CheckpointError as error:
             return problems[0] if problems else _in_one_line(error)
         try:
-            self._remote.retain(self._keep, folder)
+            self._remote.retain(self._keep, folder, self._best())
         except CheckpointError as error:
             said = "cannot remove old checkpoints from %s: %s"
             self._logger.error(said, self._remote.address, _in_one_line(error))

@@ -2,8 +2,7 @@
 
     export_checkpoint(Path("outputs/mine/checkpoints/step-400"), Path("exports/mine"))
 
-The recipe in the checkpoint's manifest says what model it is of. Files are written beside the
-directory's place and renamed in the end: an export that is killed leaves nothing under its name.
+The recipe in the checkpoint's manifest says what model it is of.
 
 A checkpoint has the pieces of a tensor that ranks had, in the dtype that they trained in. Here each
 tensor is put together, in the dtype that is wanted, in a file without a name that is mapped into
@@ -19,14 +18,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-from uuid import uuid4
 
 import torch
 from pydantic import ValidationError
@@ -81,16 +77,22 @@ def export_checkpoint(
     wanted = dtype or DTYPES[recipe.training.parameter_dtype]
     model = recipe_model(recipe, wanted)
     tokenizer = load_tokenizer(recipe.model)
-    with _appearing(directory) as (partial, scratch):
-        gather = CheckpointWeights(path, scratch, wanted)
-        if apart:
-            save_adapters(model, partial, gather)
-        else:
-            metrics = path.parent.parent / "metrics.jsonl"
-            trained = Trained(
-                recipe.name, step_of(path) or 0, recipe.training, recipe.data.sources, metrics
-            )
-            write_export(model, partial, tokenizer, trained, gather, shard_bytes)
+    metrics = path.parent.parent / "metrics.jsonl"
+    sources = recipe.data.sources
+    trained = Trained(recipe.name, step_of(path) or 0, recipe.training, sources, metrics)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".weights-") as scratch:
+            gather = CheckpointWeights(path, Path(scratch), wanted)
+            if apart:
+                save_adapters(model, directory, gather)
+            else:
+                write_export(model, directory, tokenizer, trained, gather, shard_bytes)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write {directory}: {error.strerror or error}; exporting needs room for the "
+            "model's weights twice"
+        ) from error
 
 
 def recipe_of(path: Path) -> Recipe:
@@ -111,26 +113,6 @@ def recipe_of(path: Path) -> Recipe:
             f"{path} was saved under a recipe of another version: {key}: {first['msg']}; export it "
             "with the version that saved it"
         ) from error
-
-
-@contextmanager
-def _appearing(directory: Path) -> Iterator[tuple[Path, Path]]:
-    """(directory to write into, one for what is needed meanwhile); the first is called `directory`
-    if all goes well, and otherwise removed like the second."""
-    partial = directory.with_name(f".{directory.name}.partial-{uuid4().hex}")
-    scratch = partial / "scratch"
-    try:
-        scratch.mkdir(parents=True)
-        yield partial, scratch
-        scratch.rmdir()
-        partial.rename(directory)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {directory}: {error.strerror or error}; exporting needs room for the "
-            "model's weights twice"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class _Place(NamedTuple):

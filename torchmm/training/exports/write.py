@@ -9,6 +9,7 @@ people know, and show it as missing.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,14 +51,37 @@ def write_export(
 ) -> None:
     """Writes the model with its card; collective, rank 0 writes.
 
+    Files are written beside the directory's place, which gets its name, or takes that of the export
+    before, when all are there.
+
     Args:
-        directory: is made.
+        directory: of the export.
         gather: where weights come from, see `export_hf`.
         shard_bytes: of the largest file with weights; None: Hugging Face's default.
     """
-    export_hf(model, directory, tokenizer, gather, shard_bytes)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        (directory / CARD).write_text(card(model, directory, trained))
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    partial = directory.with_name(f".{directory.name}.partial")
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        export_hf(model, partial, tokenizer, gather, shard_bytes)
+        if writes:
+            (partial / CARD).write_text(card(model, partial, trained))
+            _take_place(partial, directory)
+    finally:
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _take_place(partial: Path, directory: Path) -> None:
+    if not directory.exists():
+        partial.rename(directory)
+        return
+    before = directory.with_name(f".{directory.name}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    directory.rename(before)
+    partial.rename(directory)
+    shutil.rmtree(before)
 
 
 def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
