@@ -61,6 +61,11 @@ HOST_STATES = {
     "optimizer__state_dtype": "int8",
     "training__parameter_dtype": "bfloat16",
 }
+SHARED_ROWS = {
+    "parallel__pipeline": 1,
+    "parallel__schedule": "separated",
+    "parallel__llm__context": 2,
+}
 ADAPTERS = {"adapters__small": '{modules = ["llm"], rank = 4}'}
 FLOAT8 = {
     "compile__enabled": "true",
@@ -78,7 +83,9 @@ CASES = {
         2,
         ASYNC | {"parallel__async_tensor_backend": "ring", "parallel__async_tensor_chunks": 2},
     ),
-    "context 2, adapters": Case(2, {"parallel__llm__context": 2, **ADAPTERS}),
+    "context 2, adapters, delta nets": Case(
+        2, SHARED_ROWS | ADAPTERS, recipe="tiny/siglip2_qwen3_5.toml"
+    ),
     "pp2": Case(2, {"parallel__pipeline": 2}),
     "pp2 x fsdp2": Case(4, {"parallel__pipeline": 2}),
     "zero bubble": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "zero_bubble"}),
