@@ -21,6 +21,7 @@ prepare_environment() {
         if [ -n "${LOCKED:-}" ]; then
             install_locked "$LOCKED"
         else
+            # Not 2.14, of which not every index has a build without gigabytes of CUDA's libraries.
             .venv/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
             .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
         fi

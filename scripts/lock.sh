@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 . scripts/environment.sh
 prepare_environment lock
 
-newest=2.13
+tested=2.13  # by CI
 extras=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z0-9]*\) = \[.*/\1/p' pyproject.toml |
     grep -vx -e test -e lock)
 mapfile -t training < <(printf -- '--extra\n%s\n' $extras)
@@ -26,7 +26,7 @@ lock() { # lock TORCH NAME [OPTION...]: which packages uv finds for a version of
 }
 
 mkdir -p requirements
-for torch in 2.11 2.12 $newest; do
+for torch in 2.11 2.12 2.13 2.14; do
     lock "$torch" "torch-$torch"
 done
-lock $newest "torch-$newest-test" --extra test
+lock $tested "torch-$tested-test" --extra test

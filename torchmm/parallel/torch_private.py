@@ -1,4 +1,4 @@
-"""The private parts of torch that pipelining needs, in one place, for torch 2.11 to 2.13.
+"""The private parts of torch that pipelining needs, in one place, for torch 2.11 to 2.14.
 
 - `torch.distributed.pipelining._backward`: backward of a stage, whole or split into the gradients
   of its inputs and those of its weights. Up to 2.12 the split may be wrong for a weight that is
