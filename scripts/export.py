@@ -3,6 +3,7 @@
     python scripts/export.py outputs/mine                      # its newest checkpoint
     python scripts/export.py outputs/mine/checkpoints/step-400 --output mine --dtype bfloat16
     python scripts/export.py outputs/mine --adapters apart     # PEFT's files
+    python scripts/export.py outputs/mine --push me/mine --private
 
 Whatever the layout that saved it: tensors are put together one by one, in files beside the
 export, so that neither the model nor a rank's share of it has to fit into memory. The directory
@@ -20,7 +21,7 @@ from pathlib import Path
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, TorchmmError
 from torchmm.training.checkpoint.manifest import list_steps, step_of
-from torchmm.training.exports.checkpoint import SHARD_BYTES, export_checkpoint
+from torchmm.training.exports.checkpoint import SHARD_BYTES, export_checkpoint, push
 
 
 def main() -> int:
@@ -40,6 +41,8 @@ def main() -> int:
         default=SHARD_BYTES / 1e9,
         help="of the largest file (%(default)g)",
     )
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to Hugging Face's hub")
+    parser.add_argument("--private", action="store_true", help="if that is a new repository")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -53,10 +56,12 @@ def main() -> int:
             shard_bytes=int(arguments.shard_gb * 1e9),
             apart=arguments.adapters == "apart",
         )
+        print(f"{output} is complete")
+        if arguments.push is not None:
+            print(f"uploaded to {push(output, arguments.push, arguments.private)}")
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{output} is complete")
     return 0
 
 

@@ -7,11 +7,13 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import yaml
 from checkpoint_runs import make_manager
+from huggingface_hub import RepoUrl
 from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -198,3 +200,41 @@ def test_the_script_takes_a_run_and_says_what_is_wrong(saved, tmp_path, monkeypa
     assert script(run) == 2
     assert script(tmp_path) == 4
     assert "no checkpoint in" in capsys.readouterr().err
+
+
+class Hub:
+    """Stands for Hugging Face's; `refuses` is the error that an upload ends with."""
+
+    refuses: Exception | None = None
+    uploaded: ClassVar[list] = []
+
+    def create_repo(self, name: str, private: bool, exist_ok: bool) -> RepoUrl:
+        assert exist_ok
+        return RepoUrl(f"https://huggingface.co/{name}")
+
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.uploaded.append((repo_id, {p.name for p in Path(folder_path).iterdir()}))
+
+
+def test_an_export_is_pushed_and_stays_if_the_hub_refuses(saved, tmp_path, monkeypatch, capsys):
+    _, checkpoint = saved(CASES["tied"])
+    monkeypatch.setattr(exporting, "HfApi", Hub)
+
+    def script(output: str) -> int:
+        words = ["export.py", checkpoint, "--output", tmp_path / output, "--push", "me/mine"]
+        monkeypatch.setattr(sys, "argv", list(map(str, words)))
+        return SCRIPT["main"]()
+
+    assert script("good") == 0
+    ((name, names),) = Hub.uploaded
+    assert name == "me/mine" and {"config.json", "README.md", "model.safetensors"} <= names
+    assert "uploaded to https://huggingface.co/me/mine" in capsys.readouterr().out
+    transport = exporting.HUB_ERRORS[1]("no route to host")
+    for error in (transport, OSError("401 Unauthorized")):
+        monkeypatch.setattr(Hub, "refuses", error)
+        assert script(f"kept{error}") == 2
+        text = capsys.readouterr().err
+        assert f"was not uploaded to me/mine: {error}" in text and "HF_TOKEN" in text
+        assert (tmp_path / f"kept{error}" / "config.json").exists()

@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -45,6 +47,8 @@ from torchmm.training.exports.write import Trained, write_export
 SHARD_BYTES = 5 * 10**9
 """Of the largest file with weights: of the order of what other tools write."""
 BLOCK_BYTES = 16 << 20
+HUB_ERRORS = (HfHubHTTPError, *HfHubHTTPError.__bases__)
+"""With those of the HTTP library that the hub's client uses, which is another in its versions."""
 
 
 def export_checkpoint(
@@ -93,6 +97,31 @@ def export_checkpoint(
             f"cannot write {directory}: {error.strerror or error}; exporting needs room for the "
             "model's weights twice"
         ) from error
+
+
+def push(directory: Path, name: str, private: bool) -> str:
+    """Uploads an export to Hugging Face's hub; its address.
+
+    Args:
+        name: OWNER/NAME of the repository, which is made if it is not there.
+        private: whether a new one is.
+
+    Raises:
+        ConfigError: the hub refuses, or cannot be reached; the export stays.
+    """
+    api = HfApi()
+    try:
+        repository = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=directory, commit_message="Export of torchmm"
+        )
+    except (*HUB_ERRORS, HFValidationError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"{directory} was not uploaded to {name}: {text}. It is complete; set HF_TOKEN to a "
+            f"token that may write there, and run `hf upload {name} {directory}`"
+        ) from error
+    return str(repository)
 
 
 def recipe_of(path: Path) -> Recipe:
