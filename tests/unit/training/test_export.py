@@ -231,7 +231,7 @@ def test_an_export_is_pushed_and_stays_if_the_hub_refuses(saved, tmp_path, monke
     ((name, names),) = Hub.uploaded
     assert name == "me/mine" and {"config.json", "README.md", "model.safetensors"} <= names
     assert "uploaded to https://huggingface.co/me/mine" in capsys.readouterr().out
-    transport = exporting.HUB_ERRORS[1]("no route to host")
+    transport = exporting.HUB_ERRORS[2]("no route to host")
     for error in (transport, OSError("401 Unauthorized")):
         monkeypatch.setattr(Hub, "refuses", error)
         assert script(f"kept{error}") == 2

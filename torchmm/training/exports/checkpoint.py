@@ -47,7 +47,10 @@ from torchmm.training.exports.write import Trained, write_export
 SHARD_BYTES = 5 * 10**9
 """Of the largest file with weights: of the order of what other tools write."""
 BLOCK_BYTES = 16 << 20
-HUB_ERRORS = (HfHubHTTPError, *HfHubHTTPError.__bases__)
+HUB_ERRORS: tuple[type[Exception], ...] = (
+    HFValidationError,
+    *(error for error in HfHubHTTPError.__mro__ if error not in (Exception, BaseException, object)),
+)
 """With those of the HTTP library that the hub's client uses, which is another in its versions."""
 
 
@@ -115,7 +118,7 @@ def push(directory: Path, name: str, private: bool) -> str:
         api.upload_folder(
             repo_id=repository.repo_id, folder_path=directory, commit_message="Export of torchmm"
         )
-    except (*HUB_ERRORS, HFValidationError) as error:
+    except HUB_ERRORS as error:
         text = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{directory} was not uploaded to {name}: {text}. It is complete; set HF_TOKEN to a "
