@@ -1,6 +1,7 @@
 """What tests all over the tree share."""
 
 import gc
+import json
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -92,8 +93,9 @@ CAMPAIGNS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--proofs FILE`: see `proofs`."""
+    """`--proofs FILE`: see `proofs`; `--outcomes FILE`: see `faults/write_page.py`."""
     parser.addoption("--proofs", type=Path, help="write what passing tests prove of model families")
+    parser.addoption("--outcomes", type=Path, help="write how each test ended")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -103,6 +105,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     file = item.config.getoption("--proofs")
     if file is not None and report.when == "call" and report.passed:
         proofs.note(item, file)
+    outcomes = item.config.getoption("--outcomes")
+    if outcomes is not None and (report.when == "call" or not report.passed):
+        with outcomes.open("a") as out:
+            out.write(json.dumps({"test": item.nodeid, "outcome": report.outcome}) + "\n")
     return report
 
 

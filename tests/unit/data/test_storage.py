@@ -330,3 +330,36 @@ def test_secrets_in_addresses_are_found_and_never_shown(address):
     assert "host" in shown or "bucket" in shown
     assert secret_in("az://container@account/x") is None
     assert secret_in("https://host/x?download=true") is None
+
+
+@pytest.mark.parametrize("root", ["s3://written", "memory://written"])
+def test_objects_are_written_as_bytes_and_from_files_in_parts_and_removed(
+    object_server, tmp_path, root
+):
+    object_server.put("written", "other", b"")
+    content = bytes(range(256)) * (9 << 14) + b"end"  # three parts
+    (tmp_path / "file").write_bytes(content)
+    client = StoreClient(root, 5.0)
+    object_server.requests.clear()
+    client.write("a/large", tmp_path / "file")
+    client.write("a/small", b"small")
+    if root.startswith("s3"):
+        parts = [path for method, path, _ in object_server.requests if "partNumber" in path]
+        assert len(parts) > 1
+    found = {item.path: item for item in client.list("a")}
+    assert {path: item.size for path, item in found.items()} == {
+        "a/large": len(content),
+        "a/small": 5,
+    }
+    large = found["a/large"]
+    assert client.read("a/large", 0, large.size, large.version) == content
+    client.remove("a/large")
+    client.remove("a/large")
+    assert [item.path for item in client.list("a")] == ["a/small"]
+
+
+def test_a_store_that_may_not_be_written_names_the_remedy(object_server):
+    object_server.put("written", "other", b"")
+    object_server.faults.write_status = 403
+    with pytest.raises(DataError, match="AWS_ACCESS_KEY_ID"):
+        StoreClient("s3://written", 5.0).write("a", b"a")

@@ -68,6 +68,11 @@ def test_phase_turns_lost_peers_into_peer_errors_and_leaves_other_errors(tmp_pat
         health.phase(4, "forward"),
     ):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+    with (
+        pytest.raises(PeerError, match=r"rank 0 lost a peer at step 5 in checkpoint: .*saving"),
+        health.phase(5, "checkpoint"),
+    ):
+        raise PeerError("a rank was lost while saving step-4: of a background save")
     with pytest.raises(RuntimeError, match="shapes"), health.phase(4, "forward"):
         raise RuntimeError("shapes")
     health.close()

@@ -314,6 +314,7 @@ class _Filesystem:
         return self._found(info)
 
     def list(self, path: str) -> Iterator[Found]:
+        self._files.invalidate_cache()  # other processes may have written meanwhile
         found = self._files.find(self._prefix + path, detail=True)
         return map(self._found, found.values())
 

@@ -133,6 +133,8 @@ class Health:
         self._enter(phase)
         try:
             yield
+        except PeerError as error:  # of a save in the background, which cannot know whom
+            raise self._peer_error(error) from error
         except RuntimeError as error:
             if not is_peer_trouble(error):
                 raise
@@ -182,7 +184,7 @@ class Health:
             timeout = timedelta(seconds=timeout_s)
             dist.monitored_barrier(self._group.group, timeout, wait_all_ranks=True)
 
-    def _peer_error(self, error: RuntimeError) -> PeerError:
+    def _peer_error(self, error: Exception) -> PeerError:
         """Names the culprits, with what they were last seen doing.
 
         Who is dead or stopped does not write heartbeats any more, which every rank can see for

@@ -1,0 +1,53 @@
+"""docs/reliability.md: of the table as it is, of tests that there are, of enough injections."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[2]
+SCRIPT = TESTS / "faults" / "write_page.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_the_page_is_that_of_the_table(script):
+    text = script["PAGE"].read_text()
+    counts, day, kills = script["said"](text)
+    assert script["page"](counts, day, kills) == text, "run tests/faults/write_page.py"
+    assert min(counts) > 0 and sum(counts) >= 100
+    assert len(counts) == len(script["FAULTS"])
+
+
+def test_every_fault_of_the_list_and_finding_of_the_review_is_there(script):
+    rows = [*script["FAULTS"], *script["REFUSED"]]
+    numbers = {number for row in rows for number in row.number.split(", ")}
+    of_producers = {"S6", "S7"}  # tests/unit/data/test_producers.py
+    wanted = {"F": 33, "R": 11, "S": 10}
+    every = {f"{letter}{n}" for letter, last in wanted.items() for n in range(1, last + 1)}
+    assert every - numbers == of_producers
+
+
+def test_every_test_that_shows_a_fault_exists(script):
+    for fault in script["FAULTS"]:
+        for shown in fault.shown_by:
+            file, _, name = shown.partition("::")
+            assert re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE), shown
+
+
+def test_what_did_not_run_or_failed_makes_no_page(script):
+    fault = script["FAULTS"][0]
+    ran, injected = script["ran"], script["injected"]
+    cases = [f"tests/{name}[{case}]" for name in fault.shown_by for case in "ab"]
+    lines = [{"test": case, "outcome": "passed"} for case in cases]
+    assert injected(fault, ran(lines)) == 2 * len(fault.shown_by) * fault.each
+    assert injected(fault, ran(lines[:2])) == 0
+    skipped = [{**line, "outcome": "skipped"} for line in lines[:2]]
+    assert injected(fault, ran([*skipped, *lines[2:]])) == 0
+    with pytest.raises(SystemExit, match="failed: "):
+        ran([{**lines[0], "outcome": "failed"}])
+    assert injected(fault, ran([{**lines[0], "outcome": "failed"}, *lines])) > 0
