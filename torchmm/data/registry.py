@@ -23,8 +23,8 @@ from torchmm.data.producers.calls import TOKEN_VARIABLE, check_exposure, key_pai
 from torchmm.data.producers.registry import Registry
 
 
-def main() -> NoReturn:
-    """Answers until SIGTERM or SIGINT; exit codes are those of `train.py`."""
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchmm.data.registry",
         description=__doc__,
@@ -33,7 +33,12 @@ def main() -> NoReturn:
     parser.add_argument("--bind", default="127.0.0.1:7410", help="HOST:PORT to listen on")
     parser.add_argument("--tls-certificate", help="PEM file of this machine's certificate")
     parser.add_argument("--tls-key", help="PEM file of its private key")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> NoReturn:
+    """Answers until SIGTERM or SIGINT; exit codes are those of `train.py`."""
+    arguments = make_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     stopped = threading.Event()
 

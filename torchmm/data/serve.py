@@ -117,8 +117,8 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     end_workers(multiprocessing.active_children())
 
 
-def main() -> NoReturn:
-    """Parses the command line; exit codes are those of `train.py`."""
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command line; what it does not know are keys of the recipe."""
     parser = argparse.ArgumentParser(
         prog="python -m torchmm.data.serve",
         description=__doc__,
@@ -132,7 +132,12 @@ def main() -> NoReturn:
     parser.add_argument("--registry", help="HOST:PORT of the registry to report to")
     parser.add_argument("--advertise", help="HOST:PORT where others find this one, if not --bind")
     parser.add_argument("--ca-certificate", help="PEM file of who signed the registry's")
-    arguments, overrides = parser.parse_known_args()
+    return parser
+
+
+def main() -> NoReturn:
+    """Exit codes are those of `train.py`."""
+    arguments, overrides = make_parser().parse_known_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         serve(arguments, overrides)

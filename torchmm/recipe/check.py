@@ -180,6 +180,14 @@ def _check_producers(producers: ProducersConfig) -> Problems:
     if registry is not None and producers.addresses:
         text = "is not asked where addresses are given; remove one of them"
         yield Problem("data.producers.registry", registry, text, ("data.producers.addresses",))
+    if producers.engine == "ray" and registry is None:
+        text = "needs data.producers.registry, where its actors report"
+        yield Problem("data.producers.engine", "ray", text, ("data.producers.registry",))
+    elif producers.engine == "ray" and not is_local(str(registry)):
+        for name in ("tls_certificate", "tls_key"):
+            if getattr(producers, name) is None:
+                text = "is needed, as the registry is on another machine"
+                yield Problem(f"data.producers.{name}", None, text, ("data.producers.registry",))
     if producers.ca_certificate is None:
         key = "data.producers.ca_certificate"
         named = [(f"addresses[{n}]", each) for n, each in enumerate(producers.addresses)]

@@ -31,6 +31,18 @@ class ProducersConfig(Section):
     """HOST:PORT where producers report that they are there and how busy they are, in the place of
     `addresses`: they come and go while the run goes on. If it is on this machine, rank 0 listens
     there; elsewhere `python -m torchmm.data.registry` does."""
+    engine: Literal["embedded", "ray"] = "embedded"
+    """Who starts producers. embedded: nobody; the run's own workers prepare samples, or producers
+    that are there. ray: rank 0 starts Ray actors (`pip install "torchmm[ray]"`), in the cluster of
+    the environment variable RAY_ADDRESS or one on this machine; Ray starts those again that die."""
+    count: int = Field(default=1, ge=1)
+    """Producers that the engine starts."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that decode, in each of these."""
+    tls_certificate: str | None = None
+    """PEM file with their certificate, on their machine, where others have to reach them."""
+    tls_key: str | None = None
+    """PEM file with its private key, on their machine."""
     ca_certificate: str | None = None
     """PEM file with the certificate that signed theirs; without it nothing is encrypted, which is
     only accepted where they are on this machine. Their token is in the environment variable

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
 from torchmm.common.processes import launched
+from torchmm.data.producers.engine import started_producers
 from torchmm.data.producers.registry import own_registry
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.health.peers import peer_errors
@@ -70,6 +71,9 @@ def train(recipe: Recipe) -> int:
             keep_compiled_code(run_dir / "compile_cache")
             run = resolve(orchestrated(recipe, world_size), world_size)
             model, tokenizer = build_unfilled_model(run)
+            if rank == 0:
+                specs = model.sample_specs(tokenizer)
+                ends.enter_context(started_producers(recipe.data, recipe.training, specs))
             device = select_device(recipe.training.device)
             cut = cut_model(run, model, tokenizer, device)
             if device.type == "cuda":

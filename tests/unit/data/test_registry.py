@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
+import yaml
 from pyarrow import flight
 from test_producers import site, take
 
@@ -21,8 +23,11 @@ from torchmm.data.producers.registry import (
     ask_registry,
     own_registry,
 )
+from torchmm.data.registry import make_parser as registry_parser
+from torchmm.data.serve import make_parser as serve_parser
 from torchmm.recipe.data_section import ProducersConfig
 
+LAUNCH = Path(__file__).parents[3] / "scripts" / "launch"
 __all__ = ["site"]
 
 
@@ -165,6 +170,25 @@ def test_a_run_has_a_registry_only_on_its_own_machine():
         second = own_registry(ProducersConfig(registry=f"127.0.0.1:{registry.port}"))
         with pytest.raises(ConfigError, match="cannot listen on"):
             second.__enter__()
+
+
+def test_kubernetes_starts_what_there_is():
+    documents = yaml.safe_load_all((LAUNCH / "kubernetes_producers.yaml").read_text())
+    pods = {
+        d["metadata"]["name"]: d["spec"]["template"]["spec"]
+        for d in documents
+        if "template" in d["spec"]
+    }
+    (registry,) = pods["torchmm-registry"]["containers"]
+    program, _, module, *given = [*registry["command"], *registry["args"]]
+    assert (program, module) == ("python", "torchmm.data.registry")
+    assert registry_parser().parse_args(given).bind.endswith(":7410")
+    (producer,) = pods["torchmm-producers"]["containers"]
+    _, _, _, module, *given = producer["args"][0].split()
+    found, overrides = serve_parser().parse_known_args(given)
+    assert module == "torchmm.data.serve" and overrides == []
+    assert found.registry.endswith(":7410") and found.advertise.endswith(":7411")
+    assert found.tls_key and found.tls_certificate and found.ca_certificate
 
 
 def test_steps_go_to_producers_as_often_as_they_have_workers():

@@ -335,6 +335,12 @@ def test_producers_are_listed_or_registered(valid):
     both = ("addresses", '["127.0.0.1:7411"]'), ("registry", "127.0.0.1:7410")
     given = [text for name, value in both for text in (f"--data.producers.{name}", value)]
     assert "remove one of them" in one_problem(valid, *given, world_size=1)
+    by_ray = ["--data.producers.engine", "ray"]
+    assert "needs data.producers.registry" in one_problem(valid, *by_ray, world_size=1)
+    by_ray += ["--data.producers.registry", "node1:7410", "--data.producers.ca_certificate", "ca"]
+    by_ray += ["--data.producers.tls_certificate", "producer.pem"]
+    problem = one_problem(valid, *by_ray, world_size=1)
+    assert "data.producers.tls_key" in problem and "on another machine" in problem
 
 
 def test_a_composite_has_llm_vision_and_its_connector(write):

@@ -68,6 +68,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/balance/simulation/incremental.py": "times graphs of any operators, not only plans",
     "torchmm/data/fork_server.py": "imported by its name, in another process",
     "torchmm/data/producers/choosing.py": "who is asked, by pure functions and what is known",
+    "torchmm/data/producers/engine.py": "imports Ray only for runs that ask for it",
     "torchmm/data/registry.py": "a program",
     "torchmm/data/sources/parquet_rows.py": "a format of sources, one file",
     "torchmm/data/sources/folders.py": "a format of sources, one file",
@@ -127,6 +128,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
 }
 MIN_SHARED_LINES = 120
 LAZY_IMPORTS = {
+    "torchmm/data/producers/engine.py": "Ray is installed only where it starts producers",
     "torchmm/data/serve.py": "a bad address or certificate is reported before torch is loaded",
     "torchmm/models/registry.py": "diffusers is installed only where images are drawn",
     "torchmm/planning/forecast.py": "simulated sequences need no data, and no libraries for them",
