@@ -301,7 +301,7 @@ def test_what_is_no_request_is_said(data):
         ([[[]] * 99], "99 sequences, but training.global_batch_size"),
         ([[[[0, 0, 1]] * 200_000] * 4], "a request of .* bytes"),
     ],
-    ids=str,
+    ids=["negative", "beyond", "no sample", "no source", "too long", "too many", "too large"],
 )
 def test_requests_cannot_make_a_producer_decode_what_no_step_has(site, samples, why):
     address = site.producer()
