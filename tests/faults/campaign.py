@@ -956,6 +956,33 @@ FAULTS = [
         ),
     ),
     Fault(
+        "S6",
+        "requests to producers that are none, of other versions, or for what no step has",
+        "-",
+        "-",
+        "refused with the reason; a request has no sizes that could be believed",
+        "memory",
+        "FAIL: 745 GiB were asked for",
+        (
+            "unit/data/test_producers.py::test_what_is_no_request_is_said",
+            "unit/data/test_producers.py"
+            "::test_requests_cannot_make_a_producer_decode_what_no_step_has",
+        ),
+    ),
+    Fault(
+        "S7",
+        "a producer that answers nonsense",
+        "-",
+        "-",
+        "it is named, and another one is asked",
+        "the batch",
+        "FAIL: a traceback, code 1",
+        (
+            "unit/data/test_producers.py"
+            "::test_answers_that_are_none_are_named_and_asked_for_elsewhere",
+        ),
+    ),
+    Fault(
         "S5",
         "ids of the hub that are misspelt paths",
         "2",

@@ -53,6 +53,9 @@ python tests/faults/write_page.py outputs/faults.jsonl
 python tests/faults/kill_trainer.py /tmp/kills 100    # any number of kills; ten are in the table
 ```
 
+Whether anything grows in a long run: `python tests/faults/soak.py`
+([2,000 steps](../benchmarks/results/soak_cpu.md): nothing).
+
 {kills}
 """
 NO_KILLS = "The last command has not been recorded with these results."
@@ -134,7 +137,7 @@ def said(text: str) -> tuple[list[int], str, str]:
     counts = [int(line.split(" | ")[2]) for line in table.splitlines()]
     day = re.search(r"injections, (.*)\.\n", text)
     assert day is not None
-    return counts, day[1], text.rpartition("```\n\n")[2].removesuffix("\n")
+    return counts, day[1], text.rpartition("\n\n")[2].removesuffix("\n")
 
 
 def describe_kills(printed: str) -> str:
