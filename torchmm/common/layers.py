@@ -184,6 +184,9 @@ class ModuleDescription:
     taps: tuple[int, ...] = ()
     """Encoders: layers whose outputs travel on to the connector beside the hidden states, and
     leave it as further blocks of features. LLMs: layers behind which one of these is added."""
+    value_bytes: int = 4
+    """Of a value that a step's microbatches hold for the module: pixels are bytes until they are
+    read, a generator's come with float32 noise."""
     extra_tokens: int = 0
     """Positions per image in addition to its patches: a class token (encoders)."""
     dummy_patches: int = 0

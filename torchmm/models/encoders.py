@@ -220,6 +220,11 @@ class EncoderModule(LayeredModule):
         return before, tuple(sizes for part in after for sizes in linear_sizes(part))
 
     @property
+    def value_bytes(self) -> int:
+        """Of pixels 1, with processors whose values are those of bytes; sounds are float32."""
+        return 1 if self.family.modality == "image" else 4
+
+    @property
     def extra_tokens(self) -> int:
         return self.family.tokens_before(self.spec.config)
 

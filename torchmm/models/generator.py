@@ -127,6 +127,11 @@ class GeneratorModule(LayeredModule):
         return self.family.describe_layer(self.spec.config)
 
     @property
+    def value_bytes(self) -> int:
+        """A pixel and its noise."""
+        return 1 + 4
+
+    @property
     def dummy_patches(self) -> int:
         return DUMMY.patches
 

@@ -338,6 +338,7 @@ class LayeredModule(nn.Module, ABC):
             post_linears=after if self.is_last else (),
             pre_parameters=sum(_parameters(self.get_submodule(f)) for f in self._pre_fqns()),
             post_parameters=sum(_parameters(self.get_submodule(f)) for f in self._post_fqns()),
+            value_bytes=self.value_bytes,
             extra_tokens=self.extra_tokens,
             dummy_patches=self.dummy_patches,
         )
@@ -365,6 +366,11 @@ class LayeredModule(nn.Module, ABC):
     def patches_per_token(self) -> int:
         """Input units that become one output unit."""
         return 1
+
+    @property
+    def value_bytes(self) -> int:
+        """See `ModuleDescription.value_bytes`."""
+        return 4
 
     @property
     def extra_tokens(self) -> int:

@@ -93,7 +93,7 @@ def test_stages_are_those_of_the_fastest_predicted_step():
 def test_what_fits_is_judged_as_the_run_shards_it(shard, fits):
     """Optimizer state is divided by `shard`; priced whole, "auto" would rule such stages out."""
     modules, metas = described()
-    small = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=1_600_000))
+    small = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=1_500_000))
     own = chosen(pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"})
     costs = run_costs(resolve(Recipe(parallel=own), 2 * shard), modules, small)
     assert isfinite(_predicted_ms(own, modules, metas, costs)) == fits

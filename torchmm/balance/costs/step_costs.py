@@ -234,7 +234,7 @@ def _input_bytes(tasks: ModuleTasks) -> int:
     if module.kind == "llm":
         return round(TOKEN_BYTES * tasks.sizes.inputs_N.sum())
     values = module.pre_linears[0][0] if module.pre_linears else 0
-    return round(4 * values * tasks.sizes.inputs_N.sum())
+    return round(module.value_bytes * values * tasks.sizes.inputs_N.sum())
 
 
 def _transfers(
