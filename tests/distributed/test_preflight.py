@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from launch import run_distributed
 
 from torchmm.parallel.health import preflight
@@ -64,6 +65,7 @@ def measure(slow: int, tolerance: float) -> list[str]:
 
     preflight._best_s = slowed
     check_ranks(mesh, torch.float32, tolerance, logger)
+    dist.barrier()  # whoever ends first would end the other's connections
     return lines
 
 

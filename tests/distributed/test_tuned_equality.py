@@ -6,7 +6,9 @@ of its own, no rank ever uses more than the limit, its optimizer's state include
 """
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from launch import run_distributed
@@ -17,6 +19,7 @@ from support.allocations import CountPeak, held_in_a_step
 from tuned_limits import half_way
 
 from torchmm.common.batch import Microbatch
+from torchmm.common.dtypes import ByteValues
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
@@ -31,6 +34,7 @@ from torchmm.training.step import TrainStep
 
 CPU = torch.device("cpu")
 STEPS = 4
+VALUES = ByteValues(np.linspace(-1, 1, 256, dtype=np.float32)[None])
 LAYOUTS = {
     2: [
         {"pipeline": 2, "schedule": "separated", "virtual_stages": 2},
@@ -48,13 +52,26 @@ LAYOUTS = {
 
 
 def batch_of(seed: int) -> list[Microbatch]:
-    """Eight microbatches, four for each of two replicas."""
+    """Eight microbatches, four for each of two replicas; pixels are bytes, as loaders give them."""
     rng = random.Random(seed)
     counts = [rng.choice((0, 1, 2, 5)) for _ in range(8)]
     return [
-        random_microbatch(100 * seed + i, count, rng.choice((72, 80)))
+        with_bytes(random_microbatch(100 * seed + i, count, rng.choice((72, 80))), seed)
         for i, count in enumerate(counts)
     ]
+
+
+def with_bytes(microbatch: Microbatch, seed: int) -> Microbatch:
+    generator = torch.Generator().manual_seed(seed)
+    encoders = {
+        name: replace(
+            inputs,
+            pixels=torch.randint(256, inputs.pixels.shape, generator=generator, dtype=torch.uint8),
+            byte_values=VALUES,
+        )
+        for name, inputs in microbatch.encoders.items()
+    }
+    return replace(microbatch, encoders=encoders)
 
 
 def whole_model() -> MultimodalModel:

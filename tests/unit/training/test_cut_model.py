@@ -116,6 +116,7 @@ def test_training_checks_before_ranks_meet(data, tmp_path, monkeypatch):
         pytest.fail("ranks met")
 
     monkeypatch.setattr(torchmm.training.run, "start_process_group", meet)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "here"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="does not divide the 3 experts"):
         torchmm.training.run.train(read(data, tmp_path, 2, EXPERTS, {"tensor": 2}))

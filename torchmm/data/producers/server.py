@@ -5,8 +5,8 @@ again. It refuses more requests than it can work on, and the trainer asks anothe
 (back-pressure). Of a request it decodes a few microbatches ahead of what was sent, and stops when
 the trainer has gone. DistTrain §4.2.
 
-Flight was chosen for its streams without copies, deadlines, cancellation and TLS; gRPC with
-messages of our own took twice the CPU time for the same tensors.
+Flight was chosen for its streams without copies, deadlines, cancellation and TLS. Rejected: gRPC
+with messages of our own, into and out of which tensors have to be copied.
 """
 
 from __future__ import annotations
