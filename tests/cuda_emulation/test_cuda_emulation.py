@@ -105,6 +105,8 @@ CASES = {
 }
 DEFAULT = {"quickstart", "pp2"}
 """Cases that run without `--all`."""
+QUICK_DEFECTS = DEFAULT | {"look_at_device", "pageable_copy", "swapped_sends"}
+"""These and the defects that are looked for in them."""
 
 
 @pytest.fixture(scope="session")
@@ -224,7 +226,7 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
 @pytest.mark.parametrize(
     ("defect", "name"),
     [
-        pytest.param(*pair, marks=() if pair[1] in DEFAULT else pytest.mark.campaign)
+        pytest.param(*pair, marks=() if set(pair) <= QUICK_DEFECTS else pytest.mark.campaign)
         for pair in (
             ("look_at_device", "quickstart"),
             ("pageable_copy", "quickstart"),
@@ -252,7 +254,7 @@ def test_defects_are_found(defect, name, built, tmp_path, real_data) -> None:
         assert found_races(ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_one_hardware_queue_stops_a_pipeline(built, tmp_path, real_data) -> None:
     """Why `check_hardware_queues` refuses it."""
     ranks = logged(CASES["pp2"], tmp_path, real_data)

@@ -189,7 +189,7 @@ FAMILIES = [*LLMS, *COMPOSITES]
 
 @proves("context", LLMS)
 @proves("context", COMPOSITES)
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_family_equals_the_whole():
     for outcomes in zip(*run_distributed(_compare_families, 2, FAMILIES), strict=True):
         for family, errors in outcomes:
