@@ -95,7 +95,8 @@ def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_serv
     finally:
         if added is not None:
             added.terminate()
-            assert added.wait(60) == 0
+            # The run may be over before it has started; test_ray_producers.py shows who serves.
+            assert added.wait(60) in (0, -signal.SIGTERM)
     assert first and [r["loss"] for r in records(served)] == [r["loss"] for r in records(whole)]
     ours, theirs = weights(served), weights(whole)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
