@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, TorchmmError
-from torchmm.training.checkpoint.manifest import list_steps, step_of
+from torchmm.training.checkpoint.manifest import checkpoints_at, step_of
 from torchmm.training.exports.checkpoint import SHARD_BYTES, export_checkpoint, push
 
 
@@ -46,7 +46,10 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        path = find_checkpoint(arguments.checkpoint)
+        found = checkpoints_at(arguments.checkpoint.resolve())
+        if not found:
+            raise CheckpointError(f"no checkpoint in {arguments.checkpoint}")
+        path = found[0]
         output = arguments.output or path.parent.parent / f"hf-{step_of(path)}"
         print(f"exporting {path} to {output}")
         export_checkpoint(
@@ -63,21 +66,6 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the newest of a run or of a directory of checkpoints.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    path = path.resolve()
-    if step_of(path) is not None:
-        return path
-    found = list_steps(path) or list_steps(path / "checkpoints")
-    if not found:
-        raise CheckpointError(f"no checkpoint in {path}")
-    return found[0]
 
 
 if __name__ == "__main__":

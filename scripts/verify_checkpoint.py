@@ -15,19 +15,11 @@ from pathlib import Path
 from torchmm.common.errors import CheckpointError
 from torchmm.training.checkpoint.manifest import (
     NewerFormatError,
+    checkpoints_at,
     find_problems,
-    list_steps,
     read_manifest,
     refuse_newer_format,
-    step_of,
 )
-
-
-def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints meant by `path`, newest first."""
-    if step_of(path.resolve()) is not None:
-        return [path.resolve()]
-    return list_steps(path) or list_steps(path / "checkpoints")
 
 
 def describe(path: Path) -> str:
@@ -54,7 +46,7 @@ def main() -> int:
     paths = parser.parse_args().paths
     damaged = False
     for path in paths:
-        checkpoints = find_checkpoints(path)
+        checkpoints = checkpoints_at(path)
         if not checkpoints:
             print(f"{path}: no checkpoint here")
             damaged = True

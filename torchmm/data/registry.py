@@ -12,14 +12,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import sys
-import threading
-from types import FrameType
 from typing import NoReturn
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.producers.calls import TOKEN_VARIABLE, check_exposure, key_pair
+from torchmm.data.producers.calls import TOKEN_VARIABLE, check_exposure, ended_by_signals, key_pair
 from torchmm.data.producers.registry import Registry
 
 
@@ -40,13 +37,7 @@ def main() -> NoReturn:
     """Answers until SIGTERM or SIGINT; exit codes are those of `train.py`."""
     arguments = make_parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    stopped = ended_by_signals()
     try:
         token = os.environ.get(TOKEN_VARIABLE)
         certificate = key_pair(arguments.tls_certificate, arguments.tls_key)

@@ -15,11 +15,9 @@ import argparse
 import logging
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchmm.common.errors import ConfigError, TorchmmError
@@ -28,6 +26,7 @@ from torchmm.data.producers.calls import (
     TOKEN_VARIABLE,
     Certificate,
     check_exposure,
+    ended_by_signals,
     key_pair,
     read_certificate,
 )
@@ -99,13 +98,7 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     check_exposure(arguments.bind, certificate is not None, token)
     producer = open_producer(arguments, overrides, token, certificate)
     reporter = _report(arguments, producer)
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    stopped = ended_by_signals()
     sys.stdout.write(f"ready on port {producer.port}\n")
     sys.stdout.flush()
     stopped.wait()

@@ -173,6 +173,10 @@ class BestConfig(Section):
     count: int = Field(default=1, ge=1)
     """How many of them are kept."""
 
+    def badness(self, value: float) -> float:
+        """The lower, the better."""
+        return value if self.mode == "min" else -value
+
 
 class CheckpointConfig(Section):
     """Saving, keeping and resuming."""

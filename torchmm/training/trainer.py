@@ -97,7 +97,7 @@ class Trainer:
         """The complaint that is in STATUS.json."""
         self._data_state: dict = restored.state["data"] if restored else {}
         self._best: float | None = restored.state.get("best") if restored else None
-        """The lowest figure of `checkpoint.keep_best` so far, with its sign turned for "max"."""
+        """The lowest of `checkpoint.keep_best` so far."""
         self._corrupt = CorruptLimit(
             recipe.data.max_corrupt_samples, recipe.data.max_corrupt_fraction
         )
@@ -165,9 +165,9 @@ class Trainer:
             return
         own = getattr(record, checkpoint.keep_best.metric)
         [value], *_ = gather_floats([math.nan if own is None else own])  # rank 0 decides for all
-        signed = value if checkpoint.keep_best.mode == "min" else -value
-        if not math.isnan(signed) and (self._best is None or signed < self._best):
-            self._best = signed
+        badness = checkpoint.keep_best.badness(value)
+        if not math.isnan(badness) and (self._best is None or badness < self._best):
+            self._best = badness
             self._export("hf-best")
 
     @property

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hmac
 import os
+import signal
+import threading
 from pathlib import Path
+from types import FrameType
 
 import pyarrow as pa
 from pyarrow import flight
@@ -107,6 +110,18 @@ def describe(error: Exception) -> str:
 def said(error: Exception) -> str:
     """What the other side said, without what libraries add."""
     return str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
+
+
+def ended_by_signals() -> threading.Event:
+    """Set by SIGTERM or SIGINT, which do nothing else from now on."""
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    return ended
 
 
 def read_certificate(key: str, path: str | None) -> bytes | None:

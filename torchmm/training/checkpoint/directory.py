@@ -124,13 +124,12 @@ class CheckpointDirectory:
         two that are equally good."""
         if of is None:
             return []
-        sign = 1 if of.mode == "min" else -1
         found = []
         for path in list_steps(self.path):
             with suppress(CheckpointError):
                 value = read_manifest(path).get("figures", {}).get(of.metric)
                 if value is not None and self._is_valid(path):
-                    found.append((sign * value, step_of(path) or 0))
+                    found.append((of.badness(value), step_of(path) or 0))
         return [step for _, step in sorted(found)[: of.count]]
 
     def retain(self, keep: int, in_use: Path | None = None, best: Collection[int] = ()) -> None:

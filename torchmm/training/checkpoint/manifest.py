@@ -174,6 +174,13 @@ def list_steps(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """A checkpoint itself, or all in a directory of checkpoints or of a run, newest first."""
+    if step_of(path.resolve()) is not None:
+        return [path.resolve()]
+    return list_steps(path) or list_steps(path / "checkpoints")
+
+
 def file_problem(file: Path, entry: dict[str, Any]) -> str | None:
     """How a file differs from its entry in the manifest; None: not at all."""
     try:
