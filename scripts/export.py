@@ -3,6 +3,7 @@
     python scripts/export.py outputs/mine                      # its newest checkpoint
     python scripts/export.py outputs/mine/checkpoints/step-400 --output mine --dtype bfloat16
     python scripts/export.py outputs/mine --adapters apart     # PEFT's files
+    python scripts/export.py outputs/mine --ema                # weights averaged (`ema_decay`)
     python scripts/export.py outputs/mine --push me/mine --private
 
 Whatever the layout that saved it: tensors are put together one by one, in files beside the
@@ -30,11 +31,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint (step-N) or a run directory")
-    parser.add_argument("--output", type=Path, help="default: hf-N, next to the checkpoints")
+    parser.add_argument("--output", type=Path, help="default: hf-N or hf-N-ema, by the checkpoints")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: as it was trained")
     parser.add_argument(
         "--adapters", choices=("merged", "apart"), default="merged", help="where there are any"
     )
+    parser.add_argument("--ema", action="store_true", help="the averaged weights")
     parser.add_argument(
         "--shard-gb",
         type=float,
@@ -50,7 +52,8 @@ def main() -> int:
         if not found:
             raise CheckpointError(f"no checkpoint in {arguments.checkpoint}")
         path = found[0]
-        output = arguments.output or path.parent.parent / f"hf-{step_of(path)}"
+        name = f"hf-{step_of(path)}{'-ema' if arguments.ema else ''}"
+        output = arguments.output or path.parent.parent / name
         print(f"exporting {path} to {output}")
         export_checkpoint(
             path,
@@ -58,6 +61,7 @@ def main() -> int:
             dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
             shard_bytes=int(arguments.shard_gb * 1e9),
             apart=arguments.adapters == "apart",
+            averaged=arguments.ema,
         )
         print(f"{output} is complete")
         if arguments.push is not None:

@@ -1,5 +1,6 @@
-"""Optimizers with narrow states, of bfloat16 parameters, on the host, and Muon: the same bits in
-every layout, also after a checkpoint of one layout was loaded into another.
+"""Optimizers with narrow states, of bfloat16 parameters, on the host, and Muon, and averages of
+weights: the same bits in every layout, also after a checkpoint of one layout was loaded into
+another.
 
 All layouts get the same gradients, so that nothing but the optimizer can differ.
 """
@@ -34,6 +35,7 @@ from torchmm.training.build import build_unfilled_model, cut_model
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optim import build_optimizer
 from torchmm.training.optimizers import compact, forms, muon
+from torchmm.training.optimizers.average import WeightAverage
 
 LAYOUTS = ("fsdp", "hsdp", "tp", "fsdp_tp")
 
@@ -90,7 +92,10 @@ def mesh_of(layout: str) -> DeviceMesh:
     return init_device_mesh("cpu", sizes[layout], mesh_dim_names=names)
 
 
-def build(case: Case, layout: str = "plain") -> tuple[nn.Module, torch.optim.Optimizer]:
+Built = tuple[nn.Module, torch.optim.Optimizer, WeightAverage]
+
+
+def build(case: Case, layout: str = "plain") -> Built:
     torch.manual_seed(0)
     model = Block().to(case.dtype)
     if layout != "plain":
@@ -104,10 +109,12 @@ def build(case: Case, layout: str = "plain") -> tuple[nn.Module, torch.optim.Opt
         fully_shard(model, mesh=data)
     matrices = [p for p in model.parameters() if p.ndim > 1 and p is not model.embed.weight]
     optimizer = build_optimizer(model, lambda _: "llm", case.config(), matrices=matrices)
-    return model, optimizer
+    return model, optimizer, WeightAverage(model, 0.6)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage, number: int
+) -> None:
     generator = torch.Generator().manual_seed(number)
     for parameter in model.parameters():
         whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -120,13 +127,17 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
         parameter.grad = gradient
     optimizer.step()
     optimizer.zero_grad()
+    average.update()
 
 
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def whole(
+    model: nn.Module, optimizer: torch.optim.Optimizer, average: WeightAverage
+) -> dict[str, Tensor]:
     """Every tensor, gathered."""
     found = {}
     for name, parameter in model.named_parameters():
-        for key, value in {"": parameter.detach(), **optimizer.state[parameter]}.items():
+        every = {"": parameter.detach(), "ema": average.averages[parameter]}
+        for key, value in {**every, **optimizer.state[parameter]}.items():
             full = value.full_tensor() if isinstance(value, DTensor) else value
             found[f"{name}.{key}"] = full.clone()
     return found
@@ -170,18 +181,19 @@ def differences_of(case: Case, directory: Path) -> Iterator[str]:
     after_3 = whole(*alone)
     saved = None
     for layout in LAYOUTS:
-        model, optimizer = build(case, layout)
+        built = build(case, layout)
         for n in range(2):
-            step(model, optimizer, n)
-        yield from (f"{layout}: {n}" for n in differing(whole(model, optimizer), after_2))
+            step(*built, n)
+        yield from (f"{layout}: {n}" for n in differing(whole(*built), after_2))
         checkpoints = manager(directory / layout)
         if saved is not None:
-            model, optimizer = build(case, layout)
-            checkpoints.load(saved, model, optimizer)
-        checkpoints.save(2, model, optimizer, {})
+            built = build(case, layout)
+            checkpoints.load(saved, *built)
+        model, optimizer, average = built
+        checkpoints.save(2, model, optimizer, {}, average=average)
         checkpoints.close()
-        step(model, optimizer, 2)
-        yield from (f"{layout}, resumed: {n}" for n in differing(whole(model, optimizer), after_3))
+        step(*built, 2)
+        yield from (f"{layout}, resumed: {n}" for n in differing(whole(*built), after_3))
         saved = directory / layout / "checkpoints/step-2"
 
 
@@ -210,6 +222,14 @@ def with_defects() -> dict[str, list[str]]:
     compact.orthogonal_shared = lambda updates, _: [muon.orthogonal(u) for u in updates]
     compare("matrices that are not whole", Case(name="muon"), "fsdp")
     compact.orthogonal_shared = shared
+    update = WeightAverage.update
+    WeightAverage.update = lambda self: self.restore(self.zeros())
+    alone = build(bf16)
+    step(*alone, 0)
+    WeightAverage.update = update
+    sharded = build(bf16, "fsdp")
+    step(*sharded, 0)
+    found["averages of nothing"] = differing(whole(*sharded), whole(*alone))
     forms.BLOCK = 128  # tensor parallelism leaves 64 columns of 256
     compare("blocks that shards cut", Case(state_dtype="int8"), "tp")
     return found
@@ -218,7 +238,7 @@ def with_defects() -> dict[str, list[str]]:
 def test_the_comparison_sees_defects():
     found = run_distributed(with_defects, 4)[0]
     assert found.pop("nothing") == []
-    assert len(found) == 3
+    assert len(found) == 4
     for name, differing in found.items():
         assert differing, name
 

@@ -1,10 +1,12 @@
 """A pipeline through train.py on real data: what the user gets beside the same numbers."""
 
 import json
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file
 from tiny_recipe import arguments, records
@@ -23,6 +25,8 @@ CHANGES = {
     "validation__max_new_tokens": 3,
     "checkpoint__export_hf": "true",
     "checkpoint__interval": 4,
+    "training__ema_decay": 0.6,
+    "validation__ema": "true",
 }
 
 
@@ -49,10 +53,32 @@ def test_losses_held_out_losses_and_texts_are_the_same(runs):
     assert [s["generated"] for s in one] == [s["generated"] for s in two]
 
 
-def test_a_checkpoint_is_exported_as_its_run_did(runs, tmp_path):
-    export_checkpoint(runs[2] / "checkpoints/step-4", tmp_path / "hf")
-    for file in (runs[2] / "hf").iterdir():
+@pytest.mark.parametrize("name", ["hf", "hf-ema"])
+def test_a_checkpoint_is_exported_as_its_run_did(name, runs, tmp_path):
+    step = runs[2] / "checkpoints/step-4"
+    export_checkpoint(step, tmp_path / "hf", averaged=name == "hf-ema")
+    for file in (runs[2] / name).iterdir():
         assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_averaged_weights_are_exported_and_validated(runs, tmp_path, real_data, train_server):
+    """A run that begins with the export and learns nothing has its held-out loss."""
+    measured = {}
+    for name in ("hf", "hf-ema"):
+        recipe = tomllib.loads((runs[1] / "recipe.toml").read_text())
+        recipe |= {"name": name, "output_dir": str(tmp_path)}
+        recipe["model"] = {"source": str(runs[2] / name), "tokenizer": str(runs[2] / name)}
+        recipe["training"] |= {"steps": 1}
+        recipe["optimizer"] |= {"lr": 0.0, "warmup_steps": 0}
+        recipe["validation"] |= {"ema": False}
+        file = tmp_path / f"{name}.toml"
+        file.write_text(tomli_w.dumps(recipe))
+        codes, output = train_server.run(["--config", str(file)], tmp_path / f"{name}-log")
+        assert codes == [0], output
+        measured[name] = records(tmp_path / name)[-1]["validation_loss"]
+    expected = records(runs[2])[-1]["validation_loss"]
+    assert measured["hf-ema"] == pytest.approx(expected, rel=1e-5)
+    assert measured["hf"] != pytest.approx(expected, rel=1e-3)
 
 
 def test_every_sample_is_counted_once(runs):
@@ -88,9 +114,10 @@ def test_timeline_of_one_step_is_saved(runs):
     assert analyze_timeline(found, graph.layout).bubble_fraction > 0
 
 
-def test_export_is_that_of_one_rank(runs):
+@pytest.mark.parametrize("name", ["hf", "hf-ema"])
+def test_export_is_that_of_one_rank(name, runs):
     one, two = (
-        {k: v for f in (run / "hf").glob("*.safetensors") for k, v in load_file(f).items()}
+        {k: v for f in (run / name).glob("*.safetensors") for k, v in load_file(f).items()}
         for run in runs.values()
     )
     assert one.keys() == two.keys()

@@ -89,7 +89,14 @@ def differences(
             yield from _numbers(rank, *pairs, first + number, step, bounds)
         looser = replace(bounds, gradient=bounds.gradient * (bounds.drift if first else 1.0))
         yield from _gradients(rank, seen, steps[0]["gradients"], looser)
-        yield from _weights(rank, seen, steps[-1]["weights"], begin, bounds)
+        copies = seen["copies"]
+        yield from _weights(rank, seen["weights"], copies, steps[-1]["weights"], begin, bounds)
+        if averages := steps[-1]["averages"]:
+            found = _weights(rank, seen["averages"], copies, averages, begin, bounds)
+            yield from (f"average: {what}" for what in found)
+            trained = {n for n in seen["weights"] if copies.get(n, n) in averages}
+            lost = sorted(trained - seen["averages"].keys())
+            yield from (f"average: rank {rank}: {name} is not there" for name in lost)
         met |= seen["weights"].keys()
     if missing := sorted(wanted["initial"].keys() - met):
         yield f"no rank has {missing[0]} (and {len(missing) - 1} more)"
@@ -129,15 +136,16 @@ def _gradients(
 
 def _weights(
     rank: int,
-    seen: dict[str, Any],
+    seen: dict[str, Tensor],
+    copies: dict[str, str],
     expected: dict[str, Tensor],
     begin: dict[str, Tensor],
     bounds: Bounds,
 ) -> Iterator[str]:
     moves = {name: _distance(value, begin[name]) for name, value in expected.items()}
     every = sum(move**2 for move in moves.values()) ** 0.5
-    for name, value in seen["weights"].items():
-        original = seen["copies"].get(name, name)
+    for name, value in seen.items():
+        original = copies.get(name, name)
         error, moved = _distance(value, expected[original]), moves[original]
         floor = bounds.rounding * float(expected[original].norm()) + bounds.sway * every
         if not error <= bounds.update * moved + floor:

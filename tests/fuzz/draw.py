@@ -24,6 +24,8 @@ STEPS = 2
 PERTURBED = 0.18
 ADAPTED = 0.25
 """Share of recipes with adapters."""
+AVERAGED = 0.25
+"""And of those with averages of weights."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         sections["optimizer"] = {"max_grad_norm": 0.05}
     _optimizer(Random(f"{seed}-{index}-optimizer"), sections, is_sharp(model))
     _float8(Random(f"{seed}-{index}-float8"), sections, layers)
+    if (averages := Random(f"{seed}-{index}-averages")).random() < AVERAGED:
+        sections["training"]["ema_decay"] = averages.choice((0.5, 0.9))
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
     experts = experts_of(model)

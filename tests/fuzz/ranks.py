@@ -43,8 +43,8 @@ def run_rank(
     Args:
         model: on the meta device; this process may cut it.
         found: file to be written: the first step's gradients as the optimizer gets them, losses and
-            norms of all steps, weights at the end.
-        spoil: "gradient" or "rows" makes something wrong on purpose, to test the judge.
+            norms of all steps, weights and their averages at the end.
+        spoil: "gradient", "rows" or "averages" makes something wrong on purpose, to test the judge.
     """
     recipe = run.recipe
     run_dir = Path(recipe.output_dir) / recipe.name
@@ -67,6 +67,9 @@ def run_rank(
             return record, stopping
 
         def before_update(*_: Any) -> None:
+            if spoil == "averages" and parts.average is not None:
+                for average in parts.average.averages.values():
+                    _turn_rows(average)
             if spoil == "gradient":
                 next(p.grad for p in parts.model.parameters() if p.grad is not None).mul_(1.001)
             if "gradients" not in seen:
@@ -77,6 +80,9 @@ def run_rank(
         parts.optimizer.register_step_pre_hook(before_update)
         trainer.run()
     seen["weights"] = _whole(dict(parts.model.named_parameters()))
+    if (average := parts.average) is not None:
+        named = parts.model.named_parameters()
+        seen["averages"] = _whole({n: average.averages[p] for n, p in named if p.requires_grad})
     seen["copies"] = parts.model.tied_copies()
     torch.save(seen, found)
 
@@ -112,8 +118,9 @@ def run_reference(
     adapters = [adapter.model_dump() for adapter in recipe.adapters.values()]
     rounded = linears_in_float8(recipe, model)
     trained = reference.train(
-        section, frozen, optimizer, initial, batches, names, matrices, adapters, rounded
-    )
+        section, frozen, optimizer, initial, batches, names, matrices, adapters, rounded,
+        recipe.training.ema_decay,
+    )  # fmt: skip
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -283,12 +284,14 @@ class Step:
         norm: of all gradients.
         gradients: as the optimizer gets them, clipped.
         weights: behind the update.
+        averages: of those that are trained, by then; empty without.
     """
 
     loss: float
     norm: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
 
 
 def train(
@@ -301,6 +304,7 @@ def train(
     matrices: Collection[str] = (),
     adapters: Sequence[Table] = (),
     rounded: Mapping[str, str] = MappingProxyType({}),
+    ema_decay: float | None = None,
 ) -> list[Step]:
     """A step for every batch.
 
@@ -314,6 +318,7 @@ def train(
         matrices: names of those that Muon is for.
         adapters: the recipe's tables, complete.
         rounded: how linears in float8 are scaled, by the names of their weights.
+        ema_decay: of averages of weights, if there are any.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
@@ -335,7 +340,8 @@ def train(
     decays = {n: p.ndim > 1 and id(p) not in embeddings for n, p in trained.items()}
     dtype = next(iter(initial.values())).dtype
     updates = Updates(trained, decays, optimizer, dtype, matrices)
-    steps = []
+    steps: list[Step] = []
+    averages: dict[str, Tensor] = {}
     for batch in batches:
         loss = _gradients(reference, [s for sequence in batch for s in samples_of(sequence)])
         for parameter in trained.values():
@@ -349,7 +355,9 @@ def train(
         updates.step()
         reference.zero_grad()
         weights = {n: parameters[n].detach().clone() for n in initial}
-        steps.append(Step(loss, norm.item(), gradients, weights))
+        if ema_decay is not None:
+            averages = _averaged(averages, {n: weights[n] for n in trained}, ema_decay)
+        steps.append(Step(loss, norm.item(), gradients, weights, averages))
     return steps
 
 
@@ -466,6 +474,18 @@ def _adapted(
     direction = inputs[0] @ weight.T
     bias = 0 if own.bias is None else own.bias
     return own.magnitude / norms * direction + bias
+
+
+def _averaged(
+    before: dict[str, Tensor], weights: dict[str, Tensor], decay: float
+) -> dict[str, Tensor]:
+    """By torch's own function, from the first weights on."""
+    if not before:
+        return {n: w.float() for n, w in weights.items()}
+    found = {n: average.clone() for n, average in before.items()}
+    current = [weights[n].float() for n in found]
+    get_ema_multi_avg_fn(decay)([*found.values()], current, None)
+    return found
 
 
 def _gradients(reference: Reference | CompositeReference, samples: list[Sample]) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from fuzz.campaign import features
 from fuzz.composites import OMNI, draw_composite
-from fuzz.draw import STEPS, Draw, Layout, draw_recipe
+from fuzz.draw import STEPS, Draw, Layout, draw_recipe, merged
 from fuzz.judge import Judge
 from fuzz.models import source_of
 
@@ -40,11 +40,13 @@ SMALL: Draw = Draw(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spoil", "told"), [("", []), ("gradient", "gradient of"), ("rows", "loss")]
+    ("spoil", "told"),
+    [("", ""), ("gradient", "gradient of"), ("rows", "loss"), ("averages", "average: rank 0")],
 )
 def test_what_is_spoiled_is_found(spoil, told):
+    sections = merged(SMALL.sections, {"training": {"ema_decay": 0.9}})
     with Judge(spoil=spoil) as judge:
-        verdict = judge(SMALL)
+        verdict = judge(replace(SMALL, sections=sections))
     if not spoil:
         assert verdict.kind == "equal", verdict
         return

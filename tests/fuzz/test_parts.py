@@ -48,6 +48,7 @@ def test_every_key_that_decides_a_layout_is_drawn():
     wanted |= {"freeze.modules", "data.reorder", "training.microbatch_size", "training.dtype"}
     of_optimizer = ("name", "momentum", "state_dtype", "stochastic_rounding", "offload")
     wanted |= {f"optimizer.{key}" for key in of_optimizer} | {"training.parameter_dtype"}
+    wanted |= {"training.ema_decay"}
     wanted |= {f"float8.{key}" for key in Float8Config.model_fields}
     wanted |= {f"adapters.NAME.{key}" for key in AdapterConfig.model_fields}
     drawn = set()
@@ -82,6 +83,7 @@ def seen(**changes: object) -> dict:
         "norms": [step["norm"]],
         "gradients": dict(step["gradients"]),
         "weights": dict(step["weights"]),
+        "averages": dict(step["averages"]),
         "copies": {},
     }
     return {**found, **changes}
@@ -99,6 +101,7 @@ WANTED = {
             "norm": float(matrix().norm()),
             "gradients": {"a": matrix()},
             "weights": {"a": matrix() - 1, "frozen": ones(2)},
+            "averages": {"a": matrix() - 0.5},
         }
     ],
 }
@@ -118,6 +121,8 @@ WANTED = {
         ({"weights": {"a": matrix(), "frozen": ones(2)}}, "a is off"),
         ({"weights": {"a": matrix() - 1, "frozen": ones(2) * 1.01}}, "frozen is off"),
         ({"weights": {"a": matrix() - 1}}, "no rank has frozen"),
+        ({"averages": {"a": matrix() - 1}}, "average: rank 0: a is off"),
+        ({"averages": {}}, "average: rank 0: a is not there"),
     ],
 )
 def test_what_differs_is_told(changes, told):

@@ -91,6 +91,9 @@ def parameter_states(recipe: Recipe) -> States:
     changed = {"float32": 0.0, "bfloat16": 92.0, "int8": 70.0}
     muon = optimizer.name == "muon"
     updated = 28 + 2 * changed[optimizer.state_dtype] + (changed["bfloat16"] + 6) * narrow
+    average = 0.0 if recipe.training.ema_decay is None else 4.0
+    if average:  # read and written with the parameter, narrow ones twice
+        updated += 18 if narrow else 12
     held = 0.0 if optimizer.offload else moment
     rounding = {"float32": 8.0 * narrow, "bfloat16": 8.0, "int8": 12.0}[optimizer.state_dtype]
     packed = optimizer.state_dtype != "float32"
@@ -99,6 +102,7 @@ def parameter_states(recipe: Recipe) -> States:
         weight=2.0 if narrow else 4.0,
         moments=2 * held,
         layer_moments=(1 if muon else 2) * held,
+        average=average,
         updated=updated,
         visiting=(1 if muon else 2) * (moment - held),
         orthogonal=muon,

@@ -76,6 +76,9 @@ def _check_run(recipe: Recipe) -> Problems:
         yield Problem("name", recipe.name, text)
     yield from _check_checkpoint(recipe.checkpoint)
     yield from _check_best(recipe)
+    if recipe.validation.ema and recipe.training.ema_decay is None:
+        text = "there are no averages of weights; set training.ema_decay"
+        yield Problem("validation.ema", True, text, ("training.ema_decay",))
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:

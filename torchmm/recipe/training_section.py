@@ -131,6 +131,10 @@ class TrainingConfig(Section):
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
     """How parameters rest, frozen ones too. "bfloat16" needs `dtype` = "bfloat16"; the optimizer
     then gets gradients in bfloat16, and `optimizer.stochastic_rounding` says how it rounds."""
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Keep an exponential moving average of the trained weights, in float32: after each step
+    `ema_decay` of what it was, and the rest of what the weights are. It begins as the weights after
+    the first step, is saved in checkpoints and exported beside the weights (`hf-ema/`)."""
     deterministic: bool = False
     """Deterministic kernels only (slower); runs are then bit-identical."""
     attention: Literal["default", "fa3", "fa4"] = "default"
@@ -145,6 +149,9 @@ class ValidationConfig(Section):
 
     interval: int = Field(default=0, ge=0)
     """Steps between validations; also done after the last step; 0: never."""
+    ema: bool = False
+    """Validate the averaged weights (`training.ema_decay`) instead of those that are trained; then
+    `hf-best/` has these, too."""
     batches: int = Field(default=4, ge=1)
     """Global batches of held-out samples per validation (always the same ones)."""
     samples: int = Field(default=0, ge=0)

@@ -64,6 +64,7 @@ from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.optim import build_optimizer
+from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import print_summary
@@ -85,6 +86,8 @@ class RunParts:
     tuning: LayerTuning | None
     """How plans choose what layers recompute; None: they do not."""
     optimizer: torch.optim.Optimizer
+    average: WeightAverage | None
+    """Of the weights, if `training.ema_decay` is set."""
     checkpoints: CheckpointManager
     restored: Restored | None
     loader: Loader
@@ -215,7 +218,9 @@ def build_run(
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
     optimizer = _optimizer(run, model)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    restored = checkpoints.resume(model, optimizer, restarted)
+    decay = recipe.training.ema_decay
+    average = None if decay is None else WeightAverage(model, decay)
+    restored = checkpoints.resume(model, optimizer, restarted, average)
     step = restored.step if restored else 0
     if restored:
         logger.info("resumed from %s", restored.path)
@@ -234,7 +239,7 @@ def build_run(
     )
     return RunParts(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, optimizer,
-        checkpoints, restored, loader, data.held_out, recorder,
+        average, checkpoints, restored, loader, data.held_out, recorder,
     )  # fmt: skip
 
 

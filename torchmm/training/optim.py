@@ -26,6 +26,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.checkpoint.state import parameter_names
+from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.compact import CompactOptimizer, Settings
 
 
@@ -89,10 +90,11 @@ def build_optimizer(
 
 
 class Updates:
-    """Applies a run's gradients: their norm, clipping, learning rate, optimizer.
+    """Applies a run's gradients: their norm, clipping, learning rate, optimizer, average.
 
     Args:
         steps: of the run.
+        average: of the weights, which follows them.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class Updates:
         mesh: ParallelMesh,
         config: OptimizerConfig,
         steps: int,
+        average: WeightAverage | None = None,
     ) -> None:
+        self._average = average
         self._optimizer, self._mesh, self._config, self._steps = optimizer, mesh, config, steps
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._copies = model.tied_copy_parameters()
@@ -124,6 +128,8 @@ class Updates:
             scale_gradients(self._parameters, clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self._average is not None:
+            self._average.update()
         return self._config.lr * factor
 
 

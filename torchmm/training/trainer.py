@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import NamedTuple
@@ -114,7 +114,12 @@ class Trainer:
         )
         self._train_step = TrainStep(parts.pipeline, mesh, weights)
         self._updates = Updates(
-            parts.model, parts.optimizer, mesh, recipe.optimizer, recipe.training.steps
+            parts.model,
+            parts.optimizer,
+            mesh,
+            recipe.optimizer,
+            recipe.training.steps,
+            parts.average,
         )
         self._held_out = HeldOut(parts, weights)
         self._meter = StepMeter(mesh, parts.pipeline.descriptions)
@@ -139,13 +144,28 @@ class Trainer:
         with closed_after(self.close), self.parts.checkpoints:
             self._run_steps()
             if self.step >= steps and self._recipe.checkpoint.export_hf:
-                self._export("hf")
-                save_adapters(self.parts.model, self.parts.run_dir / "adapters")
+                for suffix, weights in self._weights():
+                    with weights():
+                        self._export(f"hf{suffix}")
+                        save_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"
             complaint = self.complaint and f". {self.complaint}"
             raise Preempted((saved if self.step else unsaved) + self._undone + complaint)
+
+    def _weights(self) -> list[tuple[str, Callable[[], AbstractContextManager[None]]]]:
+        """What is exported: the weights, and their average, with what its directories' names end
+        in."""
+        average = self.parts.average
+        return [("", nullcontext), *([] if average is None else [("-ema", average.in_place)])]
+
+    def _validated(self) -> AbstractContextManager[None]:
+        """In which what is validated is in the model."""
+        average = self.parts.average
+        if average is None or not self._recipe.validation.ema:
+            return nullcontext()
+        return average.in_place()
 
     def _export(self, name: str) -> None:
         """The model to a directory of the run."""
@@ -160,7 +180,9 @@ class Trainer:
         """Exports that the recipe wants after this step; collective."""
         checkpoint = self._recipe.checkpoint
         if checkpoint.export_interval and self.step % checkpoint.export_interval == 0:
-            self._export(f"hf-{self.step}")
+            for suffix, weights in self._weights():
+                with weights():
+                    self._export(f"hf-{self.step}{suffix}")
         if checkpoint.keep_best is None:
             return
         own = getattr(record, checkpoint.keep_best.metric)
@@ -168,7 +190,8 @@ class Trainer:
         badness = checkpoint.keep_best.badness(value)
         if not math.isnan(badness) and (self._best is None or badness < self._best):
             self._best = badness
-            self._export("hf-best")
+            with self._validated():
+                self._export("hf-best")
 
     @property
     def complaint(self) -> str:
@@ -205,7 +228,8 @@ class Trainer:
             if record is not None:  # all ranks had data
                 with self._health.phase(self.step, "validation"):
                     if self._is_due(self._recipe.validation.interval):
-                        record = self._held_out.validate(self.step, record)
+                        with self._validated():
+                            record = self._held_out.validate(self.step, record)
                 if parts.recorder:
                     figures = parts.checkpoints.take_figures()
                     parts.recorder.record(replace(record, **figures))
@@ -342,7 +366,10 @@ class Trainer:
         figures: dict[str, float | None] = {}
         if best is not None:
             figures[best.metric] = getattr(record, best.metric, None)
-        checkpoints.save(self.step, self.parts.model, self.parts.optimizer, state, figures)
+        parts = self.parts
+        checkpoints.save(
+            self.step, parts.model, parts.optimizer, state, figures, average=parts.average
+        )
         if checkpoints.complaint != self._told and self.parts.mesh.rank == 0:
             self._told = checkpoints.complaint
             write_status(self.parts.run_dir, Status("running", self.step, 0, message=self._told))

@@ -99,6 +99,14 @@ def test_adapters_are_merged_or_apart(saved, tokenizer, tmp_path):
     assert files(tmp_path / "ours_apart") == files(tmp_path / "apart")
 
 
+def test_averages_are_only_exported_where_there_are_any(saved, tmp_path):
+    """What they are is seen in tests/distributed/test_train_pipeline.py."""
+    _, checkpoint = saved(CASES["tied"])
+    with pytest.raises(CheckpointError, match=r"step-3 has no averages .* training.ema_decay"):
+        export_checkpoint(checkpoint, tmp_path / "hf", averaged=True)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
     model, checkpoint = saved(CASES["tied"])
     export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.bfloat16)

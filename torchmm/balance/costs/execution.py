@@ -53,6 +53,7 @@ class States:
         weight: of a parameter between steps.
         moments: of the optimizer, of a trained parameter.
         layer_moments: the same of those in layers, which have others under Muon.
+        average: of a trained parameter's moving average.
         updated: what the update of one reads and writes.
         visiting: moments that come from the host for the update, and go back.
         orthogonal: whether layers' matrices are made orthogonal, which takes products.
@@ -65,6 +66,7 @@ class States:
     weight: float = 4.0
     moments: float = 8.0
     layer_moments: float = 8.0
+    average: float = 0.0
     updated: float = 28.0
     visiting: float = 0.0
     orthogonal: bool = False

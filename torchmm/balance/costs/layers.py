@@ -438,10 +438,11 @@ class Parameters(NamedTuple):
 
     @property
     def optimizer_bytes(self) -> float:
-        """Moments on the device, of trained ones."""
+        """Moments on the device and averages, of trained ones."""
         states = self.states
         others = self.trained - self.in_layers
-        return states.moments * others + states.layer_moments * self.in_layers
+        moments = states.moments * others + states.layer_moments * self.in_layers
+        return moments + states.average * self.trained
 
     def divided(self, ranks: int) -> Parameters:
         """A rank's part."""

@@ -22,8 +22,10 @@ from torchmm.common.errors import CheckpointError
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.training.checkpoint.manifest import read_json, read_manifest
 from torchmm.training.checkpoint.state import (
+    AVERAGE_PREFIX,
     OptimizerState,
     Wish,
+    average_tensors,
     empty_optimizer_state,
     find_misfits,
     find_mismatches,
@@ -32,9 +34,12 @@ from torchmm.training.checkpoint.state import (
     trainable_names,
 )
 from torchmm.training.checkpoint.storage import SafetensorsReader, read_index
+from torchmm.training.optimizers.average import WeightAverage
 
 STATE_NAME = "state.json"
 _SHOWN_PROBLEMS = 20
+_LEFT_OUT = "averages of weights, which are left out: training.ema_decay is not set"
+_BEGUN = "no averages of weights; they begin as the weights after the next step"
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,14 @@ def load_verified(
     group: SideGroup,
     facts: dict[str, Any],
     logger: logging.Logger,
+    average: WeightAverage | None = None,
 ) -> Restored:
     """Loads a checkpoint in place; collective.
 
     Args:
         optimizer: its state is replaced; None loads the model only.
         facts: what a manifest of this run would say, to tell what is another.
+        average: is replaced; begins anew if the checkpoint has none.
 
     Raises:
         CheckpointError: it does not fit; nothing was loaded.
@@ -80,7 +87,11 @@ def load_verified(
         optimizer_state = empty_optimizer_state(model, optimizer, index)
         tensors |= optimizer_tensors(model, optimizer_state)
         trainable = trainable_names(model, optimizer)
-    wish = Wish(find_mismatches(index, tensors), list(tensors), trainable)
+    has_averages = any(name.startswith(AVERAGE_PREFIX) for name in index)
+    averages = average.zeros() if average is not None and has_averages else None
+    tensors |= average_tensors(model, averages or {})
+    mismatches = find_mismatches(index, tensors)
+    wish = Wish(mismatches, list(tensors), trainable, averages is not None)
     problems = find_misfits(index, saved["trainable"], group.gather(wish))
     if problems:
         raise CheckpointError(
@@ -98,6 +109,10 @@ def load_verified(
     if optimizer is not None:
         optimizer.state.clear()
         optimizer.state.update(optimizer_state)
+    if average is not None:
+        average.restore(averages or {})
+    if has_averages != (average is not None):
+        logger.warning("%s has %s", path, _LEFT_OUT if has_averages else _BEGUN)
     _tell_what_is_another(path, manifest, facts, bool(rng), logger)
     rng = {name.removeprefix(prefix): value for name, value in rng.items()}
     return Restored(path, manifest["step"], saved["state"], rng or None)

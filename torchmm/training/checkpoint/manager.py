@@ -8,10 +8,11 @@ thread that shared the training group would interleave its collectives with the 
 finds them there (`fetch`), on machines that share nothing with those that saved them.
 
 Names are layout-free: "model.FQN" for parameters and persistent buffers, "optimizer.FQN.NAME" for
-optimizer state, "rng.rank-R-of-W.NAME" for random state. Optimizer hyperparameters are not saved;
-they are the recipe's. Rejected: DCP's get_optimizer_state_dict, which runs an optimizer step to
-invent state that a frozen or not yet stepped parameter does not have; `dcp.async_save`, which
-leaves hashing and the commit to the caller anyway.
+optimizer state, "ema.FQN" for averages of parameters, "rng.rank-R-of-W.NAME" for random state.
+Optimizer hyperparameters are not saved; they are the recipe's. Rejected: DCP's
+get_optimizer_state_dict, which runs an optimizer step to invent state that a frozen or not yet
+stepped parameter does not have; `dcp.async_save`, which leaves hashing and the commit to the caller
+anyway.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ from torchmm.training.checkpoint.manifest import (
 from torchmm.training.checkpoint.remote import RemoteCheckpoints, folder_of, step_of_folder
 from torchmm.training.checkpoint.site import Site
 from torchmm.training.checkpoint.state import (
+    average_tensors,
     model_tensors,
     optimizer_tensors,
     trainable_names,
 )
 from torchmm.training.checkpoint.storage import SafetensorsWriter
 from torchmm.training.checkpoint.upload import UPLOAD_TIMEOUT_S, SaveMeter, Uploads
+from torchmm.training.optimizers.average import WeightAverage
 
 _LEAVE_WAIT_S = 60.0
 
@@ -190,6 +193,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         figures: Mapping[str, float | None] = MappingProxyType({}),
+        average: WeightAverage | None = None,
     ) -> None:
         """Saves step `step`; returns when the values are copied (asynchronous) or committed.
 
@@ -198,6 +202,7 @@ class CheckpointManager:
         Args:
             state: JSON, the same on all ranks (data position and the like).
             figures: of metrics.jsonl, by which the best checkpoints are found.
+            average: of the weights.
 
         Raises:
             CheckpointError: this save, or the one before it, failed; nothing committed is harmed
@@ -218,6 +223,8 @@ class CheckpointManager:
             # stream that computes waits for them (`optimizers/host.py`), the host until here not.
             torch.cuda.current_stream().synchronize()
         tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
+        if average is not None:
+            tensors |= average_tensors(model, average.averages)
         tensors |= {rng_prefix(self._group) + key: value for key, value in capture_rng().items()}
         note = {
             "step": step,
@@ -261,7 +268,11 @@ class CheckpointManager:
                 directory.release()
 
     def resume(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, restarted: bool = False
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        restarted: bool = False,
+        average: WeightAverage | None = None,
     ) -> Restored | None:
         """Loads what `config.resume` says; None to start afresh.
 
@@ -273,6 +284,8 @@ class CheckpointManager:
             restarted: this process replaces one that died (torchrun's restart count is > 0).
                 "none" or a path did their part then, if that is so of any rank, and mean "auto"
                 now. Nodes count for themselves: those that others made restart may know nothing.
+            average: of the weights; is replaced, or begins anew if the checkpoint has none.
+
         Raises:
             CheckpointError: the named checkpoint, or with "auto" every one, is unusable.
         """
@@ -281,11 +294,11 @@ class CheckpointManager:
         if choice == "auto":
             path = self.latest_valid()
             if path is not None:
-                restored = self._load_verified(path, model, optimizer)
+                restored = self._load_verified(path, model, optimizer, average)
         elif is_address(choice):
-            restored = self._load_verified(self._fetch_named(choice), model, optimizer)
+            restored = self._load_verified(self._fetch_named(choice), model, optimizer, average)
         elif choice != "none":
-            restored = self.load(Path(choice), model, optimizer)
+            restored = self.load(Path(choice), model, optimizer, average)
         step = -1 if restored is None else restored.step
         self._site.on_leaders(lambda: self._directory.set_aside_after(step))
         if self._uploads is not None:
@@ -352,12 +365,18 @@ class CheckpointManager:
         self._group.on_rank_0(lambda: self._remote.set_aside_after(step, own))
 
     def load(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        average: WeightAverage | None = None,
     ) -> Restored:
         """Verifies `path` and loads it in place, whatever layout it was saved from.
 
         Args:
             optimizer: its state is replaced; None loads the model only.
+            average: as with `resume`.
+
         Raises:
             CheckpointError: damaged, or names, shapes or dtypes do not fit exactly. Nothing was
                 loaded; all problems are listed.
@@ -365,7 +384,7 @@ class CheckpointManager:
         problems = self._find_problems(path)
         if problems:
             raise CheckpointError(f"{path} is not usable:\n{bullets(problems)}")
-        return self._load_verified(path, model, optimizer)
+        return self._load_verified(path, model, optimizer, average)
 
     def _find_problems(self, path: Path) -> list[str]:
         """Every rank hashes its share of the files that its site has to have."""
@@ -373,9 +392,15 @@ class CheckpointManager:
         return sorted({problem for of_rank in self._group.gather(mine) for problem in of_rank})
 
     def _load_verified(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        average: WeightAverage | None,
     ) -> Restored:
-        return load_verified(path, model, optimizer, self._group, self._facts, self._logger)
+        return load_verified(
+            path, model, optimizer, self._group, self._facts, self._logger, average
+        )
 
     def _write_in_background(
         self, write: Callable[[dict[str, Tensor]], None], tensors: dict[str, Tensor]

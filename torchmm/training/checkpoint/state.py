@@ -1,14 +1,16 @@
 """Model and optimizer as one flat dictionary of named tensors, the same in every layout.
 
-"model.FQN" names parameters and persistent buffers, "optimizer.FQN.NAME" optimizer state. A tied
-parameter has one entry, under the first of its names; so has one of which pipeline stages hold
-copies, which are bit-equal. Values are the live tensors (DTensors where sharded), so loading writes
-into the model itself. Plain tensors count as replicated.
+"model.FQN" names parameters and persistent buffers, "optimizer.FQN.NAME" optimizer state, "ema.FQN"
+the moving average of a parameter. A tied parameter has one entry, under the first of its names; so
+has one of which pipeline stages hold copies, which are bit-equal. Values are the live tensors
+(DTensors where sharded), so loading writes into the model itself. Plain tensors count as
+replicated.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OptimizerState = dict[Tensor, dict[str, Tensor]]
 MODEL_PREFIX = "model."
 """Of the names of parameters and persistent buffers."""
+AVERAGE_PREFIX = "ema."
+"""Of the names of moving averages."""
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -50,6 +54,12 @@ def optimizer_tensors(model: nn.Module, state: OptimizerState) -> dict[str, Tens
         for parameter, values in state.items()
         for key, value in values.items()
     }
+
+
+def average_tensors(model: nn.Module, averages: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+    """ "ema.FQN" -> the average of a parameter."""
+    names = parameter_names(model)
+    return {f"{AVERAGE_PREFIX}{names[id(p)]}": average for p, average in averages.items()}
 
 
 def trainable_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -114,6 +124,8 @@ class Wish:
     """Names of the tensors; together the ranks must want all there are."""
     trainable: list[str] | None
     """From `trainable_names`; None if only the model is loaded."""
+    averages: bool = False
+    """Whether averages are loaded; the same on all ranks."""
 
 
 def find_misfits(
@@ -129,6 +141,8 @@ def find_misfits(
         before = set(saved_trainable)
         problems |= {f"trained when saved, frozen now: {name}" for name in before - now}
         problems |= {f"frozen when saved, trained now: {name}" for name in now - before}
+    if wishes[0].averages:
+        kinds = (*kinds, AVERAGE_PREFIX)
     extra = {name for name in index if name.startswith(kinds)} - wanted
     problems |= {f"not in the model: {name}" for name in extra}
     return sorted(problems)

@@ -40,7 +40,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
-from torchmm.training.checkpoint.state import MODEL_PREFIX
+from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
 from torchmm.training.exports.write import Trained, write_export
 
@@ -61,6 +61,7 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     apart: bool = False,
+    averaged: bool = False,
 ) -> None:
     """Writes the model of a checkpoint in Hugging Face's format.
 
@@ -70,6 +71,7 @@ def export_checkpoint(
         dtype: of weights; None: that of the checkpoint's parameters.
         shard_bytes: of the largest file with weights.
         apart: whether adapters are written alone, as PEFT's files, not added to the weights.
+        averaged: whether weights are those averaged over steps, where they were trained.
 
     Raises:
         CheckpointError: it is damaged, or holds another model than its recipe says; there is no
@@ -90,7 +92,7 @@ def export_checkpoint(
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".weights-") as scratch:
-            gather = CheckpointWeights(path, Path(scratch), wanted)
+            gather = CheckpointWeights(path, Path(scratch), wanted, averaged)
             if apart:
                 save_adapters(model, directory, gather)
             else:
@@ -163,17 +165,25 @@ class CheckpointWeights:
         path: of a checkpoint whose files were compared with its manifest.
         scratch: an existing directory with room for the model's weights.
         dtype: of floating-point weights.
+        averaged: whether averages take the places of the weights that have one.
 
     Raises:
-        CheckpointError: the index cannot be read.
+        CheckpointError: the index cannot be read, or has no averages.
     """
 
-    def __init__(self, path: Path, scratch: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, path: Path, scratch: Path, dtype: torch.dtype, averaged: bool = False
+    ) -> None:
+        self._averaged = averaged
         self._path = path
         self._scratch = scratch
         self._dtype = dtype
         self._index = read_index(path)
         self._places = cache(lambda name: _places_in(path / name))
+        if averaged and not any(name.startswith(AVERAGE_PREFIX) for name in self._index):
+            raise CheckpointError(
+                f"{path} has no averages of weights: it was saved without training.ema_decay"
+            )
 
     def __call__(
         self, model: MultimodalModel, wanted: Callable[[str], bool]
@@ -185,7 +195,11 @@ class CheckpointWeights:
         """
         for prefix, module, name, like in whole_tensors(model):
             if wanted(name):
-                yield module, name, self._whole(f"{MODEL_PREFIX}{prefix}.{name}", like.shape)
+                yield module, name, self._whole(self._entry(f"{prefix}.{name}"), like.shape)
+
+    def _entry(self, name: str) -> str:
+        average = f"{AVERAGE_PREFIX}{name}"
+        return average if self._averaged and average in self._index else f"{MODEL_PREFIX}{name}"
 
     def _whole(self, name: str, shape: torch.Size) -> Tensor:
         entry = self._index.get(name)

@@ -1,0 +1,114 @@
+"""Averages of weights against torch's own average of a plain module."""
+
+import copy
+
+import pytest
+import torch
+from checkpoint_runs import make_manager
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from torchmm.common.errors import CheckpointError
+from torchmm.planning.executions import parameter_states
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.optimizers.average import WeightAverage
+
+DECAY = 0.7
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    found = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(dtype)
+    found[0].bias.requires_grad_(False)
+    return found
+
+
+def move(module: nn.Module, number: int) -> None:
+    """Trained parameters to other values."""
+    generator = torch.Generator().manual_seed(number)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter))
+
+
+def averaged(module: nn.Module, steps: int) -> tuple[WeightAverage, AveragedModel]:
+    """Ours and torch's after some steps; torch's is of the same values in float32."""
+    ours = WeightAverage(module, DECAY)
+    theirs = AveragedModel(copy.deepcopy(module).float(), multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for number in range(steps):
+        move(module, number)
+        ours.update()
+        theirs.update_parameters(copy.deepcopy(module).float())
+    return ours, theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averages_are_torchs(dtype):
+    module = model(dtype)
+    ours, theirs = averaged(module, 4)
+    named = dict(module.named_parameters())
+    wanted = dict(theirs.module.named_parameters())
+    trained = {n for n, p in named.items() if p.requires_grad}
+    assert {n for n, p in named.items() if p in ours.averages} == trained and len(trained) == 3
+    for name in trained:
+        found = ours.averages[named[name]]
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted[name].data, rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(found, named[name].float(), rtol=1e-2), "it is no average"
+
+
+def test_averages_take_the_weights_places_and_leave_them():
+    module = model()
+    ours, theirs = averaged(module, 3)
+    before = {n: p.clone() for n, p in module.named_parameters()}
+    with pytest.raises(KeyError), ours.in_place():
+        for name, value in theirs.module.named_parameters():
+            torch.testing.assert_close(module.get_parameter(name), value, rtol=1e-6, atol=1e-7)
+        raise KeyError
+    assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+    assert not torch.equal(before["1.weight"], theirs.module[1].weight)
+
+
+def test_nothing_to_train_has_no_average():
+    module = model().requires_grad_(False)
+    average = WeightAverage(module, DECAY)
+    for _ in range(2):
+        average.update()
+    with average.in_place():
+        assert average.averages == {}
+
+
+def test_checkpoints_with_and_without_averages_fit_both_ways(tmp_path, caplog):
+    module = model()
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+    ours, _ = averaged(module, 2)
+    with make_manager(tmp_path, asynchronous=False) as manager:
+        manager.save(1, module, optimizer, {}, average=ours)
+        manager.save(2, module, optimizer, {})
+        loaded = WeightAverage(module, DECAY)
+        manager.load(tmp_path / "checkpoints/step-1", module, optimizer, loaded)
+        assert all(torch.equal(loaded.averages[p], a) for p, a in ours.averages.items())
+        manager.load(tmp_path / "checkpoints/step-1", module, optimizer)
+        assert "averages of weights, which are left out" in caplog.text
+        manager.load(tmp_path / "checkpoints/step-2", module, optimizer, loaded)
+        assert loaded.averages == {} and "begin as the weights after the next step" in caplog.text
+        module[0].bias.requires_grad_(True)
+        with pytest.raises(CheckpointError, match=r"missing from the checkpoint: ema\.0\.bias"):
+            manager.load(
+                tmp_path / "checkpoints/step-1", module, optimizer, WeightAverage(module, DECAY)
+            )
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"name": "muon", "offload": True}])
+def test_memory_is_predicted(optimizer):
+    """As many bytes as averages have, of every trained parameter."""
+    ours, _ = averaged(module := model(), 1)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    held = sum(a.nbytes for a in ours.averages.values())
+    with_, without = (
+        parameter_states(Recipe.model_validate({"optimizer": optimizer, "training": training}))
+        for training in ({"ema_decay": DECAY}, {})
+    )
+    assert (with_.average - without.average) * trained == held
+    assert with_.updated > without.updated
