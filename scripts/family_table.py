@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
-from torchmm.models.hf.export import becomes_llava
+from torchmm.models.hf.pairs import becomes_llava
 
 TARGET = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN = "<!-- table: written by scripts/family_table.py -->"

@@ -19,6 +19,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import TileSpec
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
+from torchmm.models.families.composites.parts import Unlisted
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.structural import known_processor
@@ -88,7 +89,8 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     composite = COMPOSITES.get(hf_config.model_type)
     if composite is None:
         raise ConfigError(_unsupported("model", hf_config, COMPOSITES))
-    parts = composite.take(hf_config)
+    taken = (_unlisted_parts(config, hf_config),) if composite.takes_any else ()
+    parts = composite.take(hf_config, *taken)
     problems: list[str] = []
     if set(config.encoder_names) != set(parts.encoders):
         problems.append(
@@ -131,6 +133,28 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     if problems:
         raise ConfigError(problems)
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
+
+
+def _unlisted_parts(config: ModelConfig, hf_config: Any) -> Unlisted:
+    """Families of a composite's parts that no table lists, if proofs find them to be some."""
+    tower = hf_config.vision_config
+    llm = hf_config.text_config
+    of_tower = None
+    of_llm = None
+    problems: list[str] = []
+    # Their files are the composite's, whose names say nothing of theirs.
+    if tower.model_type not in ENCODER_FAMILIES:
+        section = EncoderConfig(
+            processor={**_read_settings(config.place), **(config.processor or {})}
+        )
+        with _collected(problems):
+            of_tower = _unlisted_encoder("model.config.vision_config", section, tower)
+    if llm.model_type not in LLM_FAMILIES:
+        with _collected(problems):
+            of_llm = _unlisted_llm(llm, LLM_FILES)
+    if problems:
+        raise ConfigError(problems)
+    return Unlisted(of_tower, of_llm)
 
 
 def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
+    MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
@@ -45,7 +46,7 @@ from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.encoders import structural as towers
 from torchmm.models.families.encoders.family import patches_per_row
-from torchmm.models.families.encoders.form import example_pixels, find_tower_form
+from torchmm.models.families.encoders.form import example_pixels, find_tower_form, first
 from torchmm.models.families.encoders.structural import StructuralFamily
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.structural import copy_config, find_form
@@ -133,7 +134,18 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
                 found = _saying(f"samples {packing}, {cut}", run, ours, batch)
                 for what, difference in _compare(found, expected).items():
                     differences[f"{what} of samples {packing}, {cut}"] = difference
+        family = replace(family, own_logits=_own_logits(plain, family))
         return Proof(family, _judge(differences), _unreadable(plain, ours))
+
+
+@torch.no_grad()
+def _own_logits(plain: PreTrainedModel, family: LlmFamily) -> bool:
+    """Whether logits are more than what the head makes of hidden states."""
+    ids = _batch(_ALONE).input_ids_T[None]
+    hidden = plain.get_submodule(family.text_model)(ids, use_cache=False).last_hidden_state
+    return not torch.equal(
+        plain.get_submodule(family.head)(hidden), plain(ids, use_cache=False).logits
+    )
 
 
 def adopt_encoder(
@@ -202,7 +214,28 @@ def prove_encoder(
                 found = _saying(f"images {packing}, {cut}", run, ours, inputs)
                 for what, difference in _compare(found, expected).items():
                     differences[f"{what} of images {packing}, {cut}"] = difference
+        family.in_composites = _as_llava_takes_it(plain, family, example_pixels(small, 1))
         return Proof(family, _judge(differences), _unreadable(plain, ours))
+
+
+@torch.no_grad()
+def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels: Tensor) -> bool:
+    """Whether `AutoModel` builds the tower, and its hidden states are what its layers return, with
+    nothing but a class token beside those of patches."""
+    if family.form.tokens_before > 1 or type(plain.config) not in MODEL_MAPPING:
+        return False
+    if MODEL_MAPPING[type(plain.config)] is not type(plain):
+        return False
+    returned: list[Tensor] = []
+    handles = [
+        layer.register_forward_hook(lambda _, given, out: returned.append(first(out)))
+        for layer in plain.get_submodule(family.layers).children()
+    ]
+    found = plain(pixels, output_hidden_states=True, return_dict=True).hidden_states
+    for handle in handles:
+        handle.remove()
+    same = found is not None and len(found) == len(returned) + 1
+    return same and all(map(torch.equal, found[1:], returned))
 
 
 def _judge(differences: dict[str, float]) -> float:

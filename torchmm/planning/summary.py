@@ -9,6 +9,7 @@ from math import prod
 
 from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimate_memory
 from torchmm.common.layers import ModuleDescription
+from torchmm.models.hf.pairs import exported_as
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.float8 import float8_linears
 from torchmm.planning.executions import parameter_states
@@ -108,6 +109,7 @@ def run_summary(
         f"{training.microbatch_size} per microbatch"
     )
     lines["memory per rank"] = _memory_line(memory, simulated)
+    lines["exported as"] = exported_as(model)
     return lines | _float8_line(run, model)
 
 

@@ -1,11 +1,11 @@
 """A trained model as a Hugging Face directory.
 
-Composites keep their class; a fixed-size encoder with an "mlp" connector and any LLM *is* a
-LLaVA model and becomes one; an LLM alone becomes a causal LM. Hugging Face's own `save_pretrained`
-writes the files, so names, shards and configs are its. Other pairs have no Hugging Face class:
-their parts are written side by side with `torchmm.json`, whose content is the `[model]` section
-of a recipe that puts them together again. Diffusers writes a generator, if there is one, to
-`generator/`: its connector is what diffusers calls its caption projection.
+Composites keep their class; an encoder and an LLM from separate sources get the class that they
+are (`torchmm.models.hf.pairs`), LLaVA's most often; an LLM alone becomes a causal LM. Hugging
+Face's own `save_pretrained` writes the files, so names, shards and configs are its. Other pairs
+have no Hugging Face class: their parts are written side by side with `torchmm.json`, whose content
+is the `[model]` section of a recipe that puts them together again. Diffusers writes a generator, if
+there is one, to `generator/`: its connector is what diffusers calls its caption projection.
 
 Low-rank adapters are added to the weights that they belong to (`torchmm.models.hf.adapter_files`
 writes them apart).
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,27 +26,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
     GenerationConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.families.composites.parts import LLAVA_LLM, LLAVA_VISION
+from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.composites.table import COMPOSITES
-from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
+from torchmm.models.hf.pairs import PairClass, pair_class
+from torchmm.models.hf.processors import image_processor, save_processor
 from torchmm.models.initialize import named_tensors, random_copy
 from torchmm.models.layered import LayeredModule, units
 from torchmm.models.layers.lora import CHILD, merged, of_adapter
@@ -55,13 +51,6 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import split_place
 
 PARTS_FILE = "torchmm.json"
-_PROCESSOR_FILES = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 Prefixes = tuple[tuple[str, str], ...]
 Gather = Callable[
     [MultimodalModel, Callable[[str], bool]], Iterator[tuple[LayeredModule, str, Tensor | None]]
@@ -130,7 +119,7 @@ def export_hf(
     """
     directory = Path(directory)
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    as_one = model.composite is not None or not model.encoders or _is_llava(model)
+    as_one = model.composite is not None or not model.encoders or _pair(model) is not None
     with torch.device("meta"):
         exports = [_whole(model, directory, tokenizer)] if as_one else _separately(model, directory)
         if model.generator is not None:
@@ -147,24 +136,19 @@ def export_hf(
             save_file(weights, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
         tokenizer.save_pretrained(directory if as_one else directory / "llm")
         if as_one:
-            _save_processor(model, directory, tokenizer)
+            save_processor(model, directory, tokenizer)
         else:
             _save_parts_description(model, directory)
     if dist.is_initialized():
         dist.barrier()
 
 
-def _is_llava(model: MultimodalModel) -> bool:
-    encoders = model.encoder_modules()
-    if len(encoders) != 1 or model.llm.family.own_logits:
-        return False
-    return becomes_llava(encoders[0].family) and encoders[0].merge == 1
-
-
-def becomes_llava(family: EncoderFamily) -> bool:
-    """Whether an encoder of `family` in front of an LLM is exported as LLaVA, if their connector is
-    LLaVA's and logits are plain."""
-    return family.inputs == "fixed" and family.in_composites
+def _pair(model: MultimodalModel) -> PairClass | None:
+    """The class of a model from separate sources; None: it is another, or has none."""
+    if model.composite is not None or not model.encoders:
+        return None
+    found = pair_class(model)
+    return None if isinstance(found, str) else found
 
 
 def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Export:
@@ -177,24 +161,13 @@ def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokeniz
         kind: Any = COMPOSITES[model.composite.model_type].kind
         hf = kind._from_config(model.composite, dtype=dtype)
         return _Export(directory, hf, prefixes, model.llm.weights.source)
-    image_token_id = model.image_token_id(tokenizer)
-    assert image_token_id is not None
+    pair = _pair(model)
+    assert pair is not None
+    placeholder = model.image_token_id(tokenizer)
+    assert placeholder is not None
     (encoder,) = model.encoder_modules()
-    spec = encoder.spec
-    rows = patches_per_row(spec.config)
-    config = LlavaConfig(
-        vision_config=spec.config,
-        text_config=model.llm.config,
-        image_token_index=image_token_id,
-        image_seq_length=rows**2,
-        projector_hidden_act=spec.connector_act,
-        vision_feature_layer=spec.feature_layer,
-        # "default" drops the first output, which is a patch where there is no class token.
-        vision_feature_select_strategy="default" if spec.family.has_class_token else "full",
-        tie_word_embeddings=model.llm.config.tie_word_embeddings,
-    )
-    prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: LLAVA_VISION.hf_prefixes}
-    hf = LlavaForConditionalGeneration._from_config(config, dtype=dtype)
+    prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: pair.encoder_files.hf_prefixes}
+    hf = pair.kind._from_config(pair.config(placeholder), dtype=dtype)
     return _Export(directory, hf, prefixes, model.llm.weights.source)
 
 
@@ -350,57 +323,10 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
     return values
 
 
-def _save_processor(
-    model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    encoders = model.encoder_modules()
-    if not encoders:
-        return
-    source = Path(encoders[0].weights.source or "")
-    if model.composite is not None and model.llm.weights.source is not None:
-        for name in _PROCESSOR_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, directory / name)
-        return
-    if not _is_llava(model) or isinstance(model.text.image_token, int):
-        _save_settings(encoders, directory)
-        return
-    (encoder,) = encoders
-    processor = LlavaProcessor(
-        image_processor=_image_processor(encoder),
-        tokenizer=tokenizer,
-        patch_size=side(encoder.spec.config.patch_size),
-        vision_feature_select_strategy="default" if encoder.family.has_class_token else "full",
-        image_token=model.text.image_token,
-        num_additional_image_tokens=int(encoder.family.has_class_token),
-    )
-    processor.save_pretrained(directory)
-
-
-def _save_settings(encoders: list[EncoderModule], directory: Path) -> None:
-    """Of image processor and feature extractor, in one file if a model has both, as published Omni
-    models do."""
-    file = directory / _PROCESSOR_FILES[0]
-    settings: dict[str, Any] = {}
-    for encoder in encoders:
-        _image_processor(encoder).save_pretrained(directory)
-        settings |= json.loads(file.read_text())
-    if len(encoders) > 1:
-        file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-
-
-def _image_processor(encoder: EncoderModule) -> Any:
-    own = encoder.image_spec()
-    spec = own.tiles or own
-    name = spec.processor_class.removesuffix("Fast").removesuffix("Pil")
-    kind = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-    return kind(**spec.processor)
-
-
 def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
     encoders: dict[str, dict[str, Any]] = {}
     for module in model.encoder_modules():
-        _image_processor(module).save_pretrained(directory / module.name)
+        image_processor(module).save_pretrained(directory / module.name)
         spec = module.spec
         encoders[module.name] = {
             "source": module.name,

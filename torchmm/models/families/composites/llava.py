@@ -7,11 +7,13 @@ from typing import Any
 
 from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
+    ALL_LISTED,
     LLAVA_LLM,
     LLAVA_VISION,
     ROW_MARKS,
     CompositeParts,
     EncoderPart,
+    Unlisted,
     part_problems,
     refuse,
     text_config,
@@ -32,16 +34,19 @@ LLAVA_NEXT_VISION = WeightFiles(
 )
 
 
-def take_llava(config: Any) -> CompositeParts:
+def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
     """Takes a config apart.
+
+    Args:
+        unlisted: families of the parts that no table lists.
 
     Raises:
         ConfigError: a part or a choice of features is not supported.
     """
     text, vision = text_config(config), config.vision_config
-    family = ENCODER_FAMILIES.get(vision.model_type)
+    family = unlisted.tower or ENCODER_FAMILIES.get(vision.model_type)
     any_size = ("pixtral",) if config.model_type == "llava" else ()
-    problems = part_problems(config, also=any_size)
+    problems = part_problems(config, also=any_size, unlisted=unlisted)
     layer = config.vision_feature_layer
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer = {layer} is a list; supported: a single number")
@@ -68,7 +73,7 @@ def take_llava(config: Any) -> CompositeParts:
     )
     return CompositeParts(
         llm_config=text,
-        llm_family=LLM_FAMILIES[text.model_type],
+        llm_family=unlisted.llm or LLM_FAMILIES[text.model_type],
         llm_files=LLAVA_LLM,
         encoders={VISION: vision_part},
         text=TextConventions(

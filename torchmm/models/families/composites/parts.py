@@ -73,7 +73,22 @@ def text_config(config: Any) -> Any:
     return text
 
 
-def part_problems(config: Any, towers: Sequence[str] = (), also: Sequence[str] = ()) -> list[str]:
+class Unlisted(NamedTuple):
+    """Families of a composite's parts that no table lists, where it takes any parts."""
+
+    tower: EncoderFamily | None = None
+    llm: LlmFamily | None = None
+
+
+ALL_LISTED = Unlisted()
+
+
+def part_problems(
+    config: Any,
+    towers: Sequence[str] = (),
+    also: Sequence[str] = (),
+    unlisted: Unlisted = ALL_LISTED,
+) -> list[str]:
     """Parts that are not supported.
 
     Args:
@@ -81,22 +96,23 @@ def part_problems(config: Any, towers: Sequence[str] = (), also: Sequence[str] =
         also: further ones.
     """
     vision = getattr(config.vision_config, "model_type", None)
-    problems = llm_problems(config)
+    problems = llm_problems(config, unlisted)
     families = ENCODER_FAMILIES.items()
     fixed = [name for name, f in families if f.inputs == "fixed" and f.in_composites]
     known = (*(towers or fixed), *also)
-    if vision not in known:
+    if vision not in known and (unlisted.tower is None or not unlisted.tower.in_composites):
         problems.append(f"vision tower {vision!r} is not supported; supported: {', '.join(known)}")
     return problems
 
 
-def llm_problems(config: Any) -> list[str]:
+def llm_problems(config: Any, unlisted: Unlisted = ALL_LISTED) -> list[str]:
     """What is not supported of the LLM."""
     text = config.text_config.model_type
     problems = []
-    if text not in LLM_FAMILIES:
+    family = unlisted.llm or LLM_FAMILIES.get(text)
+    if family is None:
         problems.append(f"LLM {text!r} is not supported; supported: {', '.join(LLM_FAMILIES)}")
-    elif LLM_FAMILIES[text].own_logits and config.model_type not in _OWN_LOGITS:
+    elif family.own_logits and config.model_type not in _OWN_LOGITS:
         problems.append(
             f"LLM {text!r} scales or caps its logits, which Hugging Face's composite leaves out; "
             "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"

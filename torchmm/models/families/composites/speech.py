@@ -32,7 +32,7 @@ _LLM = replace(
     # The first as transformers 5.17 to 5.21 write it.
     renames=((r"language_model\.model\.model\.", "backbone.model."), *LLAVA_LLM.renames),
 )
-_SOUND = WeightFiles(
+SOUND_FILES = WeightFiles(
     renames=(
         (r"(model\.)?audio_tower\.", "tower."),
         (r"(model\.)?multi_modal_projector\.", "connector."),
@@ -116,7 +116,7 @@ def _take(
     llm = copy.deepcopy(config.text_config)
     llm.tie_word_embeddings = False
     family = ENCODER_FAMILIES[tower].variant(audio)
-    heard = EncoderPart(audio, family, _SOUND, {**settings, "connector_from_files": True})
+    heard = EncoderPart(audio, family, SOUND_FILES, {**settings, "connector_from_files": True})
     return CompositeParts(
         llm_config=llm,
         llm_family=LLM_FAMILIES[llm.model_type],

@@ -9,7 +9,7 @@ images, has one device for both parts and cannot be cut into stages.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import (
     AudioFlamingo3ForConditionalGeneration,
@@ -51,12 +51,15 @@ class Composite(NamedTuple):
 
     kind: type[PreTrainedModel]
     """Hugging Face's class."""
-    take: Callable[[Any], CompositeParts]
+    take: Callable[..., CompositeParts]
     """Takes its config apart."""
+    takes_any: bool = False
+    """Whether its tower and its LLM may be of any type that `AutoModel` builds; `take` then wants
+    the families of those that no table lists, too."""
 
 
 COMPOSITES: dict[str, Composite] = {
-    "llava": Composite(LlavaForConditionalGeneration, take_llava),
+    "llava": Composite(LlavaForConditionalGeneration, take_llava, takes_any=True),
     "llava_next": Composite(LlavaNextForConditionalGeneration, take_llava_next),
     "llava_onevision": Composite(LlavaOnevisionForConditionalGeneration, take_llava_next),
     "mistral3": Composite(Mistral3ForConditionalGeneration, take_mistral3),

@@ -64,6 +64,8 @@ class EncoderFamily:
     in_composites = True
     """Whether Hugging Face's LLaVA and its like can have the tower: they build it with `AutoModel`
     and take all but a class token for patches."""
+    same_as_clip = False
+    """Whether the tower is CLIP's under another name, so that exports can call it that."""
     replaced_processor: str = ""
     """Class in its files that `processor_class` stands for, if Hugging Face has it with torchvision
     alone."""

@@ -25,6 +25,7 @@ class MetaClip2Family(EncoderFamily):
     """MetaCLIP 2: CLIP's tower under a name that `AutoModel`, and with it LLaVA, does not know."""
 
     in_composites = False
+    same_as_clip = True
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return MetaClip2VisionModel._from_config(config, dtype=dtype, attn_implementation=PACKED)

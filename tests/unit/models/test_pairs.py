@@ -1,0 +1,144 @@
+"""An encoder and an LLM from separate sources: their Hugging Face class, or why they have none."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from generation import as_prompt, written, written_by
+from model_cases import (
+    ENCODERS,
+    LLMS,
+    SOUND_TOKEN_ID,
+    build,
+    make_inputs,
+    microbatch,
+    pair_config,
+    relative_error,
+)
+from transformers import AudioFlamingo3ForConditionalGeneration, LlavaForConditionalGeneration
+
+from torchmm.common.batch import EncoderInputs
+from torchmm.common.errors import ConfigError
+from torchmm.models.hf.export import PARTS_FILE, export_hf
+from torchmm.models.hf.load import load_weights
+from torchmm.models.hf.pairs import PairClass, pair_class
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
+
+_VIT = {
+    **{k: v for k, v in ENCODERS["clip"].items() if k != "model_type"},
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+}
+_LLM = {k: v for k, v in LLMS["llama"].items() if k != "model_type"}
+UNLISTED = {
+    "vit, llama": ({"model_type": "vit", **_VIT}, LLMS["llama"], -1),
+    "ijepa, qwen3": ({"model_type": "ijepa", **_VIT}, LLMS["qwen3"], -2),
+    "clip, olmo": (ENCODERS["clip"], {"model_type": "olmo", **_LLM}, -2),
+}
+"""Towers and LLMs of transformers that no table lists."""
+
+
+def pair(tower: dict, llm: dict, layer: int = -1) -> ModelConfig:
+    section = EncoderConfig(config=tower, feature_layer=layer)
+    return ModelConfig(llm=LlmConfig(config=llm), encoders={"eye": section})
+
+
+def shown() -> EncoderInputs:
+    pixels = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(5))
+    return EncoderInputs(pixels, [(1, 4, 4)], torch.arange(3, 19))
+
+
+@pytest.mark.parametrize("name", UNLISTED)
+def test_parts_that_no_table_lists_become_llava_too(name: str, tmp_path: Path, tokenizer) -> None:
+    model = build(pair(*UNLISTED[name]))
+    export_hf(model, tmp_path, tokenizer)
+    plain = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
+    images = shown()
+    batch = microbatch([22], {"eye": images}, images.positions_K)
+    sample = {"input_ids": batch.input_ids_T[None], "pixel_values": images.pixels}
+    theirs = plain(**sample, use_cache=False).logits[0]
+    ours = model.llm.logits(batch, model.encode(batch), torch.arange(22))
+    assert relative_error(ours, theirs) < 1e-5
+    assert written(model, as_prompt(batch)) == written_by(plain, sample)
+    again = build(ModelConfig(source=str(tmp_path)), seed=7)
+    here = microbatch([22], {"vision": images}, images.positions_K)
+    assert not torch.isclose(again(here), model(batch), rtol=1e-3)
+    load_weights(again)
+    assert torch.isclose(again(here), model(batch), rtol=1e-6)
+
+
+def test_two_linears_behind_audio_flamingos_tower_are_audio_flamingo(
+    tmp_path: Path, tokenizer
+) -> None:
+    model = build(pair_config("llama", "audioflamingo3"))
+    export_hf(model, tmp_path, tokenizer)
+    kind = AudioFlamingo3ForConditionalGeneration
+    plain = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    projector = plain.model.multi_modal_projector.state_dict()
+    for name, value in model.encoders["eye"].connector.state_dict().items():
+        assert torch.equal(value, projector[name])
+    sounds = make_inputs("audioflamingo3")
+    tokens = len(model.encoders["eye"](sounds))
+    sounds.positions_K = torch.arange(2, 2 + tokens)
+    batch = microbatch([tokens + 9], {"eye": sounds}, sounds.positions_K)
+    again = build(ModelConfig(source=str(tmp_path)), seed=7)
+    load_weights(again)
+    here = microbatch([tokens + 9], {"audio": sounds}, sounds.positions_K)
+    assert torch.isclose(again(here), model(batch), rtol=1e-6)
+    assert again.text.image_token == plain.config.audio_token_id == 63 != SOUND_TOKEN_ID
+
+
+WITHOUT = {
+    ("llama", "siglip2"): "siglip2_vision_model's features, of images of any size",
+    ("llama", "qwen2_5_vl"): "qwen2_5_vl_vision merges patches itself",
+    ("llama", "dinov3"): "LLaVA cannot build dinov3_vit, or would take tokens that are no patch's",
+    ("llama", "whisper"): "no class puts two linears between whisper and an LLM",
+    ("llama", "qwen2_audio"): "no class puts two linears between qwen2_audio_encoder and an LLM",
+    ("llama_tied", "audioflamingo3"): "does not tie the LLM's head to its embeddings",
+    ("gemma2", "clip"): "gemma2 scales or caps its logits",
+    ("granite", "vit"): "granite scales or caps its logits",
+}
+
+
+@pytest.mark.parametrize(("llm", "encoder"), WITHOUT)
+def test_others_say_why_they_have_no_class(
+    llm: str, encoder: str, tmp_path: Path, tokenizer
+) -> None:
+    config = (
+        pair_config(llm, encoder)
+        if encoder in ENCODERS
+        else pair(UNLISTED["vit, llama"][0], LLMS[llm])
+    )
+    model = build(config)
+    found = pair_class(model)
+    assert isinstance(found, str) and WITHOUT[llm, encoder] in found
+    export_hf(model, tmp_path, tokenizer)
+    parts = json.loads((tmp_path / PARTS_FILE).read_text())
+    assert set(parts) >= {"llm", "encoders"}
+
+
+def test_folded_patches_and_several_encoders_have_none() -> None:
+    folded = build(pair_config("llama", "clip", connector="pixel_shuffle_mlp"))
+    assert "folds 2 x 2 outputs" in str(pair_class(folded))
+    two = pair_config("llama", "clip")
+    two.encoders["ear"] = pair_config("llama", "whisper").encoders["eye"]
+    assert "several encoders (eye and ear)" in str(pair_class(build(two)))
+
+
+def test_an_unlisted_llm_that_scales_its_logits_becomes_no_llava() -> None:
+    """Cohere's head is followed by a scale, which LLaVA's class has not."""
+    model: MultimodalModel = build(pair(ENCODERS["clip"], {"model_type": "cohere", **_LLM}))
+    assert "cohere scales or caps its logits" in str(pair_class(model))
+    plain = build(pair(ENCODERS["clip"], {"model_type": "olmo", **_LLM}))
+    assert isinstance(pair_class(plain), PairClass)
+
+
+def test_a_composite_of_unlisted_parts_that_fail_the_proof_is_refused(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llava",
+        "vision_config": {"model_type": "swin"},
+        "text_config": LLMS["llama"],
+    }
+    with pytest.raises(ConfigError, match="swin"):
+        build(ModelConfig(config=config))

@@ -1,0 +1,165 @@
+"""An encoder and an LLM from separate sources: which Hugging Face class they are together.
+
+A class is theirs if it computes what our model computes, to the last tensor: LLaVA's, whose tower
+and LLM are whatever `AutoModel` builds, with two linears between them; Audio Flamingo 3's, with its
+own tower and any LLM. Nothing is trained further, converted or left out, so an export is read back
+as the model that it is of. Where there is no such class the reason is said before the run, and
+the parts are exported side by side.
+
+Rejected: classes that come near. InternVL's has a norm between folded patches and linears,
+Idefics3's one linear behind the tower's last norm, Lfm2-VL's takes SigLIP2's features behind that
+norm; a norm cannot be set to do nothing. A class of our own, which others would have to trust as
+remote code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from transformers import (
+    AudioFlamingo3Config,
+    AudioFlamingo3ForConditionalGeneration,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from torchmm.models.encoders import EncoderSpec
+from torchmm.models.families.composites.parts import LLAVA_VISION
+from torchmm.models.families.composites.speech import SOUND_FILES
+from torchmm.models.families.composites.table import COMPOSITES
+from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row
+from torchmm.models.layered import WeightFiles
+from torchmm.models.llm import LlmModule
+from torchmm.models.multimodal import MultimodalModel
+
+HEARING = "audioflamingo3_encoder"
+"""Tower of the only class for any LLM whose connector is two linears behind a tower for sounds."""
+
+
+class PairClass(NamedTuple):
+    """A Hugging Face class that an encoder and an LLM are."""
+
+    kind: type[PreTrainedModel]
+    config: Callable[[int], PreTrainedConfig]
+    """From the id of the placeholder."""
+    encoder_files: WeightFiles
+    """What it calls the encoder's tensors; the LLM's are LLaVA's."""
+
+
+def pair_class(model: MultimodalModel) -> PairClass | str:
+    """The class of a model from separate sources, or why it has none.
+
+    Args:
+        model: with at least one encoder, and no composite.
+    """
+    encoders = model.encoder_modules()
+    if len(encoders) > 1:
+        names = " and ".join(encoder.name for encoder in encoders)
+        return f"no class puts several encoders ({names}) before an LLM of its own"
+    (encoder,) = encoders
+    spec = encoder.spec
+    llm = model.llm
+    reason = _llm_problem(llm) or _connector_problem(spec)
+    if spec.config.model_type == HEARING:
+        if llm.text_config.tie_word_embeddings:
+            reason = reason or "Audio Flamingo 3 does not tie the LLM's head to its embeddings"
+        config = partial(_hearing_config, spec, llm.config)
+        found = PairClass(AudioFlamingo3ForConditionalGeneration, config, SOUND_FILES)
+    else:
+        reason = reason or ("" if becomes_llava(spec.family) else _tower_problem(spec))
+        config = partial(_llava_config, spec, llm.config)
+        found = PairClass(LlavaForConditionalGeneration, config, LLAVA_VISION)
+    return reason or found
+
+
+def exported_as(model: MultimodalModel) -> str:
+    """Hugging Face's class of an export, for the reader; or that it is in parts, and why."""
+    if model.composite is not None:
+        return COMPOSITES[model.composite.model_type].kind.__name__
+    if not model.encoders:
+        return type(model.llm.backbone).__name__
+    found = pair_class(model)
+    if isinstance(found, str):
+        return f"parts, which have no Hugging Face class together: {found}"
+    return found.kind.__name__
+
+
+def becomes_llava(family: EncoderFamily) -> bool:
+    """Whether an encoder of `family` in front of an LLM is exported as LLaVA, if their connector is
+    LLaVA's and logits are plain."""
+    return family.inputs == "fixed" and (family.in_composites or family.same_as_clip)
+
+
+def _llm_problem(llm: LlmModule) -> str:
+    family = llm.family
+    model_type = llm.config.model_type
+    if family.own_logits:
+        return (
+            f"{model_type} scales or caps its logits, which Hugging Face's classes with an encoder "
+            "and any LLM leave out"
+        )
+    if (family.text_model, family.head) != ("model", "lm_head"):
+        return (
+            f"{model_type} has other names of parts ({family.text_model}, {family.head}) than LLMs "
+            "in Hugging Face's classes with an encoder"
+        )
+    return ""
+
+
+def _connector_problem(spec: EncoderSpec) -> str:
+    if spec.shuffle == 1:
+        return ""
+    return (
+        f"no class folds {spec.shuffle} x {spec.shuffle} outputs of a tower into two linears "
+        'without a norm between (connector = "pixel_shuffle_mlp"); "mlp" does not fold'
+    )
+
+
+def _tower_problem(spec: EncoderSpec) -> str:
+    kind = spec.config.model_type
+    family = spec.family
+    if family.modality == "audio":
+        return f"no class puts two linears between {kind} and an LLM of its own"
+    if family.fixed_merge:
+        return f"{kind} merges patches itself; no class has two more linears behind it"
+    if family.inputs != "fixed":
+        return f"no class takes {kind}'s features, of images of any size, as they are here"
+    return f"LLaVA cannot build {kind}, or would take tokens that are no patch's for patches"
+
+
+def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:
+    return LlavaConfig(
+        vision_config=_as_clip(spec.config) if spec.family.same_as_clip else spec.config,
+        text_config=llm,
+        image_token_index=image_token_id,
+        image_seq_length=patches_per_row(spec.config) ** 2,
+        projector_hidden_act=spec.connector_act,
+        vision_feature_layer=spec.feature_layer,
+        # "default" drops the first output, which is a patch where there is no class token.
+        vision_feature_select_strategy="default" if spec.family.has_class_token else "full",
+        tie_word_embeddings=llm.tie_word_embeddings,
+    )
+
+
+def _as_clip(config: PreTrainedConfig) -> CLIPVisionConfig:
+    """The same tower under the name that `AutoModel` knows."""
+    settings = config.to_dict()
+    known = CLIPVisionConfig().to_dict()
+    return CLIPVisionConfig(
+        **{key: settings[key] for key in known if key in settings and key != "model_type"}
+    )
+
+
+def _hearing_config(spec: EncoderSpec, llm: Any, sound_token_id: int) -> PreTrainedConfig:
+    return AudioFlamingo3Config(
+        audio_config=spec.config,
+        text_config=llm,
+        audio_token_id=sound_token_id,
+        projector_hidden_act=spec.connector_act,
+        projector_bias=spec.connector_bias,
+    )

@@ -1,0 +1,161 @@
+"""Hugging Face's processors of composites: their classes, and what these look for.
+
+A processor puts as many placeholders into a text as an image has tokens. How it counts them is in
+its own settings, and which tokens it writes it asks the tokenizer, by names that differ from class
+to class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.families.encoders.family import patches_per_row, side
+
+Settings = Callable[[Any, Sequence[EncoderModule]], dict[str, Any]]
+
+
+def _none(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Written:
+    """The processor of a composite."""
+
+    processor: str
+    """Hugging Face's class."""
+    tokens: Mapping[str, str | None] = field(default_factory=dict)
+    """Name that it asks the tokenizer for -> the token, or the key of the config with its id; None:
+    the placeholder's."""
+    token_settings: tuple[str, ...] = ()
+    """Those of them that are settings of the processor as well."""
+    settings: Settings = _none
+    """Its own, from the composite's config (None: encoder and LLM are from separate sources)."""
+    video: str = ""
+    """Class for clips, if it has one."""
+
+
+def _llava(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+    (encoder,) = encoders
+    token = int(encoder.family.has_class_token)
+    drops = token and encoder.spec.drop_class_token
+    return {
+        "patch_size": side(encoder.spec.config.patch_size),
+        "vision_feature_select_strategy": "default" if drops else "full",
+        "num_additional_image_tokens": token,
+    }
+
+
+def _onevision(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+    (encoder,) = encoders
+    kept = encoder.family.has_class_token and not encoder.spec.drop_class_token
+    return {
+        "num_image_tokens": patches_per_row(encoder.spec.config) ** 2 + int(kept),
+        "vision_feature_select_strategy": "full" if kept else "default",
+        "vision_aspect_ratio": config.vision_aspect_ratio,
+    }
+
+
+def _per_tile(key: str) -> Settings:
+    def settings(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+        (encoder,) = encoders
+        return {key: (patches_per_row(encoder.spec.config) // encoder.spec.shuffle) ** 2}
+
+    return settings
+
+
+def _gemma4(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+    # Its processor wants one for sounds, which its models without a tower for them never use.
+    return {"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}}
+
+
+def _pixtral(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+    (encoder,) = encoders
+    return {
+        "patch_size": side(encoder.spec.config.patch_size),
+        "spatial_merge_size": encoder.spec.shuffle,
+    }
+
+
+_IMAGE: Mapping[str, str | None] = {"image_token": None}
+_IMAGE_AND_CLIP = {"image_token": "image_token_id", "video_token": "video_token_id"}
+_QWEN = {
+    **_IMAGE_AND_CLIP,
+    "vision_start_token": "vision_start_token_id",
+    "vision_end_token": "vision_end_token_id",
+}
+_OMNI = {
+    **_IMAGE_AND_CLIP,
+    "audio_token": "audio_token_id",
+    "audio_bos_token": "audio_start_token_id",
+    "audio_eos_token": "audio_end_token_id",
+    "vision_bos_token": "vision_start_token_id",
+    "vision_eos_token": "vision_end_token_id",
+}
+_INTERN = {
+    "context_image_token": None,
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "video_token": "<video>",
+}
+_SMOL = {
+    "image_token": None,
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+}
+_PIXTRAL = {
+    "image_token": None,
+    "image_break_token": "[IMG_BREAK]",
+    "image_end_token": "[IMG_END]",
+}
+_GEMMA = {"boi_token": "boi_token_index", "eoi_token": "eoi_token_index", "image_token": None}
+_SOUND = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+_QWEN_CLIPS = "Qwen2VLVideoProcessor"
+_GLM = "Glm4vVideoProcessor"
+_QWEN3 = Written("Qwen3VLProcessor", _QWEN, video="Qwen3VLVideoProcessor")
+PIXTRAL = Written("PixtralProcessor", _PIXTRAL, tuple(_PIXTRAL), _pixtral)
+WRITTEN: dict[str, Written] = {
+    "llava": Written("LlavaProcessor", _IMAGE, ("image_token",), _llava),
+    "llava_next": Written("LlavaNextProcessor", _IMAGE, ("image_token",), _llava),
+    "llava_onevision": Written(
+        "LlavaOnevisionProcessor",
+        {**_IMAGE, "video_token": "video_token_index"},
+        ("image_token",),
+        _onevision,
+        "LlavaOnevisionVideoProcessor",
+    ),
+    "mistral3": PIXTRAL,
+    "internvl": Written(
+        "InternVLProcessor", _INTERN, (), _per_tile("image_seq_length"), "InternVLVideoProcessor"
+    ),
+    "idefics3": Written("Idefics3Processor", _SMOL, (), _per_tile("image_seq_len")),
+    "smolvlm": Written(
+        "SmolVLMProcessor", _SMOL, (), _per_tile("image_seq_len"), "SmolVLMVideoProcessor"
+    ),
+    "paligemma": Written("PaliGemmaProcessor", _IMAGE),
+    "gemma3": Written(
+        "Gemma3Processor",
+        _GEMMA,
+        settings=lambda config, encoders: {"image_seq_length": config.mm_tokens_per_image},
+    ),
+    "gemma4": Written(
+        "Gemma4Processor",
+        {"boi_token": "boi_token_id", "eoi_token": "eoi_token_id", "image_token": None},
+        settings=_gemma4,
+        video="Gemma4VideoProcessor",
+    ),
+    "qwen2_vl": Written("Qwen2VLProcessor", _QWEN, video=_QWEN_CLIPS),
+    "qwen2_5_vl": Written("Qwen2_5_VLProcessor", _QWEN, video=_QWEN_CLIPS),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
+    "qwen2_5_omni_thinker": Written("Qwen2_5OmniProcessor", _OMNI, video=_QWEN_CLIPS),
+    "qwen3_omni_moe_thinker": Written("Qwen3OmniMoeProcessor", _OMNI, video=_QWEN_CLIPS),
+    "voxtral": Written("VoxtralProcessor"),
+    "qwen2_audio": Written("Qwen2AudioProcessor", {"audio_token": None, **_SOUND}, tuple(_SOUND)),
+    "audioflamingo3": Written("AudioFlamingo3Processor", {"audio_token": None}, ("audio_token",)),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), Written("Glm4vProcessor", _IMAGE_AND_CLIP, video=_GLM)),
+    "glm46v": Written("Glm46VProcessor", _IMAGE_AND_CLIP, video="Glm46VVideoProcessor"),
+}
+"""By Hugging Face's model_type."""

@@ -1,0 +1,140 @@
+"""What an export needs beside weights: image processor, feature extractor, names of tokens.
+
+A model that began as files keeps their files. For another the settings that it was trained with are
+written as Hugging Face's processors read them: `preprocessor_config.json`, `processor_config.json`
+and, where a class reads clips, `video_preprocessor_config.json`; and the names of special tokens
+(`image_token`, `boi_token`, ...) by which a processor asks its tokenizer.
+
+Rejected: to build Hugging Face's processor here and let it save itself. Those that read clips need
+torchvision, others further packages, and some add tokens to the tokenizer that the LLM has no
+embeddings for.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.hf.processor_classes import PIXTRAL, WRITTEN, Written
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.model_section import split_place
+
+PREPROCESSOR_FILE = "preprocessor_config.json"
+PROCESSOR_FILE = "processor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
+TOKENIZER_FILE = "tokenizer_config.json"
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+_SIZES = ("patch_size", "temporal_patch_size", "merge_size", "size", "image_mean", "image_std")
+"""Settings of an image processor that hold for frames of clips too."""
+
+
+def save_processor(
+    model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Writes them beside the tokenizer's files.
+
+    Args:
+        model: one that is written as a whole.
+        directory: with the tokenizer's files.
+    """
+    encoders = model.encoder_modules()
+    if not encoders:
+        return
+    if model.composite is not None and model.llm.weights.source is not None:
+        _copy(model.llm.weights.source, directory)
+        return
+    _save_settings(encoders, directory)
+    placeholder = model.image_token_id(tokenizer)
+    written = _written(model, encoders)
+    settings = written.settings(model.composite, encoders)
+    tokens = _named(written, model.composite, placeholder, tokenizer)
+    # Those that say how a placeholder is written are settings of the processor in some classes.
+    settings |= {key: tokens[key] for key in written.token_settings if key in tokens}
+    _put(directory / PROCESSOR_FILE, {"processor_class": written.processor, **settings})
+    _put(directory / PREPROCESSOR_FILE, {"processor_class": written.processor})
+    if written.video:
+        own = json.loads((directory / PREPROCESSOR_FILE).read_text())
+        sizes = {key: own[key] for key in _SIZES if key in own}
+        _put(directory / VIDEO_FILE, {**sizes, "video_processor_type": written.video})
+    missing = {k: v for k, v in tokens.items() if not hasattr(tokenizer, k)}
+    if missing and (directory / TOKENIZER_FILE).is_file():
+        _put(directory / TOKENIZER_FILE, missing)
+
+
+def image_processor(encoder: EncoderModule) -> Any:
+    """Hugging Face's for an encoder's images or sounds, with the settings that it trains with."""
+    own = encoder.image_spec()
+    spec = own.tiles or own
+    name = spec.processor_class.removesuffix("Fast").removesuffix("Pil")
+    kind = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+    return kind(**spec.processor)
+
+
+def _copy(source: str, directory: Path) -> None:
+    """The files of a composite's directory or hub id."""
+    for name in (PREPROCESSOR_FILE, PROCESSOR_FILE, VIDEO_FILE, *_TEMPLATE_FILES):
+        file = Path(source) / name
+        if not Path(source).is_dir():
+            place, revision = split_place(source)
+            try:
+                file = Path(hf_hub_download(place, name, revision=revision))
+            except (EntryNotFoundError, HFValidationError, OSError):
+                continue  # there is none
+        if file.is_file():
+            shutil.copyfile(file, directory / name)
+
+
+def _save_settings(encoders: list[EncoderModule], directory: Path) -> None:
+    """Of image processor and feature extractor, in one file if a model has both, as published Omni
+    models do."""
+    for encoder in encoders:
+        before = directory / PREPROCESSOR_FILE
+        settings = json.loads(before.read_text()) if before.is_file() else {}
+        image_processor(encoder).save_pretrained(directory)
+        if settings:
+            _put(before, {**settings, **json.loads(before.read_text())})
+
+
+def _written(model: MultimodalModel, encoders: list[EncoderModule]) -> Written:
+    first = encoders[0]
+    if model.composite is None:
+        return WRITTEN["audioflamingo3" if first.family.modality == "audio" else "llava"]
+    if model.composite.model_type == "llava" and first.spec.config.model_type == "pixtral":
+        return PIXTRAL
+    return WRITTEN[model.composite.model_type]
+
+
+def _named(
+    written: Written, config: Any, placeholder: int | None, tokenizer: PreTrainedTokenizerBase
+) -> Mapping[str, str]:
+    """Special tokens by the names that the processor looks for, those that the tokenizer has."""
+    vocabulary = tokenizer.get_vocab()
+    known = {index: token for token, index in vocabulary.items()}
+
+    def found() -> Iterator[tuple[str, str | None]]:
+        for name, where in written.tokens.items():
+            if where is None:
+                yield name, known.get(-1 if placeholder is None else placeholder)
+            elif where in vocabulary:
+                yield name, where
+            else:
+                index = getattr(config, where, None)
+                yield name, known.get(index) if isinstance(index, int) else None
+
+    return {name: token for name, token in found() if token is not None}
+
+
+def _put(file: Path, settings: Mapping[str, Any]) -> None:
+    """Adds settings to a JSON file."""
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    text = json.dumps({**before, **settings}, indent=2, sort_keys=True, ensure_ascii=False)
+    file.write_text(text + "\n")
