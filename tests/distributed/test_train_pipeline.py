@@ -13,6 +13,7 @@ from tiny_recipe import arguments, records
 
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline
+from torchmm.training.evaluation.scores import Answer, score
 from torchmm.training.exports.checkpoint import export_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -28,6 +29,14 @@ CHANGES = {
     "training__ema_decay": 0.6,
     "validation__ema": "true",
 }
+SCORES = ["exact_match", "vqa_accuracy", "cider", "word_error_rate"]
+
+
+def scored(data: Path) -> dict[str, object]:
+    """CHANGES, with all scores of the held-out source, which has one of them as its best."""
+    source = f'{{path="{data}/tuxpaint_stamps/validation", name="held", scores={SCORES}}}'
+    best = '{metric="held/word_error_rate"}'
+    return {**CHANGES, "data__validation": f"[{source}]", "checkpoint__keep_best": best}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +45,7 @@ def runs(tmp_path_factory, real_data, train_server) -> dict[int, Path]:
     root = tmp_path_factory.mktemp("pipeline")
     for ranks in (1, 2):
         pipeline = {"parallel__pipeline": ranks, "metrics__timeline_step": 3}
-        command = arguments(root / str(ranks), real_data, **CHANGES, **pipeline)
+        command = arguments(root / str(ranks), real_data, **scored(real_data), **pipeline)
         codes, output = train_server.run(command, root / f"log{ranks}", ranks)
         assert codes == [0] * ranks, output
     return {ranks: root / str(ranks) for ranks in (1, 2)}
@@ -51,6 +60,22 @@ def test_losses_held_out_losses_and_texts_are_the_same(runs):
     assert [s["prompt"] for s in one] == [s["prompt"] for s in two]
     assert [s["truth"] for s in one] == [s["truth"] for s in two]
     assert [s["generated"] for s in one] == [s["generated"] for s in two]
+
+
+def test_texts_are_scored_alike_in_every_layout(runs):
+    alone, pipeline = (records(run_dir) for run_dir in runs.values())
+    for one, two in zip(alone, pipeline, strict=True):
+        assert one["scores"] == two["scores"]
+    samples = json.loads((runs[2] / "samples.json").read_text())
+    answers = [Answer(s["generated"], (s["truth"],)) for s in samples if s["step"] == 4]
+    assert len(answers) == 2
+    wanted = {f"held/{name}": score(name, answers) for name in SCORES}
+    assert pipeline[-1]["scores"] == wanted and pipeline[0]["scores"] is None
+    assert wanted["held/word_error_rate"] > 0
+    assert (runs[1] / "hf-best").exists()
+    manifest = json.loads((runs[2] / "checkpoints/step-4/MANIFEST.json").read_text())
+    name = "held/word_error_rate"
+    assert manifest["figures"] == {name: wanted[name]}
 
 
 @pytest.mark.parametrize("name", ["hf", "hf-ema"])

@@ -24,6 +24,7 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.items import Item, PackItems, microbatch_meta
+from torchmm.data.layouts.questions import references_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.images import decode_rgb
@@ -156,6 +157,11 @@ class StepDecoder(Dataset[DecodedStep]):
             if reader.medium(image).spec.encoder in shown
             for picture in _pictures(file, reader.max_pixels)
         ]
+
+    def references(self, feed: int, index: int) -> tuple[str, ...]:
+        """See `references_of`; none if its source is a stream."""
+        source = self._sources[feed]
+        return () if source is None else references_of(source.read(index))
 
     def blank_out(
         self, microbatch: Microbatch, packs: list[PackItems], torn: Collection[str]

@@ -269,6 +269,10 @@ class Loader:
         """The images of one sample as RGB pictures, to be shown; none for streams."""
         return self._decoder.images(self._feeds[source], index)
 
+    def references(self, source: str, index: int) -> tuple[str, ...]:
+        """All that people have written for one sample, where that is more than its own text."""
+        return self._decoder.references(self._feeds[source], index)
+
     def next_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
         """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.
 

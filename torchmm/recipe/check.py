@@ -15,7 +15,13 @@ from typing import Any
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
-from torchmm.recipe.check_model import check_adapters, check_generator, check_model, is_path
+from torchmm.recipe.check_model import (
+    check_adapters,
+    check_generator,
+    check_model,
+    check_validation,
+    is_path,
+)
 from torchmm.recipe.check_parallel import check_pipeline
 from torchmm.recipe.data_section import (
     ProducersConfig,
@@ -50,6 +56,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *check_model(recipe),
         *check_generator(recipe),
         *check_adapters(recipe),
+        *check_validation(recipe),
         *_check_module_names(recipe),
         *_check_frozen(recipe),
         *_check_data(recipe),
@@ -75,10 +82,6 @@ def _check_run(recipe: Recipe) -> Problems:
         text = "must be a plain directory name; use letters, digits, '-', '_' and '.'"
         yield Problem("name", recipe.name, text)
     yield from _check_checkpoint(recipe.checkpoint)
-    yield from _check_best(recipe)
-    if recipe.validation.ema and recipe.training.ema_decay is None:
-        text = "there are no averages of weights; set training.ema_decay"
-        yield Problem("validation.ema", True, text, ("training.ema_decay",))
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
@@ -97,26 +100,6 @@ def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
     elif checkpoint.staging is not None:
         text = "needs checkpoint.upload: what one node has on its own disk is no whole checkpoint"
         yield Problem("checkpoint.staging", checkpoint.staging, text, ("checkpoint.upload",))
-
-
-def _check_best(recipe: Recipe) -> Problems:
-    best = recipe.checkpoint.keep_best
-    if best is None or best.metric == "loss":
-        return
-    validation = recipe.validation
-    key = "checkpoint.keep_best"
-    if not validation.interval:
-        text = f'nothing measures {best.metric}; set validation.interval, or metric = "loss"'
-        yield Problem(key, best.metric, text, ("validation.interval",))
-    elif best.metric == "word_error_rate" and not validation.samples:
-        text = "is measured on texts that are written for sounds; set validation.samples"
-        yield Problem(key, best.metric, text, ("validation.samples",))
-    elif recipe.checkpoint.interval % validation.interval:
-        text = (
-            f"checkpoints every {recipe.checkpoint.interval} steps are not validated every "
-            f"{validation.interval}; make checkpoint.interval a multiple"
-        )
-        yield Problem(key, best.metric, text, ("checkpoint.interval", "validation.interval"))
 
 
 def _check_module_names(recipe: Recipe) -> Problems:
@@ -153,7 +136,6 @@ def _check_frozen(recipe: Recipe) -> Problems:
 
 def _check_data(recipe: Recipe) -> Problems:
     data = recipe.data
-    validation = recipe.validation
     if not data.sources and not recipe.simulation.sequences:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
@@ -162,11 +144,6 @@ def _check_data(recipe: Recipe) -> Problems:
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_producers(data.producers)
-    if not data.validation and (validation.interval or validation.samples):
-        on = "interval" if validation.interval else "samples"
-        text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
-        value = validation.interval or validation.samples
-        yield Problem(f"validation.{on}", value, text, ("data.validation",))
     storage = data.storage
     elsewhere = any(is_address(source.path) for source in (*data.sources, *data.validation))
     if elsewhere and storage.give_up_s >= data.timeout_s:

@@ -1,4 +1,5 @@
-"""Value checks of a recipe's model: what its parts are made of, data for its generator, adapters.
+"""Value checks of a recipe's model: what its parts are made of, data for its generator, adapters,
+how it is validated.
 
 As in `check`, only what needs neither torch nor a download.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torchmm.common.module_names import GENERATOR, LLM
+from torchmm.recipe.data_section import unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import Figure
 
 SECTION = f"model.{GENERATOR}"
 
@@ -160,3 +163,52 @@ def check_adapters(recipe: Recipe) -> Problems:
     if recipe.adapters and recipe.parallel.async_tensor_parallel:
         text = "is not implemented with adapters; set it to false"
         yield Problem("parallel.async_tensor_parallel", True, text, ("adapters",))
+
+
+def check_validation(recipe: Recipe) -> Problems:
+    """That there is what `[validation]` and `checkpoint.keep_best` ask for."""
+    data = recipe.data
+    validation = recipe.validation
+    if not data.validation and (validation.interval or validation.samples):
+        on = "interval" if validation.interval else "samples"
+        text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
+        value = validation.interval or validation.samples
+        yield Problem(f"validation.{on}", value, text, ("data.validation",))
+    if validation.ema and recipe.training.ema_decay is None:
+        text = "there are no averages of weights; set training.ema_decay"
+        yield Problem("validation.ema", True, text, ("training.ema_decay",))
+    for index, source in enumerate(data.sources):
+        if source.scores:
+            text = "is of held-out sources; move it to a [[data.validation]] table"
+            yield Problem(f"data.sources[{index}].scores", source.scores, text)
+    yield from _check_best(recipe)
+
+
+def _check_best(recipe: Recipe) -> Problems:
+    best = recipe.checkpoint.keep_best
+    if best is None or best.metric == "loss":
+        return
+    validation = recipe.validation
+    key = "checkpoint.keep_best"
+    held_out = recipe.data.validation
+    scores = {
+        f"{name}/{score}"
+        for name, source in zip(unique_names(held_out), held_out, strict=True)
+        for score in source.scores
+    }
+    known = [*get_args(Figure), *sorted(scores)]
+    if best.metric not in known:
+        text = f"is no figure of this recipe{suggest(best.metric, known)}; known: "
+        yield Problem(key, best.metric, text + ", ".join(known), ("data.validation",))
+    elif not validation.interval:
+        text = f'nothing measures {best.metric}; set validation.interval, or metric = "loss"'
+        yield Problem(key, best.metric, text, ("validation.interval",))
+    elif best.metric in {"word_error_rate", *scores} and not validation.samples:
+        text = "is measured on texts that are written for samples; set validation.samples"
+        yield Problem(key, best.metric, text, ("validation.samples",))
+    elif recipe.checkpoint.interval % validation.interval:
+        text = (
+            f"checkpoints every {recipe.checkpoint.interval} steps are not validated every "
+            f"{validation.interval}; make checkpoint.interval a multiple"
+        )
+        yield Problem(key, best.metric, text, ("checkpoint.interval", "validation.interval"))

@@ -105,6 +105,9 @@ class LengthFilter(Section):
         return tokens >= self.min_tokens and (self.max_tokens is None or tokens <= self.max_tokens)
 
 
+Score = Literal["exact_match", "vqa_accuracy", "cider", "word_error_rate"]
+
+
 class SourceConfig(Section):
     """One data source of a mixture."""
 
@@ -158,6 +161,9 @@ class SourceConfig(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What of a chat counts in the loss: all answers of the assistant; only the last one; or all
     text, the template's own included. A message's own `loss` or `train` comes first."""
+    scores: list[Score] = Field(default=[])
+    """Of held-out sources: how the texts are judged that the model writes for their samples
+    (`validation.samples`), against all that the data have as answers, see evaluation.md."""
 
 
 def is_local(address: str) -> bool:

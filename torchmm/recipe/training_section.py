@@ -155,7 +155,8 @@ class ValidationConfig(Section):
     batches: int = Field(default=4, ge=1)
     """Global batches of held-out samples per validation (always the same ones)."""
     samples: int = Field(default=0, ge=0)
-    """Held-out images for which the model generates text, saved in samples.json."""
+    """Held-out samples with images or sounds for which the model generates text, saved in
+    samples.json and judged by the sources' `scores`."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Longest generated text, in tokens."""
     drawings: int = Field(default=0, ge=0)
@@ -164,17 +165,22 @@ class ValidationConfig(Section):
     """Steps from noise to image; each is a forward of the whole model."""
 
 
+Figure = Literal[
+    "validation_loss",
+    "validation_loss_text",
+    "validation_loss_image",
+    "word_error_rate",
+    "loss",
+]
+
+
 class BestConfig(Section):
     """Which checkpoints are the best."""
 
-    metric: Literal[
-        "validation_loss",
-        "validation_loss_text",
-        "validation_loss_image",
-        "word_error_rate",
-        "loss",
-    ] = "validation_loss"
-    """Figure of metrics.jsonl, of the step after which a checkpoint is saved."""
+    metric: str = "validation_loss"
+    """Figure of metrics.jsonl, of the step after which a checkpoint is saved: "validation_loss",
+    "validation_loss_text", "validation_loss_image", "word_error_rate", "loss", or a score of a
+    held-out source, as in "NAME/vqa_accuracy"."""
     mode: Literal["min", "max"] = "min"
     """Whether low or high values are good."""
     count: int = Field(default=1, ge=1)

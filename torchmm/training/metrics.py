@@ -161,7 +161,13 @@ class StepRecord:
     """Checkpoints that could not be copied, since this start; None: none failed."""
     word_error_rate: float | None = None
     """For what was generated from held-out sounds or clips, see
-    `torchmm.training.validation.word_error_rate`."""
+    `torchmm.training.evaluation.scores`."""
+    scores: dict[str, float] | None = None
+    """Of what was generated for held-out sources that say how it is judged, by "SOURCE/SCORE"."""
+
+    def figure(self, name: str) -> float | None:
+        """By its name in metrics.jsonl, or that of a score."""
+        return (self.scores or {}).get(name, getattr(self, name, None))
 
 
 class StepMeter:

@@ -98,6 +98,7 @@ def describe_step(record: Record, eta_s: float) -> str:
         part("validation_loss_text", "text {:.4f}"),
         part("validation_loss_image", "image {:.4f}"),
         part("word_error_rate", "word errors {:.1%}"),
+        *(f"{name} {value:.3f}" for name, value in (record.get("scores") or {}).items()),
         part("tokens_per_s", "{:,.0f} tokens/s"),
         part("samples_per_s", "{:.1f} samples/s"),
         part("images_per_s", "{:.1f} images/s"),

@@ -40,6 +40,13 @@ PANELS = {
 Record = Mapping[str, Any]
 
 
+def figures_of(record: Record) -> dict[str, Any]:
+    """What there is of a record, by name; scores, which are by source, as "scores/SOURCE/SCORE"."""
+    scores = record.get("scores") or {}
+    flat = {f"scores/{name}": value for name, value in scores.items()}
+    return {k: v for k, v in record.items() if v is not None and k != "scores"} | flat
+
+
 class Sink(Protocol):
     """Takes the record of each step; see `torchmm.training.metrics.StepRecord` for its fields."""
 
@@ -192,7 +199,7 @@ class WandbTracker:
 
     def emit(self, record: Record) -> None:
         """Log one step."""
-        shown = {PANELS.get(k, k): v for k, v in record.items() if v is not None}
+        shown = {PANELS.get(k, k): v for k, v in figures_of(record).items()}
         self._run.log(shown, step=record["step"])
 
     def close(self) -> None:
@@ -219,8 +226,8 @@ class TensorBoardTracker:
 
     def emit(self, record: Record) -> None:
         """Write one step."""
-        for name, value in record.items():
-            if name != "step" and value is not None:
+        for name, value in figures_of(record).items():
+            if name != "step":
                 self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:

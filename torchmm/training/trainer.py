@@ -185,7 +185,7 @@ class Trainer:
                     self._export(f"hf-{self.step}{suffix}")
         if checkpoint.keep_best is None:
             return
-        own = getattr(record, checkpoint.keep_best.metric)
+        own = record.figure(checkpoint.keep_best.metric)
         [value], *_ = gather_floats([math.nan if own is None else own])  # rank 0 decides for all
         badness = checkpoint.keep_best.badness(value)
         if not math.isnan(badness) and (self._best is None or badness < self._best):
@@ -365,7 +365,7 @@ class Trainer:
         best = self._recipe.checkpoint.keep_best
         figures: dict[str, float | None] = {}
         if best is not None:
-            figures[best.metric] = getattr(record, best.metric, None)
+            figures[best.metric] = None if record is None else record.figure(best.metric)
         parts = self.parts
         checkpoints.save(
             self.step, parts.model, parts.optimizer, state, figures, average=parts.average

@@ -28,12 +28,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta
+from torchmm.common.errors import DataError
 from torchmm.common.files import replace_atomically
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.module_names import GENERATOR
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.parallel.mesh import ParallelMesh
+from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.training.build import RunParts, build_data
+from torchmm.training.evaluation.scores import Answer, score
 from torchmm.training.metrics import StepRecord
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import plot_captions, plot_pictures
@@ -51,6 +55,13 @@ class GeneratedText:
     generated: str
     duration_ms: int = 0
     """Length of the sounds and clips before it."""
+    references: tuple[str, ...] = ()
+    """All that people wrote, where that is more than `truth`."""
+
+    @property
+    def answer(self) -> Answer:
+        """To be scored."""
+        return Answer(self.generated, self.references or (self.truth,))
 
 
 # Held-out batches are few and prompts of all lengths: compiling for them would cost more than it
@@ -107,35 +118,31 @@ def generate_samples(
     return texts
 
 
-def word_error_rate(texts: Sequence[GeneratedText]) -> float:
-    """Words to be changed, added or taken away, as a share of the words of the truths.
-
-    Case and punctuation at words' ends do not count. Above 1 where too much was written.
+def with_references(texts: Iterable[GeneratedText], loader: Loader) -> list[GeneratedText]:
+    """The texts with what else people have written for their samples.
 
     Raises:
-        ValueError: the truths have no words.
+        DataError: a sample's column of references holds no texts.
     """
-    words = [[_words(text) for text in (t.generated, t.truth)] for t in texts]
-    total = sum(len(truth) for _, truth in words)
-    if not total:
-        raise ValueError(f"no words in the truths of {len(texts)} texts")
-    return sum(_edits(written, truth) for written, truth in words) / total
+    found = []
+    for text in texts:
+        try:
+            references = loader.references(text.source, text.index)
+        except CorruptSampleError as error:
+            raise DataError(f"{text.source}[{text.index}]: {error}") from error
+        found.append(replace(text, references=references))
+    return found
 
 
-def _words(text: str) -> list[str]:
-    stripped = (word.strip(".,;:!?\"'()") for word in text.lower().split())
-    return [word for word in stripped if word]
-
-
-def _edits(written: Sequence[str], truth: Sequence[str]) -> int:
-    """Levenshtein distance."""
-    row = list(range(len(truth) + 1))
-    for i, word in enumerate(written, 1):
-        diagonal, row[0] = row[0], i
-        for j, expected in enumerate(truth, 1):
-            changed = diagonal + (word != expected)
-            diagonal, row[j] = row[j], min(changed, row[j] + 1, row[j - 1] + 1)
-    return row[-1]
+def source_scores(
+    texts: Sequence[GeneratedText], sources: Sequence[SourceConfig]
+) -> dict[str, float]:
+    """By "SOURCE/SCORE", of the sources that say how they are judged and have texts."""
+    found: dict[str, float] = {}
+    for name, source in zip(unique_names(sources), sources, strict=True):
+        if answers := [text.answer for text in texts if text.source == name]:
+            found |= {f"{name}/{kind}": score(kind, answers) for kind in source.scores}
+    return found
 
 
 def held_out_prompts(
@@ -367,8 +374,11 @@ class HeldOut:
         losses = held_out_losses(parts.pipeline, self._batches, parts.mesh)
         if config.samples:
             texts = self._generate(step)
+            scores = source_scores(texts, parts.run.recipe.data.validation)
+            record = replace(record, scores=scores or None)
             if any(text.duration_ms for text in texts):
-                record = replace(record, word_error_rate=word_error_rate(texts))
+                rate = score("word_error_rate", [text.answer for text in texts])
+                record = replace(record, word_error_rate=rate)
         if config.drawings:
             self._draw(step)
         parts.model.train()
@@ -429,6 +439,7 @@ class HeldOut:
         texts = generate_samples(
             parts.pipeline, prompts, parts.tokenizer, parts.mesh, config.max_new_tokens
         )
+        texts = with_references(texts, loader)
         if parts.mesh.rank > 0 or not texts:
             return texts
         self._append_samples(step, [{"step": step, **asdict(t)} for t in texts])

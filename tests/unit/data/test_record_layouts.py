@@ -13,6 +13,8 @@ from data_cases import write_parquet
 from layout_cases import CASES, COCO, DATA_ADDRESS, FILES, FIRST, SECOND, Case, own_layout, said
 from layout_cases import turn as message
 
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.questions import references_of
 from torchmm.data.layouts.recognise import LAYOUTS, parse_record, recognise
 from torchmm.data.layouts.sample import (
     AudioSegment,
@@ -334,3 +336,25 @@ def test_the_examples_of_the_documents_are_read():
         layout.read(Record(record, "/set"))
         found.append(layout.name)
     assert found == [layout.name for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("columns", "references"),
+    [
+        ({"question": "?", "answers": ["a", "b", "a"]}, ("a", "b", "a")),
+        ({"question": "?", "answers": [{"answer": "a", "answer_id": 1}]}, ("a",)),
+        ({"question": "?", "answer": "a"}, ()),
+        ({"question": "?", "choices": ["x", "y"], "answers": ["x"]}, ()),
+        ({"text": "a", "references": ["a", "b"]}, ("a", "b")),
+        ({"json": '{"text": "a", "references": ["c"]}'}, ("c",)),
+        ({"text": "a", "answers": ["b"]}, ()),
+    ],
+)
+def test_all_that_people_wrote_is_known(columns, references):
+    assert references_of(Record(columns)) == references
+
+
+@pytest.mark.parametrize("value", ["a", [1], [["a"]]])
+def test_references_are_texts(value):
+    with pytest.raises(CorruptSampleError, match="references"):
+        references_of(Record({"text": "a", "references": value}))

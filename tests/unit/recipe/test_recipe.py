@@ -246,6 +246,25 @@ def test_a_valid_recipe_has_no_problems(valid):
             "checkpoint.keep_best",
             "make checkpoint.interval a multiple",
         ),
+        (
+            "--checkpoint.keep_best {metric='held/cider'} --validation.interval 2 "
+            "--data.validation [{path='.',name='held',scores=['exact_match']}]",
+            "checkpoint.keep_best",
+            "known: validation_loss, validation_loss_text, validation_loss_image, "
+            "word_error_rate, loss, held/exact_match",
+        ),
+        (
+            "--checkpoint.keep_best {metric='held/cider'} --validation.interval 2 "
+            "--data.validation [{path='.',name='held',scores=['cider']}]",
+            "checkpoint.keep_best",
+            "set validation.samples",
+        ),
+        (
+            "--data.sources [{path='.',scores=['cider']}]",
+            "data.sources[0].scores",
+            "[[data.validation]]",
+        ),
+        ("--validation.ema true", "validation.ema", "set training.ema_decay"),
         ("--metrics.profile_step 101", "metrics.profile_step", "earlier"),
         ("--name a/b", "name", "directory name"),
         ("--training.device cpu --parallel.backend nccl", "parallel.backend", "auto"),

@@ -119,7 +119,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",
     "torchmm/planning/inspection/pictures.py": "about arrays of pixels alone",
     "torchmm/planning/open_sizes.py": "the trainer fills in what is open before all else",
-    "torchmm/recipe/check_model.py": "checks of one section",
+    "torchmm/recipe/check_model.py": "checks of the model and its validation",
     "torchmm/training/ablation.py": "what a script does with a trained model, without training",
     "torchmm/training/checkpoint/fetch.py": "how files come; its importer knows nothing of a store",
     "torchmm/training/optimizers/muon.py": "about matrices alone, without states or groups",

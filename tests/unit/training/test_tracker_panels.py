@@ -1,6 +1,7 @@
 """Names of figures in Weights & Biases."""
 
 from torchmm.training.metrics import StepRecord
+from torchmm.training.report import describe_step
 from torchmm.training.trackers import PANELS, WandbTracker
 
 
@@ -22,6 +23,17 @@ def test_figures_of_planning_stand_together_under_names_that_say_what_they_are()
         "schedule/predicted time of forwards and backwards (ms)": 50.0,
     }
     assert tracker._run.logged == [(values, 3)]
+
+
+def test_scores_stand_together_by_source():
+    tracker = WandbTracker.__new__(WandbTracker)
+    tracker._run = FakeRun()
+    tracker.emit({"step": 2, "loss": 1.0, "scores": {"vqa/exact_match": 0.5}})
+    tracker.emit({"step": 3, "loss": 1.0, "scores": None})
+    values = {"step": 2, "loss": 1.0, "scores/vqa/exact_match": 0.5}
+    assert tracker._run.logged == [(values, 2), ({"step": 3, "loss": 1.0}, 3)]
+    line = describe_step({"step_ms": 1.0, "scores": {"vqa/exact_match": 0.5}}, 0.0)
+    assert "vqa/exact_match 0.500" in line
 
 
 def test_renamed_figures_exist():

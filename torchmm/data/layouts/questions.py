@@ -14,7 +14,14 @@ from string import ascii_uppercase
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.columns import brief, files_of, list_of, optional_text, text_of
+from torchmm.data.layouts.columns import (
+    brief,
+    files_of,
+    list_of,
+    optional_text,
+    text_of,
+    with_json_columns,
+)
 from torchmm.data.layouts.conversation import Conversation
 from torchmm.data.layouts.instructions import turn_messages
 from torchmm.data.layouts.messages import chat_of
@@ -119,12 +126,39 @@ def _choice(columns: dict[str, Any], choices: list[str], column: str) -> int:
     return meant.pop()
 
 
+def references_of(record: Record) -> tuple[str, ...]:
+    """All that people have written where the model is to write one text: the column `references`,
+    or several people's answers to a question without choices; none where the sample's own text is
+    all there is.
+
+    Raises:
+        CorruptSampleError: they are no texts.
+    """
+    columns = with_json_columns(record.columns)
+    if columns.get("references") is not None:
+        found = list_of(columns, "references")
+        return tuple(text_of(text, "a text in column references") for text in found)
+    several = isinstance(columns.get(_answers_column(columns)), list)
+    if columns.get("question") is None or not several or _choices(columns)[1]:
+        return ()
+    return tuple(_open_answers(columns))
+
+
 def _open_answer(columns: dict[str, Any]) -> str:
     """The answer; of several people's the most common, of equally common ones the first."""
-    name = next((n for n in ANSWERS if columns.get(n) is not None), ANSWERS[0])
+    given = Counter(_open_answers(columns))
+    return max(given, key=given.__getitem__)  # the first of equals
+
+
+def _answers_column(columns: dict[str, Any]) -> str:
+    return next((n for n in ANSWERS if columns.get(n) is not None), ANSWERS[0])
+
+
+def _open_answers(columns: dict[str, Any]) -> list[str]:
+    name = _answers_column(columns)
     value = columns.get(name)
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
         raise CorruptSampleError(
             f"column {name} is {type(value).__name__}, not text or a list, and there are no choices"
@@ -132,12 +166,12 @@ def _open_answer(columns: dict[str, Any]) -> str:
     if not value:
         raise CorruptSampleError(f"column {name} is an empty list")
     # VQA has tables of "answer", "answer_confidence" and "answer_id".
-    given: Counter[str] = Counter()
+    answers = []
     for item in value:
         answer = item.get("answer") if isinstance(item, dict) else item
         if not isinstance(answer, str):
             raise CorruptSampleError(
                 f"an answer in column {name} is {type(answer).__name__}, not a string"
             )
-        given[answer] += 1
-    return max(given, key=given.__getitem__)  # the first of equals
+        answers.append(answer)
+    return answers

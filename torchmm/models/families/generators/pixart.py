@@ -160,10 +160,11 @@ class PixArtFamily:
             (rows, columns),
             base_size=sample // config["patch_size"],
             interpolation_scale=config["interpolation_scale"] or max(sample // 64, 1),
+            output_type="pt",  # older versions of diffusers have another default, and refuse it
         )
         if frames == 1:
             return space_PD.float()
-        time_FD = get_1d_sincos_pos_embed_from_grid(width, torch.arange(frames))
+        time_FD = get_1d_sincos_pos_embed_from_grid(width, torch.arange(frames), "pt")
         return (time_FD[:, None] + space_PD[None]).flatten(0, 1).float()
 
     def embed(self, dit: Any, noisy_NPV: Tensor, positions_NPD: Tensor) -> Tensor:

@@ -1,0 +1,119 @@
+"""Scores of texts, against values by hand and those of the programs that define them.
+
+The values of pycocoevalcap 1.2 (its CiderScorer, on words in lower case without punctuation) and of
+lmms-eval 0.7.3 (its EvalAIAnswerProcessor) were computed with them on 25 November 2026.
+"""
+
+import math
+
+import pytest
+
+from torchmm.training.evaluation.scores import Answer, score, vqa_normalised
+
+CAPTIONS = [
+    Answer("A dog runs over the hill.", ("a dog runs over a green hill", "the dog is running")),
+    Answer("two cats", ("Two cats sleep", "cats on a bed", "two small cats")),
+    Answer("a red house near a tree", ("a big red house",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("truth", "written", "errors"),
+    [
+        ("Un perro grande.", "un Perro grande", 0),
+        ("un perro grande", "un gato grande", 1),
+        ("un perro grande", "un perro", 1),
+        ("un perro", "un perro muy grande", 2),
+        ("un perro", "", 2),
+        ("a b c d", "b c d e", 2),
+        ("¡Hola!", "hola ,", 1),
+    ],
+)
+def test_word_errors_are_changes_of_words(truth, written, errors):
+    found = score("word_error_rate", [Answer(written, (truth,))])
+    assert found == errors / len(truth.split())
+
+
+def test_long_truths_weigh_more():
+    answers = [Answer("b", ("a",)), Answer("a b c", ("a b c",))]
+    assert score("word_error_rate", answers) == 0.25
+
+
+def test_the_nearest_reference_counts():
+    assert score("word_error_rate", [Answer("a b", ("x y z", "a c", "q"))]) == 0.5
+
+
+def test_scores_need_answers_and_words():
+    with pytest.raises(ValueError, match="no words in the references of 1 answers"):
+        score("word_error_rate", [Answer("a", ("...",))])
+    with pytest.raises(ValueError, match="cider of no answers"):
+        score("cider", [])
+
+
+@pytest.mark.parametrize(
+    ("written", "references", "right"),
+    [
+        ("A cat.", ("a dog", "a cat"), True),
+        (" a  cat\n", ("A CAT!",), True),
+        ("cat", ("a cat",), False),
+        ("3.5", ("3.5",), True),
+        ("35", ("3.5",), False),
+        ("", ("a",), False),
+    ],
+)
+def test_exact_matches(written, references, right):
+    assert score("exact_match", [Answer(written, references)]) == right
+
+
+@pytest.mark.parametrize(
+    ("people", "accuracy"),
+    # Of ten people n say so; leaving one of them out leaves n - 1, each of the others n.
+    [(0, 0.0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (10, 1.0)],
+)
+def test_vqa_accuracy_is_that_of_ten_people(people, accuracy):
+    answer = Answer("Two!", ("2",) * people + ("dog",) * (10 - people))
+    assert score("vqa_accuracy", [answer]) == pytest.approx(accuracy)
+
+
+def test_few_people_are_right_each():
+    answers = [Answer("two", ("2",)), Answer("two", ("dog", "2", "cat")), Answer("two", ("dog",))]
+    assert score("vqa_accuracy", answers) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "normalised"),
+    [
+        ("A dog.", "dog"),
+        ("None, really?", "0 really"),
+        ("It's the dont-know", "it 's don't know"),
+        ("7,000", "7000"),
+        ("red/blue", "red blue"),
+        ("red/ blue", "red blue"),
+        ("U.S. 3.5", "us 3.5"),
+        ("t-shirt (left)", "t shirt left"),
+        ("youdve an\ttwas", "you'd've 'twas"),
+    ],
+)
+def test_answers_are_compared_as_vqas_server_does(text, normalised):
+    assert vqa_normalised(text) == normalised
+
+
+def test_cider_is_that_of_pycocoevalcap():
+    assert score("cider", CAPTIONS) == pytest.approx(2.4394649425328923, rel=1e-12)
+
+
+def test_cider_by_hand():
+    """Two captions of one word each, each written right: of four lengths of n-grams one agrees."""
+    answers = [Answer("cat", ("cat",)), Answer("dog", ("dog",))]
+    assert score("cider", answers) == pytest.approx(10 / 4)
+    swapped = [Answer("dog", ("cat",)), Answer("cat", ("dog",))]
+    assert score("cider", swapped) == 0.0
+    # One pair of words too many costs exp(-1 / 72), and half of the words' weights are strange.
+    longer = [Answer("cat sat", ("cat",)), Answer("dog", ("dog",))]
+    of_first = 10 / 4 * math.exp(-1 / 72) / math.sqrt(2)
+    assert score("cider", longer) == pytest.approx((of_first + 10 / 4) / 2)
+
+
+def test_order_of_answers_does_not_matter():
+    for name in ("cider", "vqa_accuracy", "exact_match", "word_error_rate"):
+        assert score(name, CAPTIONS) == pytest.approx(score(name, CAPTIONS[::-1]))
