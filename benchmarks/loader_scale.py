@@ -30,7 +30,7 @@ from torchmm.data.sources.index.building import load_or_build
 from torchmm.data.sources.index.length_index import MANIFEST, Shard, ShardSizes, read_index
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.steps.step_packs import StepSamples, StepSequence
+from torchmm.data.steps.step_packs import Packs, StepSamples, StepSequence
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -101,7 +101,8 @@ def own_bytes() -> int:
 
 def plan_bytes(step: StepSamples) -> int:
     """Arrays of a plan."""
-    arrays = [*step.samples.columns, step.starts_P1, step.places_RMB]
+    assert isinstance(step.pack, Packs)
+    arrays = [*step.pack.samples.columns, step.pack.starts_P1, step.places_RMB]
     return sum(array.nbytes for array in arrays)
 
 

@@ -1,5 +1,6 @@
 """Training on samples that other processes prepare: the same run, bit for bit."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,10 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.run import train
 
 pytestmark = pytest.mark.slow
+NOWHERE = {
+    "data__sources": '[{path="/nowhere/tuxpaint_stamps/train"}]',
+    "data__validation": '[{path="/nowhere/tuxpaint_stamps/validation"}]',
+}
 
 
 def _train(recipes: list[Recipe], ports: list[int]) -> None:
@@ -22,8 +27,16 @@ def _train(recipes: list[Recipe], ports: list[int]) -> None:
         train(recipe)
 
 
-def test_two_ranks_train_on_what_producers_prepare(tmp_path, real_data):
-    changes = {"training__steps": 3, "checkpoint__interval": 3, "parallel__shard": 2}
+def test_two_ranks_train_on_what_producers_prepare_and_plan(tmp_path, real_data):
+    """Also where ranks have neither the data nor their index, of which samples are held out too."""
+    changes = {
+        "training__steps": 3,
+        "checkpoint__interval": 3,
+        "parallel__shard": 2,
+        "validation__interval": 3,
+        "validation__samples": 2,
+    }
+    planned = {"data__producers__plan": "true", "data__producers__addresses": '["127.0.0.1:1"]'}
     program = [
         sys.executable,
         "-m",
@@ -34,7 +47,9 @@ def test_two_ranks_train_on_what_producers_prepare(tmp_path, real_data):
         "1",
     ]
     serving = subprocess.Popen(
-        [*program, *arguments(tmp_path / "served", real_data)], stdout=subprocess.PIPE, text=True
+        [*program, *arguments(tmp_path / "served", real_data, **planned)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert serving.stdout is not None
@@ -44,12 +59,25 @@ def test_two_ranks_train_on_what_producers_prepare(tmp_path, real_data):
             tiny_recipe(
                 tmp_path / "served", real_data, 2, **changes, data__producers__addresses=address
             ),
+            tiny_recipe(
+                tmp_path / "planned",
+                real_data,
+                2,
+                **changes | planned | NOWHERE | {"data__producers__addresses": address},
+            ),
         ]
-        run_distributed(_train, 2, recipes, [free_port(), free_port()])
+        run_distributed(_train, 2, recipes, [free_port() for _ in recipes])
     finally:
         serving.send_signal(signal.SIGTERM)
     assert serving.wait(30) == 0
-    losses = [[r["loss"] for r in records(tmp_path / name)] for name in ("plain", "served")]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
-    plain, served = weights(tmp_path / "plain"), weights(tmp_path / "served")
-    assert all((served[name] == value).all() for name, value in plain.items())
+    plain, *others = (outcome(tmp_path / name) for name in ("plain", "served", "planned"))
+    assert len(plain[0]) == 3 and plain[1] and (tmp_path / "planned" / "captions.png").exists()
+    for losses, samples, state in others:
+        assert (losses, samples) == plain[:2]
+        assert all((state[name] == value).all() for name, value in plain[2].items())
+
+
+def outcome(run_dir):
+    """Losses, held-out losses and texts, weights and states."""
+    found = [{k: r.get(k) for k in ("loss", "validation_loss")} for r in records(run_dir)]
+    return found, json.loads((run_dir / "samples.json").read_text()), weights(run_dir)

@@ -37,9 +37,8 @@ from torchmm.common.row_slices import Reads
 from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import PackItems
-from torchmm.data.producers.ask import RemoteDecoder
-from torchmm.data.sources.open import Samples, open_samples
-from torchmm.data.steps.step_packs import Arrange, StepSamples, StepSequence
+from torchmm.data.samples import SampleSet, find_samples, remote_decoder
+from torchmm.data.steps.step_packs import Arrange, Position, Steps, StepSamples
 from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -83,14 +82,14 @@ class StepQueue(Sampler[list[list[PackItems]]]):
     """Steps planned and not yet trained on; yields this rank's share of each to the DataLoader.
 
     Args:
-        make_sequence: a planner at the starting position.
+        begin: what is planned from the starting position on.
         rank: this data-parallel rank.
     """
 
-    def __init__(self, make_sequence: Callable[[], StepSequence], rank: int) -> None:
-        self._make_planner = make_sequence
+    def __init__(self, begin: Callable[[], Steps], rank: int) -> None:
+        self._begin = begin
         self._rank = rank
-        self._steps = make_sequence()
+        self._steps = begin()
         # Two readers run ahead of training by different distances: the DataLoader, which
         # prefetches, and `peek`, for planning. Steps stay here until training takes them; `_handed`
         # counts those that the DataLoader already has.
@@ -98,7 +97,7 @@ class StepQueue(Sampler[list[list[PackItems]]]):
         self._handed = 0
 
     def __iter__(self) -> Iterator[list[list[PackItems]]]:
-        self._steps = self._make_planner()
+        self._steps = self._begin()
         self._upcoming.clear()
         self._handed = 0
         while self._handed < len(self._upcoming) or self._plan_one():
@@ -113,6 +112,11 @@ class StepQueue(Sampler[list[list[PackItems]]]):
     def peek(self) -> StepSamples | None:
         """The next step to be trained on; None at the end."""
         return self._upcoming[0] if self._upcoming or self._plan_one() else None
+
+    @property
+    def known(self) -> StepSamples | None:
+        """The same, if it is planned already."""
+        return self._upcoming[0] if self._upcoming else None
 
     def pop(self) -> StepSamples:
         """Take the next step off the queue."""
@@ -132,7 +136,7 @@ class Loader:
     Args:
         queue: planned steps.
         decoder: decodes them.
-        feeds: number of each source by its name.
+        samples: what they consist of.
         data: workers and prefetching.
         sequence_length: tokens of a pack.
         rank: this data-parallel rank.
@@ -144,7 +148,7 @@ class Loader:
         self,
         queue: StepQueue,
         decoder: StepDecoder,
-        feeds: Mapping[str, int],
+        samples: SampleSet,
         data: DataConfig,
         sequence_length: int,
         rank: int,
@@ -155,7 +159,8 @@ class Loader:
             logger.warning("%s", queue.notice)
         self._queue = queue
         self._decoder = decoder
-        self._feeds = feeds
+        self._samples = samples
+        self._feeds = samples.feeds()
         self._sequence_length = sequence_length
         self._rank = rank
         self._known_corrupt: set[str] = set()
@@ -267,11 +272,11 @@ class Loader:
 
     def images(self, source: str, index: int) -> list[Image.Image]:
         """The images of one sample as RGB pictures, to be shown; none for streams."""
-        return self._decoder.images(self._feeds[source], index)
+        return self._samples.pictures(self._feeds[source], index)
 
     def references(self, source: str, index: int) -> tuple[str, ...]:
         """All that people have written for one sample, where that is more than its own text."""
-        return self._decoder.references(self._feeds[source], index)
+        return self._samples.references(self._feeds[source], index)
 
     def next_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
         """Microbatch metadata of the batch that comes next, by data-parallel rank; None at the end.
@@ -301,8 +306,10 @@ class Loader:
 
     def _awaited(self) -> str:
         """The samples of the step that comes next."""
-        plan = self._queue.peek()
-        items = [i for m in plan.ranks[self._rank] for p in m for i in p] if plan else []
+        plan = self._queue.known  # planning it now might take as long again
+        if plan is None:
+            return "the plan of the next step"
+        items = [i for m in plan.ranks[self._rank] for p in m for i in p]
         names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
         return f"{len(items)} samples beginning with {names}"
 
@@ -336,7 +343,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     generator_spec: GeneratorSpec | None = None,
     arrange: Arrange | None = None,
     resume_changed: bool = False,
-    samples: Samples | None = None,
+    samples: SampleSet | None = None,
     reads: Reads | None = None,
 ) -> Loader:
     """The loader of one data-parallel rank.
@@ -360,7 +367,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         CheckpointError: the state belongs to other data.
     """
     _prepare(training, data_parallel_rank, data_parallel_size)
-    samples = samples or open_samples(
+    samples = samples or find_samples(
         data,
         training,
         text_spec=text_spec,
@@ -370,53 +377,17 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         generator_spec=generator_spec,
     )
     rank = data_parallel_rank
-    remote = None if validation else _ask_producers(data, samples, training, rank, reads)
-    position = data_parallel_size, state, arrange, resume_changed
+    position = Position(rank, data_parallel_size, state, arrange, resume_changed)
     return Loader(
-        StepQueue(partial(_sequence, samples, data, training, *position), rank),
+        StepQueue(partial(samples.sequence, data, training, position), rank),
         samples.decoder.for_rank(reads),
-        samples.feeds(),
+        samples,
         data,
         training.sequence_length,
         rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
-        remote=remote,
+        remote=remote_decoder(samples, data, training, rank, reads, validation),
     )
-
-
-def _sequence(
-    samples: Samples,
-    data: DataConfig,
-    training: TrainingConfig,
-    data_parallel_size: int,
-    state: dict[str, Any] | None,
-    arrange: Arrange | None,
-    resume_changed: bool,
-) -> StepSequence:
-    return StepSequence(
-        samples.mixture(),
-        training,
-        open_packs=data.open_packs,
-        max_tiles=data.max_tiles_per_sequence,
-        max_delay_steps=data.max_delay_steps,
-        data_parallel_size=data_parallel_size,
-        max_skipped=data.max_corrupt_samples,
-        state=state,
-        arrange=arrange,
-        content=samples.identity,
-        resume_changed=resume_changed,
-    )
-
-
-def _ask_producers(
-    data: DataConfig, samples: Samples, training: TrainingConfig, rank: int, reads: Reads | None
-) -> Dataset[DecodedStep] | None:
-    """Asks producers to decode, if the recipe names any."""
-    if not data.producers.addresses and data.producers.registry is None:
-        return None
-    length = training.sequence_length
-    decoder = samples.decoder
-    return RemoteDecoder(data.producers, samples.fingerprint(), length, rank, reads, decoder)
 
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 GRACE_S = 5.0
 
 
-def open_producer(
+def producer_of(
     arguments: argparse.Namespace,
     overrides: list[str],
     token: str | None,
@@ -50,8 +50,7 @@ def open_producer(
         ConfigError, DataError: that failed.
     """
     # Late: mistakes on the command line should not take the seconds that these need to load.
-    from torchmm.data.producers.server import Producer  # noqa: PLC0415
-    from torchmm.data.sources.open import open_samples  # noqa: PLC0415
+    from torchmm.data.producers.server import open_producer  # noqa: PLC0415
     from torchmm.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from torchmm.planning.resolved import recipe_model  # noqa: PLC0415
     from torchmm.recipe.read import load_recipe  # noqa: PLC0415
@@ -59,10 +58,10 @@ def open_producer(
     recipe = load_recipe(arguments.config, overrides).recipe
     model = recipe_model(recipe)
     tokenizer = load_tokenizer(recipe.model)
-    samples = open_samples(recipe.data, recipe.training, **model.sample_specs(tokenizer))
-    return Producer(
-        samples,
+    return open_producer(
+        recipe.data,
         recipe.training,
+        model.sample_specs(tokenizer),
         arguments.bind,
         workers=arguments.workers,
         token=token,
@@ -96,7 +95,7 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     token = os.environ.get(TOKEN_VARIABLE)
     certificate = key_pair(arguments.tls_certificate, arguments.tls_key)
     check_exposure(arguments.bind, certificate is not None, token)
-    producer = open_producer(arguments, overrides, token, certificate)
+    producer = producer_of(arguments, overrides, token, certificate)
     reporter = _report(arguments, producer)
     stopped = ended_by_signals()
     sys.stdout.write(f"ready on port {producer.port}\n")

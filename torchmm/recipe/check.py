@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
@@ -22,7 +21,7 @@ from torchmm.recipe.check_model import (
     check_validation,
     is_path,
 )
-from torchmm.recipe.check_parallel import check_pipeline
+from torchmm.recipe.check_parallel import check_pipeline, check_tensor
 from torchmm.recipe.data_section import (
     ProducersConfig,
     SourceConfig,
@@ -33,8 +32,6 @@ from torchmm.recipe.data_section import (
     unique_names,
 )
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
-from torchmm.recipe.model_section import composite_parts
-from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import (
     check_colocated,
     check_units,
@@ -43,7 +40,6 @@ from torchmm.recipe.placement_sizes import (
     unit_sizes,
 )
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.simulation_section import contradictions
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
@@ -62,12 +58,11 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_data(recipe),
         *_check_simulation(recipe),
         *_check_layout(recipe, world_size),
-        *_check_heads(recipe),
+        *check_tensor(recipe),
         *check_pipeline(recipe),
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
-        *_check_float8(recipe),
     ]
 
 
@@ -139,8 +134,7 @@ def _check_data(recipe: Recipe) -> Problems:
     if not data.sources and not recipe.simulation.sequences:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
-        for index, source in enumerate(sources):
-            yield from _check_path(f"data.{list_name}[{index}].path", source)
+        yield from _check_places(list_name, sources, data.producers.plan)
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_producers(data.producers)
@@ -155,11 +149,25 @@ def _check_data(recipe: Recipe) -> Problems:
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
 
 
+def _check_places(list_name: str, sources: Sequence[SourceConfig], planned: bool) -> Problems:
+    """Where sources lie: where producers are, if those plan the steps."""
+    for index, source in enumerate(sources):
+        key = f"data.{list_name}[{index}]"
+        if not planned:
+            yield from _check_path(f"{key}.path", source)
+        elif source.streaming:
+            text = "is read once, so that producers cannot plan it; index it, or plan here"
+            yield Problem(f"{key}.streaming", True, text, ("data.producers.plan",))
+
+
 def _check_producers(producers: ProducersConfig) -> Problems:
     registry = producers.registry
     if registry is not None and producers.addresses:
         text = "is not asked where addresses are given; remove one of them"
         yield Problem("data.producers.registry", registry, text, ("data.producers.addresses",))
+    if producers.plan and registry is None and not producers.addresses:
+        text = "needs producers; set data.producers.addresses or registry"
+        yield Problem("data.producers.plan", True, text, ("data.producers.addresses",))
     if producers.engine == "ray" and registry is None:
         text = "needs data.producers.registry, where its actors report"
         yield Problem("data.producers.engine", "ray", text, ("data.producers.registry",))
@@ -328,57 +336,9 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
         )
         also = ("training.microbatch_size", "parallel.tensor")
         yield Problem("training.sequence_length", training.sequence_length, text, also)
-    yield from _check_async_tensor(recipe)
     if parallel.backend == "nccl" and training.device == "cpu":
         text = 'needs CUDA, but training.device is "cpu"; use "auto"'
         yield Problem("parallel.backend", "nccl", text, ("training.device",))
-
-
-def _check_async_tensor(recipe: Recipe) -> Problems:
-    parallel = recipe.parallel
-    if not parallel.async_tensor_parallel:
-        return
-    key = "parallel.async_tensor_parallel"
-    needed = ("parallel.tensor", "parallel.sequence_parallel")
-    if unit_sizes(parallel, "llm")["tensor"] == 1 or not parallel.sequence_parallel:
-        text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
-        yield Problem(key, True, text, needed)
-    schedule = find_schedule(parallel.schedule)
-    if parallel.pipeline > 1 and schedule and schedule.splits_backward:
-        text = (
-            f"hides communication behind weight gradients, which {parallel.schedule} computes "
-            "separately; use another parallel.schedule"
-        )
-        yield Problem(key, True, text, ("parallel.schedule", "parallel.pipeline"))
-    if parallel.async_tensor_backend == "symmetric_memory" and recipe.training.device == "cpu":
-        text = 'needs CUDA, but training.device is "cpu"; use "auto"'
-        yield Problem(
-            "parallel.async_tensor_backend", "symmetric_memory", text, ("training.device",)
-        )
-
-
-_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads")
-
-
-def _check_heads(recipe: Recipe) -> Problems:
-    """Tensor parallelism splits attention by heads: inline configs say how many there are."""
-    model = recipe.model
-    parallel = recipe.parallel
-    configs: dict[str, tuple[Any, str]] = {"model.config": (model.config, "llm")}
-    configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
-    for name, encoder in model.encoders.items():
-        configs[f"model.encoders.{name}.config"] = (encoder.config, name)
-    for module, (key, part) in composite_parts(model.config or {}).items():
-        configs[key] = (part, module)
-    for key, (config, module) in configs.items():
-        size, tensor = _tensor_size(parallel, module)
-        for name in _HEADS:
-            heads = (config or {}).get(name)
-            if not isinstance(heads, int) or not heads % tensor:
-                continue
-            if name != "num_key_value_heads" or tensor % heads:  # ranks may share a key-value head
-                text = f"cannot be split over {size} = {tensor} ranks; lower it"
-                yield Problem(f"{key}.{name}", heads, text, (size,))
 
 
 def _check_optimizer(recipe: Recipe) -> Problems:
@@ -410,53 +370,6 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
         limit_bytes(limit, 0)
     except ValueError as error:
         yield Problem("activation_checkpoint.memory_limit", limit, str(error))
-
-
-def _check_float8(recipe: Recipe) -> Problems:
-    """What is cast has to be the same as on one process, and worth casting."""
-    float8 = recipe.float8
-    parallel = recipe.parallel
-    key = "float8.recipe"
-    if float8.recipe == "none":
-        return
-    if recipe.training.dtype != "bfloat16" and not float8.emulate:
-        text = 'its products give bfloat16; set training.dtype = "bfloat16" or float8.emulate'
-        yield Problem(key, float8.recipe, text, ("training.dtype", "float8.emulate"))
-    cut = parallel.placement != "interleaved" or parallel.pipeline > 1
-    colocated = parallel.placement == "colocated"
-    order = parallel.llm_schedule if colocated else parallel.schedule
-    schedule = find_schedule(order)
-    if cut and schedule is not None and schedule.splits_backward:
-        text = f'"{order}" splits backwards in two, which float8 products cannot; use another'
-        yield Problem(key, float8.recipe, text, ("parallel.schedule", "parallel.llm_schedule"))
-    for name in float8.modules:
-        _, tensor = _tensor_size(parallel, name)
-        if tensor > 1 and float8.recipe != "rowwise":
-            text = f'ranks divide what is scaled together in {name!r}; use 1, or "rowwise" scales'
-            yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
-        elif tensor > 1 and parallel.async_tensor_parallel:
-            text = f"its products, some of {name!r}, are not implemented in float8; set it to false"
-            yield Problem("parallel.async_tensor_parallel", True, text, (key, "float8.modules"))
-        if name == LLM and parallel.context > 1 and float8.recipe != "rowwise":
-            text = 'ranks divide the rows that are scaled together; use 1, or "rowwise" scales'
-            yield Problem("parallel.llm.context", parallel.context, text, (key,))
-        if name != LLM and cut:
-            text = f"plans decide which images of {name!r} are scaled together; leave it out"
-            yield Problem("float8.modules", name, text, ("parallel.pipeline", "parallel.placement"))
-        if name in recipe.freeze.modules or name in recipe.adapted_modules:
-            text = (
-                f"{name!r} is frozen or has an adapter, and float8 products would compute its "
-                "weights' gradients all the same; leave it out"
-            )
-            yield Problem("float8.modules", name, text, ("freeze.modules", "adapters"))
-
-
-def _tensor_size(parallel: ParallelConfig, module: str) -> tuple[str, int]:
-    """The key that says how many ranks divide a module's linears, and how many."""
-    own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
-    apart = parallel.placement == "disaggregated" and module != LLM
-    key = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"
-    return key, {**unit_sizes(parallel, module if apart else LLM), **own}["tensor"]
 
 
 def _check_metrics(recipe: Recipe) -> Problems:

@@ -31,6 +31,10 @@ class ProducersConfig(Section):
     """HOST:PORT where producers report that they are there and how busy they are, in the place of
     `addresses`: they come and go while the run goes on. If it is on this machine, rank 0 listens
     there; elsewhere `python -m torchmm.data.registry` does."""
+    plan: bool = False
+    """Producers also plan the steps, so that machines that train need neither the data nor their
+    index; held-out samples come from there too. With true, the recipe that producers are started
+    with has to say so. Not for streams."""
     engine: Literal["embedded", "ray"] = "embedded"
     """Who starts producers. embedded: nobody; the run's own workers prepare samples, or producers
     that are there. ray: rank 0 starts Ray actors (`pip install "torchmm[ray]"`), in the cluster of

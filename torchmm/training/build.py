@@ -31,7 +31,7 @@ from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
 from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
-from torchmm.data.sources.open import Samples, open_samples
+from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.steps.step_packs import Arrange
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import load_adapters
@@ -91,7 +91,7 @@ class RunParts:
     checkpoints: CheckpointManager
     restored: Restored | None
     loader: Loader
-    held_out: Samples | None
+    held_out: SampleSet | None
     """What it is validated on."""
     recorder: MetricsRecorder | None
     """On rank 0."""
@@ -277,8 +277,8 @@ def build_run_mesh(run: Resolved, device: torch.device) -> ParallelMesh:
 class OpenData(NamedTuple):
     """The sources of a run."""
 
-    training: Samples
-    held_out: Samples | None
+    training: SampleSet
+    held_out: SampleSet | None
     """None: nothing is validated."""
 
 
@@ -294,8 +294,8 @@ def open_data(
     specs = model.sample_specs(tokenizer)
     held_out = None
     if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
-        held_out = open_samples(recipe.data, recipe.training, validation=True, **specs)
-    return OpenData(open_samples(recipe.data, recipe.training, **specs), held_out)
+        held_out = find_samples(recipe.data, recipe.training, validation=True, **specs)
+    return OpenData(find_samples(recipe.data, recipe.training, **specs), held_out)
 
 
 def build_data(  # noqa: PLR0913 - what a run consists of
@@ -308,7 +308,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     for_prompts: bool = False,
     arrange: Arrange | None = None,
-    samples: Samples | None = None,
+    samples: SampleSet | None = None,
     reads: Reads | None = None,
 ) -> Loader:
     """This rank's loader of training or held-out samples.

@@ -11,11 +11,14 @@ Which is asked first: `choosing.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 from pyarrow import flight
 from torch.utils.data import Dataset, get_worker_info
 
+from torchmm.common.errors import DataError
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder, with_noise
 from torchmm.data.items import PackItems
@@ -46,98 +49,75 @@ from torchmm.recipe.data_section import ProducersConfig
 FRAMING_BYTES = 10**6
 """More than what gRPC and Arrow add to a message."""
 
+T = TypeVar("T")
+Question = Callable[[flight.FlightClient, flight.FlightCallOptions], T]
+"""A call of a producer; raises an error in `IN_VAIN`."""
 
-class RemoteDecoder(Dataset[DecodedStep]):
-    """Asks producers for the microbatches of one rank; picklable until it is used.
+
+class OtherDataError(OSError):
+    """A producer that answers, but not for this run; another one may."""
+
+
+class Asking:
+    """Asks one producer after another until one answers; picklable until it is used.
 
     Args:
         config: who they are.
-        fingerprint: of the data and how they are prepared.
-        sequence_length: tokens of a pack.
-        rank: this data-parallel rank; ranks begin with different producers.
-        reads: which images this rank decodes; None: all.
-        decoder: of this run, which knows what producers do not send.
+        fingerprint: of the data that they are to have; None: any.
 
     Raises:
         ConfigError: the certificate cannot be read.
     """
 
-    def __init__(
-        self,
-        config: ProducersConfig,
-        fingerprint: str,
-        sequence_length: int,
-        rank: int,
-        reads: Reads | None,
-        decoder: StepDecoder,
-    ) -> None:
+    def __init__(self, config: ProducersConfig, fingerprint: str | None) -> None:
         self._config = config
-        self._fingerprint = fingerprint
-        self._sequence_length = sequence_length
-        self._rank = rank
-        self._reads = reads
-        self._drawings = decoder.drawings
-        self._byte_values = decoder.byte_values
         self._certificate = read_certificate("data.producers.ca_certificate", config.ca_certificate)
         self._choice = Choice(config, fingerprint, self._certificate)
         self._clients: dict[str, flight.FlightClient] = {}
-        self._asked = 0
-        self._most_bytes = int(config.max_message_mb * 1e6)
+        self.most_bytes = int(config.max_message_mb * 1e6)
+        """Of a message."""
 
-    def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
-        """The prepared step, or one with a `failure` and no microbatches."""
-        names = names_of(microbatches)
-        request = pack_request(Request(self._fingerprint, names, self._reads, self._most_bytes))
+    def ask(self, first: int, question: Question[T]) -> T:
+        """The answer.
+
+        Args:
+            first: whose turn it is; see `Choice.in_turn`.
+
+        Raises:
+            DataError: nobody has answered for `give_up_s`, one that did refuses, or all that there
+                are have other data.
+        """
         tried: dict[str, str] = {}
+        others: set[str] = set()
         give_up = time.monotonic() + self._config.give_up_s
         wait_s = 0.05
-        first = self._next_turn()
         while True:
             for address in self._choice.in_turn(first):
                 try:
-                    step = self._ask(address, request, give_up, microbatches)
+                    left_s = max(0.1, give_up - time.monotonic())
+                    options = within(min(self._config.timeout_s, left_s))
+                    return question(self._client(address), options)
                 except IN_VAIN as error:
                     tried[address] = describe(error)
                     if _info(error) != BUSY:
                         self._choice.failed(address)
                     if _is_final(error):
-                        return DecodedStep([], {}, self._explain(address, error))
-                else:
-                    return with_noise(self._drawings, step, microbatches)
+                        raise DataError(self._explain(address, error)) from error
+                    if isinstance(error, OtherDataError):
+                        others.add(address)
                 if time.monotonic() > give_up:
                     break
-            if time.monotonic() > give_up:
-                return DecodedStep([], {}, self._nobody(tried))
+            hopeless = self._config.registry is None and others >= set(self._config.addresses)
+            if hopeless or time.monotonic() > give_up:
+                raise DataError(self._nobody(tried))
             time.sleep(min(wait_s, max(0.0, give_up - time.monotonic())))  # all were asked
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _next_turn(self) -> int:
-        """Number of the step, from the start of this run, beginning elsewhere on every rank."""
-        worker = get_worker_info()
-        self._asked += 1
-        if worker is None:
-            return self._rank + self._asked
-        return self._rank + self._asked * worker.num_workers + worker.id  # they take turns
-
-    def _ask(
-        self,
-        address: str,
-        request: bytes,
-        give_up: float,
-        microbatches: list[list[PackItems]],
-    ) -> DecodedStep:
+    def _client(self, address: str) -> flight.FlightClient:
         if address not in self._clients:
-            most_bytes = self._most_bytes + FRAMING_BYTES
+            most_bytes = self.most_bytes + FRAMING_BYTES
             self._clients[address] = connect(address, self._certificate, most_bytes)
-        left_s = max(0.1, give_up - time.monotonic())
-        options = within(min(self._config.timeout_s, left_s))
-        stream = self._clients[address].do_get(flight.Ticket(request), options)
-        try:
-            return unpack_step(
-                _messages(stream), microbatches, self._sequence_length, self._byte_values
-            )
-        finally:
-            stream.cancel()  # it has ended, unless something is wrong
+        return self._clients[address]
 
     def _explain(self, address: str, error: Exception) -> str:
         if _info(error) == TOO_LARGE:
@@ -157,11 +137,76 @@ class RemoteDecoder(Dataset[DecodedStep]):
         told = [f"{address}: {why}" for address, why in tried.items()]
         answers = "; ".join([*told, *filter(None, [self._choice.complaint])])
         return (
-            "no producer prepared a step within data.producers.give_up_s = "
+            "no producer has answered within data.producers.give_up_s = "
             f"{self._config.give_up_s:g} s ({answers}). Start them with python -m "
             "torchmm.data.serve --config RECIPE --bind HOST:PORT, or correct "
             f"data.producers.{'registry' if self._config.registry else 'addresses'}"
         )
+
+
+class RemoteDecoder(Dataset[DecodedStep]):
+    """Asks producers for the microbatches of one rank; picklable until it is used.
+
+    Args:
+        asking: asks those with the same data.
+        fingerprint: of the data and how they are prepared.
+        sequence_length: tokens of a pack.
+        rank: this data-parallel rank; ranks begin with different producers.
+        reads: which images this rank decodes; None: all.
+        decoder: of this run, which knows what producers do not send.
+    """
+
+    def __init__(
+        self,
+        asking: Asking,
+        fingerprint: str,
+        sequence_length: int,
+        rank: int,
+        reads: Reads | None,
+        decoder: StepDecoder,
+    ) -> None:
+        self._asking = asking
+        self._fingerprint = fingerprint
+        self._sequence_length = sequence_length
+        self._rank = rank
+        self._reads = reads
+        self._drawings = decoder.drawings
+        self._byte_values = decoder.byte_values
+        self._asked = 0
+
+    def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
+        """The prepared step, or one with a `failure` and no microbatches."""
+        names = names_of(microbatches)
+        most_bytes = self._asking.most_bytes
+        request = pack_request(Request(self._fingerprint, names, self._reads, most_bytes))
+        try:
+            step = self._asking.ask(self._next_turn(), partial(self._get, request, microbatches))
+        except DataError as error:  # a traceback of the worker would hide what it says
+            return DecodedStep([], {}, str(error))
+        return with_noise(self._drawings, step, microbatches)
+
+    def _next_turn(self) -> int:
+        """Number of the step, from the start of this run, beginning elsewhere on every rank."""
+        worker = get_worker_info()
+        self._asked += 1
+        if worker is None:
+            return self._rank + self._asked
+        return self._rank + self._asked * worker.num_workers + worker.id  # they take turns
+
+    def _get(
+        self,
+        request: bytes,
+        microbatches: list[list[PackItems]],
+        client: flight.FlightClient,
+        options: flight.FlightCallOptions,
+    ) -> DecodedStep:
+        stream = client.do_get(flight.Ticket(request), options)
+        try:
+            return unpack_step(
+                _messages(stream), microbatches, self._sequence_length, self._byte_values
+            )
+        finally:
+            stream.cancel()  # it has ended, unless something is wrong
 
 
 def _messages(stream: flight.FlightStreamReader) -> Iterator[Message]:

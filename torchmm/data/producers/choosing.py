@@ -32,17 +32,17 @@ class Choice:
 
     Args:
         config: their addresses, or the registry that they report to.
-        fingerprint: of the data and how they are prepared.
+        fingerprint: of the data and how they are prepared; None: any.
         certificate: PEM; None: nothing is encrypted.
     """
 
     def __init__(
-        self, config: ProducersConfig, fingerprint: str, certificate: bytes | None
+        self, config: ProducersConfig, fingerprint: str | None, certificate: bytes | None
     ) -> None:
         self._registry = config.registry
         self._fingerprint = fingerprint
         self._certificate = certificate
-        self._known = [Reported(each, fingerprint, 1, 0) for each in config.addresses]
+        self._known = [Reported(each, fingerprint or "", 1, 0) for each in config.addresses]
         self._client: flight.FlightClient | None = None
         self._asked_s = -REFRESH_S
         self._failed_s: dict[str, float] = {}
@@ -72,7 +72,7 @@ class Choice:
             self.complaint = f"registry {registry}: {describe(error)}"
             logger.debug("%s", self.complaint)
             return
-        self._known = [each for each in listed if each.fingerprint == self._fingerprint]
+        self._known = [each for each in listed if self._fingerprint in (None, each.fingerprint)]
         others = len(listed) - len(self._known)
         self.complaint = (
             f"registry {registry} knows {len(self._known)} producers"

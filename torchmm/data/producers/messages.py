@@ -171,7 +171,7 @@ def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
             for column, name in zip(batch.columns, described, strict=False)
         }
         return Message(values, tensors)
-    except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"a message of another form ({type(error).__name__}: {error})") from error
 
 

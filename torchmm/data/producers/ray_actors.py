@@ -25,8 +25,7 @@ from torchmm.data.producers.calls import (
     read_certificate,
 )
 from torchmm.data.producers.registry import Reporter
-from torchmm.data.producers.server import Producer
-from torchmm.data.sources.open import open_samples
+from torchmm.data.producers.server import open_producer
 from torchmm.recipe.data_section import DataConfig, is_local
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -48,10 +47,10 @@ class ProducerActor:
         token = os.environ.get(TOKEN_VARIABLE)
         certificate = key_pair(config.tls_certificate, config.tls_key)
         check_exposure(f"{host}:0", certificate is not None, token)
-        samples = open_samples(data, training, **specs)
-        self._producer = Producer(
-            samples,
+        self._producer = open_producer(
+            data,
             training,
+            specs,
             f"{host}:0",
             workers=config.workers,
             token=token,

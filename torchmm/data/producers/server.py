@@ -1,6 +1,6 @@
 """The producer's side: answers requests with streams of tensors, over Arrow Flight.
 
-A producer keeps no state and plans nothing: any number of them may run, be killed and be started
+A producer keeps no state: any number of them may run, be killed and be started
 again. It refuses more requests than it can work on, and the trainer asks another one
 (back-pressure). Of a request it decodes a few microbatches ahead of what was sent, and stops when
 the trainer has gone. DistTrain §4.2.
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import flight
@@ -33,9 +34,11 @@ from torchmm.data.producers.messages import (
     to_arrow,
     unpack_request,
 )
+from torchmm.data.producers.planning import Plans
 from torchmm.data.producers.registry import Reported
 from torchmm.data.producers.work import Job, Work
-from torchmm.data.sources.open import Samples
+from torchmm.data.sources.open import Samples, open_samples
+from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 QUEUED_PER_WORKER = 4
@@ -57,6 +60,8 @@ class Producer(Server):
         workers: processes that decode; 0: a thread of this one.
         token: secret that requests must carry; None: none.
         certificate: PEM certificate and private key; None: nothing is encrypted.
+        data: of the recipe, where it plans steps for trainers that have no data; None: they plan.
+        held_out: what they are validated on, in this case.
 
     Raises:
         ConfigError: the address is not available, or the certificate cannot be used.
@@ -71,16 +76,21 @@ class Producer(Server):
         workers: int,
         token: str | None = None,
         certificate: Certificate | None = None,
+        data: DataConfig | None = None,
+        held_out: Samples | None = None,
     ) -> None:
-        self._samples = samples
-        self._training = training
         self._fingerprint = samples.fingerprint()
+        self._samples = {self._fingerprint: samples}
+        if held_out is not None:
+            self._samples[held_out.fingerprint()] = held_out
+        self._plans = Plans(data, training, samples, held_out) if data else None
+        self._training = training
         self._room = threading.BoundedSemaphore(QUEUED_PER_WORKER * max(workers, 1))
         self._closing = threading.Event()
         self._ahead = max(workers, 1) + AHEAD
         self._workers = max(workers, 1)
         super().__init__(bind, token, certificate)
-        self.work = Work(samples.decoder, workers)
+        self.work = Work({name: s.decoder for name, s in self._samples.items()}, workers)
 
     def load(self, address: str) -> Reported:
         """What it tells a registry.
@@ -96,6 +106,20 @@ class Producer(Server):
         """The samples that a request names."""
         # All is done in the generator: what it holds is given back however the stream ends.
         return flight.GeneratorStream(SCHEMA, self._answer(context, ticket.ticket))
+
+    def do_action(
+        self, context: flight.ServerCallContext, action: flight.Action
+    ) -> Iterator[flight.Result]:
+        """Questions about steps (`torchmm.data.producers.planning`)."""
+        try:
+            if self._plans is None:
+                raise ValueError("its recipe does not say data.producers.plan = true")
+            body = action.body.to_pybytes()
+            _check_size(body)
+            answer = self._plans.answer(action.type, body)
+        except (ValueError, TorchmmError) as error:
+            raise flight.FlightServerError(str(error), REFUSED) from error
+        return iter([flight.Result(answer)])
 
     def close(self) -> None:
         """Ends requests and work."""
@@ -114,12 +138,13 @@ class Producer(Server):
         if not self._room.acquire(blocking=False):
             raise flight.FlightUnavailableError("it has no room for more requests", BUSY)
         jobs: deque[Job] = deque()
-        wanted = self._samples.decoder.for_rank(asked.reads).wanted(microbatches)
+        samples = self._samples[asked.fingerprint]
+        wanted = samples.decoder.for_rank(asked.reads).wanted(microbatches)
         upcoming = zip(microbatches, wanted, strict=True)
         try:
             for number in range(len(microbatches)):
                 while len(jobs) < self._ahead and (each := next(upcoming, None)) is not None:
-                    jobs.append(self.work.take(*each))
+                    jobs.append(self.work.take(asked.fingerprint, *each))
                 for message in self._wait(jobs[0], context):
                     yield _within(asked.most_bytes, to_arrow(message, number))
                 self.work.leave(jobs.popleft())
@@ -143,10 +168,9 @@ class Producer(Server):
 
     def _read(self, data: bytes) -> Request:
         """A request for samples that are here; raises ValueError."""
-        if len(data) > MOST_REQUEST_BYTES:
-            raise ValueError(f"a request of {len(data)} bytes, at most {MOST_REQUEST_BYTES}")
+        _check_size(data)
         asked = unpack_request(data)
-        if asked.fingerprint != self._fingerprint:
+        if asked.fingerprint not in self._samples:
             raise ValueError(
                 "it prepares other data: sources, tokenizer, model or limits differ between its "
                 "recipe and the run's; start it with outputs/NAME/recipe.toml of the run"
@@ -158,11 +182,12 @@ class Producer(Server):
 
     def _items(self, asked: Request) -> list[list[PackItems]]:
         """The samples, with the sizes that they have here; raises ValueError."""
-        return [[self._pack(pack) for pack in packs] for packs in asked.samples]
+        samples = self._samples[asked.fingerprint]
+        return [[self._pack(samples, pack) for pack in packs] for packs in asked.samples]
 
-    def _pack(self, names: list[tuple[int, int, int]]) -> PackItems:
-        sources = self._samples.sources
-        encoders = self._samples.decoder.encoders
+    def _pack(self, samples: Samples, names: list[tuple[int, int, int]]) -> PackItems:
+        sources = samples.sources
+        encoders = samples.decoder.encoders
         found: PackItems = []
         for feed, epoch, index in names:
             lengths = sources[feed].index if feed < len(sources) else None
@@ -174,6 +199,44 @@ class Producer(Server):
             text = f"a sequence of {tokens} tokens, but training.sequence_length = {most}"
             raise ValueError(text)
         return found
+
+
+def open_producer(
+    data: DataConfig,
+    training: TrainingConfig,
+    specs: Mapping[str, Any],
+    bind: str,
+    *,
+    workers: int,
+    token: str | None,
+    certificate: Certificate | None,
+) -> Producer:
+    """Opens a recipe's sources, and begins to listen.
+
+    Args:
+        specs: what else samples are opened with (`open_samples`).
+
+    Raises:
+        ConfigError, DataError: that failed.
+    """
+    held_out = None
+    if data.producers.plan and data.validation:
+        held_out = open_samples(data, training, validation=True, **specs)
+    return Producer(
+        open_samples(data, training, **specs),
+        training,
+        bind,
+        workers=workers,
+        token=token,
+        certificate=certificate,
+        data=data if data.producers.plan else None,
+        held_out=held_out,
+    )
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MOST_REQUEST_BYTES:
+        raise ValueError(f"a request of {len(data)} bytes, at most {MOST_REQUEST_BYTES}")
 
 
 def _within(most_bytes: int, sent: tuple[pa.RecordBatch, bytes]) -> tuple[pa.RecordBatch, bytes]:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import Any
 
 from torchmm.common.processes import fork_server, make_worker_setup
 from torchmm.data.decode import StepDecoder
@@ -28,8 +29,8 @@ KEPT_BYTES = 256 * 10**6
 
 logger = logging.getLogger(__name__)
 
-_decoder: list[StepDecoder] = []
-"""The worker process's decoder, put there by its initializer."""
+_decoders: dict[str, StepDecoder] = {}
+"""The worker process's decoders, put there by its initializer."""
 
 Key = tuple[object, ...]
 
@@ -58,12 +59,12 @@ class Work:
     """All microbatches that are being decoded.
 
     Args:
-        decoder: of the recipe's samples.
+        decoders: of the recipe's samples, by their fingerprint.
         workers: processes; 0: a thread of this one.
     """
 
-    def __init__(self, decoder: StepDecoder, workers: int) -> None:
-        self._decoder = decoder
+    def __init__(self, decoders: Mapping[str, StepDecoder], workers: int) -> None:
+        self._decoders = decoders
         self._workers = workers
         self._lock = threading.Lock()
         self._jobs: OrderedDict[Key, Job] = OrderedDict()
@@ -78,20 +79,25 @@ class Work:
         with self._lock:
             return sum(not job.future.done() for job in self._jobs.values())
 
-    def take(self, packs: list[PackItems], images: Mapping[str, range]) -> Job:
+    def take(self, samples: str, packs: list[PackItems], images: Mapping[str, range]) -> Job:
         """Begins to decode a microbatch, or finds it; to be given back (`leave`).
 
         Args:
+            samples: fingerprint.
             images: which of them are decoded (`StepDecoder.wanted`).
         """
         names = tuple(
             tuple((item.feed, item.epoch, item.meta.index) for item in pack) for pack in packs
         )
-        key = names, tuple((module, own.start, own.stop) for module, own in sorted(images.items()))
+        key = (
+            samples,
+            names,
+            tuple((module, own.start, own.stop) for module, own in sorted(images.items())),
+        )
         with self._lock:
             job = self._jobs.get(key)
             if job is None or (job.future.done() and not job.finished):
-                job = self._jobs[key] = Job(key, self._submit(packs, images))
+                job = self._jobs[key] = Job(key, self._submit(samples, packs, images))
                 self.decoded += 1
             self._jobs.move_to_end(key)
             job.wanted += 1
@@ -125,18 +131,20 @@ class Work:
             number -= 1
             size -= own
 
-    def _submit(self, packs: list[PackItems], images: Mapping[str, range]) -> Future[list[Message]]:
+    def _submit(self, *asked: Any) -> Future[list[Message]]:
         try:
-            return self._begin(packs, images)
+            return self._begin(*asked)
         except BrokenProcessPool:
             logger.warning("a worker died; starting new ones")
             self._pool = self._make_pool()
-            return self._begin(packs, images)
+            return self._begin(*asked)
 
-    def _begin(self, packs: list[PackItems], images: Mapping[str, range]) -> Future[list[Message]]:
+    def _begin(
+        self, samples: str, packs: list[PackItems], images: Mapping[str, range]
+    ) -> Future[list[Message]]:
         if self._workers == 0:
-            return self._pool.submit(_decode, self._decoder, packs, images)
-        return self._pool.submit(_decode_in_worker, packs, images)
+            return self._pool.submit(_decode, self._decoders[samples], packs, images)
+        return self._pool.submit(_decode_in_worker, samples, packs, images)
 
     def _make_pool(self) -> Executor:
         if self._workers == 0:
@@ -145,18 +153,20 @@ class Work:
             self._workers,
             mp_context=fork_server(),
             initializer=_start_worker,
-            initargs=(self._decoder, make_worker_setup()),
+            initargs=(self._decoders, make_worker_setup()),
         )
 
 
-def _start_worker(decoder: StepDecoder, setup: object) -> None:
+def _start_worker(decoders: Mapping[str, StepDecoder], setup: object) -> None:
     assert callable(setup)
     setup(0)
-    _decoder.append(decoder)
+    _decoders.update(decoders)
 
 
-def _decode_in_worker(packs: list[PackItems], images: Mapping[str, range]) -> list[Message]:
-    return _decode(_decoder[0], packs, images)
+def _decode_in_worker(
+    samples: str, packs: list[PackItems], images: Mapping[str, range]
+) -> list[Message]:
+    return _decode(_decoders[samples], packs, images)
 
 
 def _decode(

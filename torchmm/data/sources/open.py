@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import ImageSpec, TextSpec
@@ -39,6 +40,7 @@ from torchmm.data.sources.local_and_hub import (
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
 from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
+from torchmm.data.steps.step_packs import Position, StepSequence
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -85,6 +87,36 @@ class Samples:
         ]
         own = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
         return Mixture(feeds, stages or [Stage(own)])
+
+    def sequence(
+        self, data: DataConfig, training: TrainingConfig, position: Position
+    ) -> StepSequence:
+        """The steps they form.
+
+        Raises:
+            CheckpointError: the position belongs to other data.
+        """
+        return StepSequence(
+            self.mixture(),
+            training,
+            open_packs=data.open_packs,
+            max_tiles=data.max_tiles_per_sequence,
+            max_delay_steps=data.max_delay_steps,
+            data_parallel_size=position.data_parallel_size,
+            max_skipped=data.max_corrupt_samples,
+            state=position.state,
+            arrange=position.arrange,
+            content=self.identity,
+            resume_changed=position.resume_changed,
+        )
+
+    def pictures(self, feed: int, index: int) -> list[Image.Image]:
+        """Images and frames of a sample, to be shown; none for streams."""
+        return self.decoder.images(feed, index)
+
+    def references(self, feed: int, index: int) -> tuple[str, ...]:
+        """All that people have written for a sample; see `references_of`."""
+        return self.decoder.references(feed, index)
 
     def feeds(self) -> dict[str, int]:
         """Number of each source by its name."""
@@ -147,10 +179,9 @@ def open_samples(
         ConfigError: there is none, or specs do not fit.
         DataError: a source cannot be read or has no usable sample.
     """
-    seed = VALIDATION_SEED if validation else training.seed
-    drawings = DrawingPreprocessor.of(generator_spec, seed, data.max_image_pixels)
+    seed = seed_of(training, validation)
     length = training.sequence_length
-    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
+    reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
     settings = settings_of(data, length, reader, tokenizer)
     sources = _open_sources(data, training, reader, tokenizer, validation, settings)
     contents = [(source.name, source.config, source.content) for source in sources]
@@ -175,10 +206,9 @@ def open_buildings(
         ConfigError: specs do not fit, or the cache cannot be written.
         DataError: a source cannot be read.
     """
-    seed = VALIDATION_SEED if validation else training.seed
-    drawings = DrawingPreprocessor.of(generator_spec, seed, data.max_image_pixels)
+    seed = seed_of(training, validation)
     length = training.sequence_length
-    reader = SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
+    reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
     configs = data.validation if validation else data.sources
     found = []
     for name, config in zip(unique_names(configs), configs, strict=True):
@@ -188,6 +218,26 @@ def open_buildings(
             directory = Path(data.index_cache) / key
             found.append(Building(name, records, reader, directory, data.workers))
     return found
+
+
+def seed_of(training: TrainingConfig, validation: bool) -> int:
+    """Held-out samples are the same in every run."""
+    return VALIDATION_SEED if validation else training.seed
+
+
+def make_reader(
+    data: DataConfig,
+    training: TrainingConfig,
+    text_spec: TextSpec,
+    image_specs: Mapping[str, ImageSpec],
+    tokenizer: PreTrainedTokenizerBase,
+    generator_spec: GeneratorSpec | None,
+    seed: int,
+) -> SampleReader:
+    """What measures and decodes records; arguments as of `open_samples`."""
+    drawings = DrawingPreprocessor.of(generator_spec, seed, data.max_image_pixels)
+    length = training.sequence_length
+    return SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
 
 
 def _weight(config: SourceConfig, size: int | None) -> float:

@@ -9,9 +9,9 @@ or workers, and metadata of all ranks is known before anything is decoded.
 All of it is arrays; objects are made of the samples that somebody asks for, usually one rank's. The
 state after each step (samples taken per feed, open packs as references) is JSON-able and small.
 
-Rejected: planning on few ranks, or on one per machine with plans in shared memory. A step of 1,024
-replicas takes a rank 13 ms (`benchmarks/loader_scale.py`), ahead of time, and nobody has to wait
-for, or do without, a planner that is gone.
+Every rank that has the sizes of all samples plans for itself: a step of 1,024 replicas takes it
+13 ms (`benchmarks/loader_scale.py`), ahead of time, and nobody has to wait for, or do without, a
+planner that is gone. Ranks that do not have them ask (`elsewhere.py`). Rejected: asking always.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
@@ -46,17 +46,58 @@ Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]
 microbatch."""
 
 
+class Position(NamedTuple):
+    """Where a rank's steps begin, and which part of them is its own.
+
+    Attributes:
+        rank: this data-parallel rank.
+        data_parallel_size: ranks that share a global batch.
+        state: of an earlier sequence, to continue from.
+        arrange: which pack goes where; None: in natural order.
+        resume_changed: continue from `state` even if it is of other data.
+    """
+
+    rank: int = 0
+    data_parallel_size: int = 1
+    state: dict[str, Any] | None = None
+    arrange: Arrange | None = None
+    resume_changed: bool = False
+
+
+class Steps(Protocol):
+    """What comes next, step by step; endless unless sources last one epoch."""
+
+    @property
+    def notice(self) -> str:
+        """What to report about the state it began after."""
+        ...
+
+    def __next__(self) -> StepSamples: ...
+
+
 @dataclass(frozen=True)
-class StepSamples:
-    """One optimizer step of all data-parallel ranks."""
+class Packs:
+    """The packs of a step as arrays; called with a pack's number, it gives the pack's samples."""
 
     samples: Drawn
     """One pack after another."""
     starts_P1: Int64s
     """Where each pack begins in `samples`, and the last one ends."""
+    describe: Callable[[Name], Item]
+
+    def __call__(self, number: int) -> PackItems:
+        start, stop = self.starts_P1[number : number + 2].tolist()
+        return [self.describe(name) for name in self.samples.part(slice(start, stop)).names()]
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """One optimizer step of all data-parallel ranks."""
+
+    pack: Callable[[int], PackItems]
+    """The samples of the pack of this number."""
     places_RMB: Int64s
     """Pack numbers by rank, microbatch and place in it."""
-    describe: Callable[[Name], Item]
     skipped: list[str]
     """Samples found corrupt while planning; the same on all ranks."""
     state: dict[str, Any]
@@ -76,11 +117,6 @@ class StepSamples:
             return [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
 
         return ByRank(len(self.places_RMB), of)
-
-    def pack(self, number: int) -> PackItems:
-        """The samples of one pack."""
-        start, stop = self.starts_P1[number : number + 2].tolist()
-        return [self.describe(name) for name in self.samples.part(slice(start, stop)).names()]
 
     def _share(self, rank: int) -> list[list[PackItems]]:
         return [[self.pack(n) for n in packs] for packs in self.places_RMB[rank].tolist()]
@@ -108,6 +144,33 @@ class ByRank(Sequence[list[T]]):
         if isinstance(rank, slice):
             return [self._make(number) for number in range(self._count)[rank]]
         return self._make(range(self._count)[rank])
+
+
+def natural_places(training: TrainingConfig, data_parallel_size: int) -> Int64s:
+    """(ranks, microbatches, packs) in natural order."""
+    shape = (data_parallel_size, -1, training.microbatch_size)
+    return np.arange(training.global_batch_size).reshape(shape)
+
+
+def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> StepSamples:
+    """The same packs in other places.
+
+    Raises:
+        ValueError: `arrange` leaves out packs, or does not fill all microbatches.
+    """
+    length = training.sequence_length
+    count = training.global_batch_size
+    places = arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
+    shape = plan.places_RMB.shape
+    fitting = all(len(rank) == shape[1] for rank in places)
+    fitting &= {len(packs) for rank in places for packs in rank} == {shape[2]}
+    found = sorted(index for rank in places for packs in rank for index in packs)
+    if len(places) != shape[0] or not fitting or found != list(range(count)):
+        raise ValueError(
+            f"{count} packs for {shape[0]} ranks were arranged as {places}: each has "
+            "to have one place, and all microbatches their size"
+        )
+    return replace(plan, places_RMB=np.array(places, np.int64))
 
 
 class StepSequence:
@@ -191,11 +254,10 @@ class StepSequence:
         samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(self._ready())])
         names = samples.names() if self._items else []
         items = {name: self._items.pop(name) for name in names if name in self._items}
-        plan = StepSamples(
-            samples, starts_P1, self._natural(), partial(self._describe, items), skipped,
-            self._state(), self._mixture.epoch,
-        )  # fmt: skip
-        return self._arranged(plan)
+        packs = Packs(samples, starts_P1, partial(self._describe, items))
+        places_RMB = natural_places(self._training, self._data_parallel_size)
+        plan = StepSamples(packs, places_RMB, skipped, self._state(), self._mixture.epoch)
+        return plan if self._arrange is None else arranged(plan, self._arrange, self._training)
 
     def _ready(self) -> int:
         return min(len(self._packer.closed), self._training.global_batch_size)
@@ -219,30 +281,6 @@ class StepSequence:
     def _describe(self, items: Mapping[Name, Item], name: Name) -> Item:
         feed, epoch, index = name
         return items[name] if name in items else self._mixture.feeds[feed].item(epoch, index)
-
-    def _natural(self) -> Int64s:
-        """(ranks, microbatches, packs) in natural order."""
-        training = self._training
-        shape = (self._data_parallel_size, -1, training.microbatch_size)
-        return np.arange(training.global_batch_size).reshape(shape)
-
-    def _arranged(self, plan: StepSamples) -> StepSamples:
-        """The same packs, however they are arranged."""
-        if self._arrange is None:
-            return plan
-        length = self._training.sequence_length
-        count = self._training.global_batch_size
-        places = self._arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
-        shape = plan.places_RMB.shape
-        fitting = all(len(rank) == shape[1] for rank in places)
-        fitting &= {len(packs) for rank in places for packs in rank} == {shape[2]}
-        found = sorted(index for rank in places for packs in rank for index in packs)
-        if len(places) != shape[0] or not fitting or found != list(range(count)):
-            raise ValueError(
-                f"{count} packs for {shape[0]} ranks were arranged as {places}: each has "
-                "to have one place, and all microbatches their size"
-            )
-        return replace(plan, places_RMB=np.array(places, np.int64))
 
     def _check_skipped(self, skipped: list[str]) -> None:
         if len(skipped) > self._max_skipped:

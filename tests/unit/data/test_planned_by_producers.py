@@ -1,0 +1,207 @@
+"""Trainers that have neither data nor index: the same steps, planned by any producer."""
+
+from __future__ import annotations
+
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+from data_cases import CLIP, caption_rows, data_config, training, write_parquet
+from pyarrow import flight
+from test_producers import DRAWN, content
+
+from torchmm.common.errors import CheckpointError, DataError
+from torchmm.data.loader import build_loader
+from torchmm.data.producers.calls import Server
+from torchmm.data.producers.server import open_producer
+from torchmm.data.samples import SamplesElsewhere, find_samples
+from torchmm.recipe.data_section import ProducersConfig, SourceConfig
+
+
+@pytest.fixture
+def site(tmp_path, tokenizer, text_spec):
+    """Producers of three sources, one of them held out; recipes that name them, with and without
+    data."""
+    write_parquet(tmp_path / "captions", caption_rows(23))
+    held_out = [row | {"references": ["three", "3"]} for row in caption_rows(7)]
+    write_parquet(tmp_path / "held_out", held_out)
+    opened = []
+    specs = {
+        "tokenizer": tokenizer,
+        "text_spec": text_spec,
+        "generator_spec": DRAWN,
+        "image_specs": {"vision": CLIP},
+    }
+
+    def data(place, addresses=(), plan=False, **more):
+        sources = [
+            SourceConfig(path=f"{place}/captions", name="read"),
+            SourceConfig(path=f"{place}/captions", name="drawn", generate="image"),
+        ]
+        producers = ProducersConfig(
+            addresses=list(addresses), plan=plan, give_up_s=more.pop("give_up_s", 20)
+        )
+        held_out = [SourceConfig(path=f"{place}/held_out", name="held_out")]
+        config = data_config(tmp_path, *sources, producers=producers, **more)
+        return config.model_copy(update={"validation": held_out})
+
+    def start(plan=True, **sizes):
+        served = data(tmp_path, ["127.0.0.1:1"], plan)
+        producer = open_producer(
+            served, training(**sizes), specs, "127.0.0.1:0", workers=0, token=None, certificate=None
+        )
+        opened.append(producer)
+        return f"127.0.0.1:{producer.port}"
+
+    def loader(*addresses, rank=0, ranks=2, give_up_s=20.0, sizes=None, **more):
+        given = data("/nowhere", addresses, plan=True, give_up_s=give_up_s)
+        chosen = given if addresses else data(tmp_path)
+        return build_loader(
+            chosen,
+            training(**(sizes or {})),
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            **{"state": None, **specs, **more},
+        )
+
+    yield SimpleNamespace(start=start, loader=loader, data=data, specs=specs, opened=opened)
+    for producer in opened:
+        producer.close()
+
+
+def take(loader, count=6):
+    return [(content(batch), batch.skipped, batch.state) for batch in islice(loader, count)]
+
+
+def largest_first(packs):
+    """To the first rank the packs with most tokens."""
+    order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
+    half = len(packs) // 2
+    return [[[n] for n in order[:half]], [[n] for n in order[half:]]]
+
+
+@pytest.mark.parametrize("arrange", [None, largest_first])
+def test_steps_are_those_of_ranks_that_have_the_data(site, arrange):
+    address = site.start()
+    shares = []
+    for rank in range(2):
+        expected = take(site.loader(rank=rank, arrange=arrange))
+        assert take(site.loader(address, rank=rank, arrange=arrange)) == expected
+        shares.append(expected)
+    assert shares[0] != shares[1]  # a rank that got another's packs would be noticed
+    natural = take(site.loader(address))
+    assert (natural == shares[0]) == (arrange is None)
+
+
+def test_sizes_of_other_ranks_are_there_when_they_are_asked_for(site):
+    ours, theirs = site.loader(), site.loader(site.start())
+    for _, _ in islice(zip(ours, theirs, strict=True), 3):
+        assert list(theirs.next_metas()) == list(ours.next_metas())
+
+
+def test_any_producer_goes_on_where_another_was(site):
+    expected = take(site.loader())
+    addresses = [site.start(), site.start()]
+    steps = iter(site.loader(*addresses))
+    found = [next(steps)]
+    site.opened[0].close()
+    found += islice(steps, 5)
+    assert [(content(b), b.skipped, b.state) for b in found] == expected
+    resumed = site.loader(addresses[1], state=found[2].state)
+    assert take(resumed, 3) == expected[3:]
+
+
+def test_held_out_samples_and_pictures_come_from_there(site):
+    address = site.start()
+    ours, theirs = site.loader(validation=True), site.loader(address, validation=True)
+    expected = take(ours, 99)
+    assert take(theirs, 99) == expected and len(expected) < 99
+    shown = [loader.images("held_out", 3) for loader in (ours, theirs)]
+    assert [image.tobytes() for image in shown[0]] == [image.tobytes() for image in shown[1]]
+    assert len(shown[0]) == 1
+    assert ours.references("held_out", 3) == theirs.references("held_out", 3) == ("three", "3")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"seed": 5}, "training.seed 3 -> 5"),
+        ({"global_batch_size": 8}, "training.global_batch_size 4 -> 8"),
+        ({"sequence_length": 48}, "training.sequence_length 64 -> 48"),
+    ],
+)
+def test_other_recipes_are_refused_by_key(site, sizes, why):
+    with pytest.raises(DataError, match=why):
+        site.loader(site.start(), sizes=sizes)
+
+
+def test_what_has_to_be_there_is_named(site):
+    with pytest.raises(DataError, match=r"does not say data\.producers\.plan = true"):
+        site.loader(site.start(plan=False))
+    state = take(site.loader(), 1)[0][2]
+    changed = state | {"content": state["content"] | {"order": {"training.seed": 9}}}
+    address = site.start()
+    with pytest.raises(CheckpointError, match=r"training\.seed 9 -> 3"):
+        site.loader(address, state=changed)
+    loader = site.loader(address, state=changed, resume_changed=True)
+    assert take(loader, 2) == take(site.loader(state=changed, resume_changed=True), 2)
+
+
+def test_steps_are_planned_once_for_all_ranks(site, monkeypatch):
+    address = site.start()
+    begun = []
+    plans = site.opened[0]._plans._steps[False]
+    make = plans._make
+    plans._make = lambda *position: (begun.append(position), make(*position))[1]
+    for rank in range(2):
+        take(site.loader(address, rank=rank))
+    assert begun == [(None, False)]
+
+
+class Liar(Server):
+    """Answers everything, with nonsense."""
+
+    def __init__(self, answers):
+        super().__init__("127.0.0.1:0")
+        self.answers = answers
+
+    def do_action(self, context, action):
+        return iter([flight.Result(self.answers.get(action.type, b"{}"))])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"[]", b"\xff", b'{"packs": 1}', b'{"packs": [[0, [[0]]]], "state": {}}', b"[" * 10**5],
+)
+def test_nonsense_is_not_taken_for_a_step(site, answer):
+    address = site.start()
+    described = site.opened[0]._plans.answer("describe", b'{"held_out": false}')
+    liar = Liar({"describe": described, "plan": answer})
+    try:
+        with pytest.raises(DataError, match="malformed answer"):
+            site.loader(f"127.0.0.1:{liar.port}", give_up_s=0.2)
+        # Another one is asked instead.
+        assert take(site.loader(f"127.0.0.1:{liar.port}", address)) == take(site.loader())
+    finally:
+        liar.shutdown()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"[]", b'{"held_out": 3}', b'{"held_out": false, "after": "start"}',
+     b'{"held_out": false, "after": "start", "state": null, "resume_changed": false,'
+     b' "packs": [99], "records": false}'],
+)  # fmt: skip
+def test_nonsense_is_refused(site, body):
+    site.start()
+    with pytest.raises(ValueError, match=r"question|Expecting|held-out|packs"):
+        site.opened[0]._plans.answer("plan", body)
+
+
+def test_a_trainer_opens_nothing(site):
+    samples = find_samples(
+        site.data("/nowhere", [site.start()], plan=True), training(), **site.specs
+    )
+    assert isinstance(samples, SamplesElsewhere)
+    assert samples.feeds() == {"read": 0, "drawn": 1}
+    assert samples.digest()[0] == "samples: read 23, drawn 23; 0 corrupt"
