@@ -21,8 +21,10 @@ LABELS = {
     "loss.png": "loss curves",
     "captions.png": "held-out images with generated and true captions",
     "samples.json": "the same as text, over the whole run",
+    "evaluations.jsonl": "scores of exports",
     "checkpoints": "to resume from",
     "hf": "Hugging Face export, loads with from_pretrained",
+    "hf-ema": "the same of averaged weights",
 }
 PERIODS = 4
 SHOWN_RANKS = 5

@@ -29,6 +29,7 @@ CHANGES = {
     "training__ema_decay": 0.6,
     "validation__ema": "true",
 }
+EVALUATE = Path(__file__).parents[2] / "scripts" / "evaluate.py"
 SCORES = ["exact_match", "vqa_accuracy", "cider", "word_error_rate"]
 
 
@@ -76,6 +77,29 @@ def test_texts_are_scored_alike_in_every_layout(runs):
     manifest = json.loads((runs[2] / "checkpoints/step-4/MANIFEST.json").read_text())
     name = "held/word_error_rate"
     assert manifest["figures"] == {name: wanted[name]}
+
+
+def test_an_export_is_scored_as_its_run_was(runs, tmp_path, train_server):
+    """Hugging Face writes the run's own texts, from what was exported: all but the averages differ
+    from what was validated."""
+    found = {}
+    for name in ("hf-ema", "hf"):
+        file = tmp_path / f"{name}.json"
+        command = [runs[2], "--export", name, "--samples", 2, "--batch-size", 2, "--json", file]
+        codes, output = train_server.run(command, tmp_path / name, script=EVALUATE)
+        assert codes == [0], output
+        assert "word_error_rate" in output
+        found[name] = json.loads(file.read_text())
+    wanted = [s for s in json.loads((runs[2] / "samples.json").read_text()) if s["step"] == 4]
+    texts = [{k: t[k] for k in ("index", "prompt", "truth", "generated")} for t in wanted]
+    assert [{k: t[k] for k in texts[0]} for t in found["hf-ema"]["texts"]] == texts
+    assert found["hf-ema"]["scores"] == records(runs[2])[-1]["scores"]
+    assert found["hf-ema"]["samples"] == {"held": 2} and found["hf-ema"]["step"] == 4
+    lines = (runs[2] / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["export"] for line in lines] == [
+        str(runs[2] / "hf-ema"),
+        str(runs[2] / "hf"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["hf", "hf-ema"])

@@ -106,16 +106,24 @@ def generate_samples(
     texts = []
     for prompt, truth_ids, sample in prompts:
         new_ids = _generate(pipeline, prompt.to(mesh.device), tokenizer, max_new_tokens, mesh)
-        image_positions = torch.cat([e.positions_K for e in prompt.encoders.values()])
-        shown = prompt.input_ids_T.clone()
-        shown[image_positions] = -1
-        ids = (shown[shown >= 0].tolist(), truth_ids.tolist(), new_ids)
-        prompt_text, truth, new = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
-        duration_ms = sum(image.duration_ms for image in sample.images)
-        texts.append(
-            GeneratedText(sample.source, sample.index, prompt_text, truth, new, duration_ms)
-        )
+        texts.append(generated_text(prompt, truth_ids, sample, new_ids, tokenizer))
     return texts
+
+
+def generated_text(
+    prompt: Microbatch,
+    truth_ids: Tensor,
+    sample: SampleMeta,
+    new_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+) -> GeneratedText:
+    """What was written after a prompt of `held_out_prompts`, without the token that ended it."""
+    shown = prompt.input_ids_T.clone()
+    shown[torch.cat([e.positions_K for e in prompt.encoders.values()])] = -1
+    ids = (shown[shown >= 0].tolist(), truth_ids.tolist(), [*new_ids])
+    before, truth, new = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
+    duration_ms = sum(image.duration_ms for image in sample.images)
+    return GeneratedText(sample.source, sample.index, before, truth, new, duration_ms)
 
 
 def with_references(texts: Iterable[GeneratedText], loader: Loader) -> list[GeneratedText]:

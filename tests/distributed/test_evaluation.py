@@ -1,0 +1,124 @@
+"""Exports answer questions: by Hugging Face, alone or together, as by torchmm itself."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launch import run_distributed
+from PIL import Image
+from transformers import AutoTokenizer
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.hf.export import PARTS_FILE, export_hf
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import materialize
+from torchmm.models.registry import build_model
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.training_section import TrainingConfig
+from torchmm.training.evaluation.exported import Export, Writing, write_texts
+from torchmm.training.evaluation.scores import Answer, score
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
+PEOPLE = [["two", "2", "two", "three"], ["a cat"], ["Yes."]]
+
+
+def write_export(directory: Path, real_data: Path, connector: str) -> Path:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    llm = {"model_type": "llama", "vocab_size": 4096, "num_attention_heads": 2, **sizes}
+    vision = {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8, **sizes}
+    encoder = {"config": {**vision, "num_attention_heads": 2}, "connector": connector}
+    table = {"llm": {"config": llm}, "encoders": {"vision": encoder}}
+    model = build_model(ModelConfig.model_validate(table), FreezeConfig())
+    materialize(model, "cpu")
+    init_weights(model, seed=0)
+    for parameter in model.parameters():
+        parameter.data.mul_(3.0)  # so that texts differ
+    export_hf(model, directory, AutoTokenizer.from_pretrained(real_data / "tokenizer"))
+    return directory
+
+
+def write_questions(directory: Path) -> Path:
+    """Of different lengths, with pictures of different sizes."""
+    directory.mkdir()
+    rows = []
+    for number, answers in enumerate(PEOPLE):
+        picture = f"{number}.png"
+        size = (60 + 30 * number, 90 - 20 * number)
+        Image.linear_gradient("L").resize(size).convert("RGB").save(directory / picture)
+        question = "What is it?" + " Really?" * number
+        rows.append({"image": picture, "question": question, "answers": answers})
+    file = directory / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
+    """The same texts in three ways."""
+    sources = [SourceConfig(path=str(questions))]
+    data = DataConfig(validation=sources, index_cache=str(index))
+    training = TrainingConfig(sequence_length=512)
+    export = Export.read(directory)
+    ours = replace(export, kind=None)
+    return {
+        "together": write_texts(export, data, training, Writing(9, 8, batch_size=3)),
+        "alone": write_texts(export, data, training, Writing(9, 8, batch_size=1)),
+        "torchmm": write_texts(ours, data, training, Writing(9, 8)),
+    }
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_hugging_face_writes_what_torchmm_writes(name, tmp_path, real_data):
+    directory = real_data / "tiny_qwen2_5_vl"
+    if name == "llava":
+        directory = write_export(tmp_path / "hf", real_data, "mlp")
+    questions = write_questions(tmp_path / "questions")
+    (found,) = run_distributed(write_all, 1, directory, questions, tmp_path / "index")
+    assert found["together"] == found["alone"] == found["torchmm"]
+    texts = found["torchmm"]
+    assert sorted(text.references for text in texts) == sorted(map(tuple, PEOPLE))
+    assert len({text.generated for text in texts}) == 3, "what is written depends on the sample"
+
+
+@pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
+def test_the_script_scores_questions_in_a_file(connector, tmp_path, real_data, train_server):
+    directory = write_export(tmp_path / "hf", real_data, connector)
+    assert (directory / PARTS_FILE).exists() == (connector == "pixel_shuffle_mlp")
+    questions = write_questions(tmp_path / "questions")
+    kinds = ["vqa_accuracy", "exact_match", "cider"]
+    report = tmp_path / "report.json"
+    command = [directory, "--data", questions, "--scores", *kinds, "--json", report]
+    codes, output = train_server.run(command, tmp_path / "log", script=SCRIPT)
+    assert codes == [0], output
+    found = json.loads(report.read_text())
+    answers = [Answer(t["generated"], tuple(t["references"])) for t in found["texts"]]
+    assert sorted(a.references for a in answers) == sorted(map(tuple, PEOPLE))
+    (source,) = found["samples"]
+    assert found["samples"][source] == 3
+    assert found["scores"] == {f"{source}/{kind}": score(kind, answers) for kind in kinds}
+    assert f"{found['scores'][f'{source}/cider']:.4f}" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["gone"], "gone is no export: it has neither config.json nor torchmm.json"),
+        (["run", "--export", "hf-7"], "no such export; there are: hf-2"),
+        (["run/hf-2"], "nothing to evaluate on: name --data, or a --recipe, or a run"),
+        (["run/hf-2", "--data", "here.jsonl"], "no source says how it is scored: name --scores"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told(command, said, tmp_path, train_server, monkeypatch):
+    (tmp_path / "run/hf-2").mkdir(parents=True)
+    (tmp_path / "run/recipe.toml").touch()
+    given = [tmp_path / command[0], *command[1:]]
+    if len(command) == 1 and command[0] == "gone":
+        given += ["--data", tmp_path, "--scores", "cider"]
+    codes, output = train_server.run(given, tmp_path / "log", script=SCRIPT)
+    assert codes == [2] and said in output and "Traceback" not in output, output
+
+
+def test_a_directory_without_a_model_is_no_export(tmp_path):
+    with pytest.raises(ConfigError, match="is no export"):
+        Export.read(tmp_path)

@@ -1,0 +1,220 @@
+"""What an exported model writes for held-out samples.
+
+    texts = write_texts(Export.read(Path("outputs/mine/hf")), data, training, settings)
+
+Prompts are those of training: the loader's token ids, not a template's. Hugging Face's `generate`
+continues them, many at a time, with pixels of the export's own processor; so what is scored is what
+others will load. Exports that have no Hugging Face class, and samples with sounds or clips, are
+continued by torchmm's own generation, as in a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoImageProcessor, PreTrainedTokenizerBase
+
+from torchmm.common.batch import Microbatch, SampleMeta
+from torchmm.common.errors import ConfigError
+from torchmm.data.loader import Loader, build_loader
+from torchmm.data.tokenizer import read_tokenizer
+from torchmm.models.hf.export import PARTS_FILE
+from torchmm.models.hf.load import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
+from torchmm.recipe.data_section import DataConfig
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import TrainingConfig
+from torchmm.training.pipeline import whole_pipeline
+from torchmm.training.validation import (
+    GeneratedText,
+    generate_samples,
+    generated_text,
+    held_out_prompts,
+    with_references,
+)
+
+Prompt = tuple[Microbatch, Tensor, SampleMeta]
+"""As `held_out_prompts` gives them."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A directory that a run or `scripts/export.py` has written.
+
+    Attributes:
+        model: `[model]` of a recipe that goes on from it.
+        tokenizer: its directory.
+        kind: Hugging Face's class of the whole; None: there is none.
+    """
+
+    directory: Path
+    model: ModelConfig
+    tokenizer: Path
+    kind: str | None
+
+    @classmethod
+    def read(cls, directory: Path) -> Export:
+        """What is in the directory, without weights.
+
+        Raises:
+            ConfigError: it is no export.
+        """
+        parts = directory / PARTS_FILE
+        if parts.is_file():
+            table = absolute(json.loads(parts.read_text()), directory)
+            return cls(directory, ModelConfig.model_validate(table), directory / "llm", None)
+        config = directory / "config.json"
+        if not config.is_file():
+            raise ConfigError(
+                f"{directory} is no export: it has neither config.json nor {PARTS_FILE}; a run "
+                "writes one at its end, scripts/export.py one of a checkpoint"
+            )
+        (kind,) = json.loads(config.read_text())["architectures"]
+        return cls(directory, ModelConfig(source=str(directory)), directory, kind)
+
+
+def absolute(value: object, directory: Path) -> object:
+    """`[model]` of an export of parts: `source` and `tokenizer` are relative to its directory."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: str(directory / item)
+        if key in ("source", "tokenizer") and isinstance(item, str)
+        else absolute(item, directory)
+        for key, item in value.items()
+    }
+
+
+class Writing(NamedTuple):
+    """How much is written.
+
+    Attributes:
+        samples: that texts are written for, at most.
+        max_new_tokens: of a text.
+        batch_size: samples that are continued together.
+    """
+
+    samples: int
+    max_new_tokens: int = 32
+    batch_size: int = 8
+
+
+def write_texts(
+    export: Export, data: DataConfig, training: TrainingConfig, writing: Writing
+) -> list[GeneratedText]:
+    """Texts for the first held-out samples of `data.validation` with pictures or sounds, in the
+    order of a run's validation. Starts a process group of this process alone.
+
+    Raises:
+        ConfigError, DataError: the export or a source cannot be read, or do not fit.
+    """
+    tokenizer = read_tokenizer(f"tokenizer of {export.tokenizer}", export.tokenizer)
+    model = build_model(export.model, FreezeConfig())
+    loader = build_loader(
+        data.model_copy(update={"workers": 0}),
+        training.model_copy(update={"microbatch_size": 1, "global_batch_size": 1}),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+        validation=True,
+        **model.sample_specs(tokenizer),
+    )
+    prompts = list(held_out_prompts(loader, writing.samples))
+    images = all(encoder.family.modality == "image" for encoder in model.encoder_modules())
+    clips = any(image.duration_ms for _, _, sample in prompts for image in sample.images)
+    if export.kind is None or clips or not images:
+        texts = _by_torchmm(model, prompts, tokenizer, writing.max_new_tokens)
+    else:
+        texts = list(_by_hugging_face(export, prompts, loader, tokenizer, writing))
+    return with_references(texts, loader)
+
+
+@torch.no_grad()
+def _by_hugging_face(
+    export: Export,
+    prompts: Sequence[Prompt],
+    loader: Loader,
+    tokenizer: PreTrainedTokenizerBase,
+    writing: Writing,
+) -> Iterator[GeneratedText]:
+    device = select_device("auto")
+    kind: Any = getattr(transformers, str(export.kind))
+    model = kind.from_pretrained(export.directory, dtype="auto").to(device).eval()
+    pictures_of = AutoImageProcessor.from_pretrained(export.directory)
+    known = inspect.signature(model.forward).parameters
+    ends = _ends(model.generation_config, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else max(ends)
+    for first in range(0, len(prompts), writing.batch_size):
+        batch = prompts[first : first + writing.batch_size]
+        inputs = _padded([prompt for prompt, _, _ in batch], pad)
+        longest = inputs["input_ids"].shape[1]
+        pictures = [loader.images(sample.source, sample.index) for _, _, sample in batch]
+        inputs |= pictures_of(images=pictures, return_tensors="pt")
+        inputs = {name: value for name, value in inputs.items() if name in known}
+        moved = {
+            name: value.to(device, model.dtype if value.is_floating_point() else None)
+            for name, value in inputs.items()
+        }
+        written = model.generate(
+            **moved,
+            max_new_tokens=writing.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=sorted(ends),
+            pad_token_id=pad,
+        )
+        for (prompt, truth_ids, sample), row in zip(batch, written.tolist(), strict=True):
+            new_ids = row[longest:]
+            stop = next((i for i, token in enumerate(new_ids) if token in ends), len(new_ids))
+            yield generated_text(prompt, truth_ids, sample, new_ids[:stop], tokenizer)
+
+
+def _padded(prompts: Sequence[Microbatch], pad: int) -> dict[str, Tensor]:
+    """Token ids, to the right; which of them are there, and which are placeholders of images, by
+    both of the names that models have for this."""
+    longest = max(len(prompt.input_ids_T) for prompt in prompts)
+    ids = torch.full((len(prompts), longest), pad)
+    there = torch.zeros_like(ids)
+    images = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        start = longest - len(prompt.input_ids_T)
+        ids[row, start:] = prompt.input_ids_T
+        there[row, start:] = 1
+        for encoder in prompt.encoders.values():
+            images[row, start + encoder.positions_K] = 1
+    types = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), images)
+    return {"input_ids": ids, "attention_mask": there, **types}
+
+
+def _ends(generation: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Tokens that end a text."""
+    given = generation.eos_token_id
+    ends = set(given) if isinstance(given, list) else {given}
+    return (ends | {tokenizer.eos_token_id}) - {None}
+
+
+def _by_torchmm(
+    model: MultimodalModel,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+) -> list[GeneratedText]:
+    device = select_device("auto")
+    start_process_group(ParallelConfig(), device)
+    mesh = build_mesh(ParallelConfig(), device)
+    materialize(model, device)
+    init_weights(model, seed=0, skip=load_weights(model))
+    pipeline = whole_pipeline(model.eval(), mesh, torch.float32)
+    return generate_samples(pipeline, prompts, tokenizer, mesh, max_new_tokens)

@@ -1,0 +1,52 @@
+"""What was scored: lines of `evaluations.jsonl` in a run's directory.
+
+Not of metrics.jsonl, which has one line for each step, whole, by the run alone, and is cut where a
+run resumes; an evaluation may come from another process, later, of any export.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torchmm.common.files import naming_the_file
+
+RESULTS = "evaluations.jsonl"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of one export.
+
+    Attributes:
+        export: its directory.
+        step: after which it was written; None: not known.
+        scores: by "SOURCE/SCORE" or "TASK/METRIC".
+        samples: by source or task.
+    """
+
+    export: str
+    step: int | None
+    scores: Mapping[str, float]
+    samples: Mapping[str, int] = field(default_factory=dict)
+
+
+def append(run_dir: Path, evaluation: Evaluation) -> None:
+    """Adds a line.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
+    line = json.dumps(asdict(evaluation)) + "\n"
+    path = run_dir / RESULTS
+    with naming_the_file(path, len(line)), path.open("a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def read(run_dir: Path) -> list[Evaluation]:
+    """All of a run, in order."""
+    path = run_dir / RESULTS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [Evaluation(**json.loads(line)) for line in lines]
