@@ -93,9 +93,11 @@ CAMPAIGNS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--proofs FILE`: see `proofs`; `--outcomes FILE`: see `faults/write_page.py`."""
+    """`--proofs FILE`: see `proofs`; `--outcomes FILE`: see `faults/write_page.py`; `--clients
+    FILE`: see `scripts/client_table.py`."""
     parser.addoption("--proofs", type=Path, help="write what passing tests prove of model families")
     parser.addoption("--outcomes", type=Path, help="write how each test ended")
+    parser.addoption("--clients", type=Path, help="write what other programs did with exports")
 
 
 @pytest.hookimpl(wrapper=True)

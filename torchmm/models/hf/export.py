@@ -51,6 +51,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import split_place
 
 PARTS_FILE = "torchmm.json"
+_TOWER = "model.vision_tower."
 Prefixes = tuple[tuple[str, str], ...]
 Gather = Callable[
     [MultimodalModel, Callable[[str], bool]], Iterator[tuple[LayeredModule, str, Tensor | None]]
@@ -292,8 +293,29 @@ def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None) -> N
             export.hf.generation_config = found
         except (OSError, ValueError):
             pass  # none, or one that cannot be saved again: what follows from the config stays
-    limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
-    export.hf.save_pretrained(export.directory, **limit)
+    settings: dict[str, Any] = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    if _names_clip_twice(model, export):
+        settings["state_dict"] = {
+            name.replace(_TOWER, f"{_TOWER}vision_model.", 1): value
+            for name, value in export.hf.state_dict().items()
+        }
+    export.hf.save_pretrained(export.directory, **settings)
+
+
+def _names_clip_twice(model: MultimodalModel, export: _Export) -> bool:
+    """Whether a tower of CLIP or SigLIP is `vision_tower.vision_model` in the files: as in all that
+    were published, which transformers 4 and vLLM want; transformers 5 reads that and leaves it out.
+    What began as files is saved as it was.
+    """
+    tower = getattr(getattr(export.hf, "model", None), "vision_tower", None)
+    if type(tower).__name__ not in ("CLIPVisionModel", "SiglipVisionModel"):
+        return False
+    if any(name.startswith(f"{_TOWER}vision_model.") for name in export.hf.state_dict()):
+        return False
+    source = model.llm.weights.source if model.composite is not None else None
+    return source is None or any(
+        "vision_tower.vision_model." in name for name in open_files(source)
+    )
 
 
 def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:

@@ -36,6 +36,8 @@ class Written:
     """Its own, from the composite's config (None: encoder and LLM are from separate sources)."""
     video: str = ""
     """Class for clips, if it has one."""
+    whole: Settings = _none
+    """Of its own image processor, so that it does to a picture what the tower's does: no tiles."""
 
 
 def _llava(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
@@ -70,6 +72,22 @@ def _per_tile(key: str) -> Settings:
 def _gemma4(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
     # Its processor wants one for sounds, which its models without a tower for them never use.
     return {"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}}
+
+
+def _split(name: str) -> Settings:
+    def settings(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+        (encoder,) = encoders
+        return {
+            "image_processor_type": name,
+            "do_image_splitting": False,
+            "max_image_size": {"longest_edge": side(encoder.spec.config.image_size)},
+        }
+
+    return settings
+
+
+def _pan_and_scan(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+    return {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": False}
 
 
 def _pixtral(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
@@ -131,15 +149,25 @@ WRITTEN: dict[str, Written] = {
     "internvl": Written(
         "InternVLProcessor", _INTERN, (), _per_tile("image_seq_length"), "InternVLVideoProcessor"
     ),
-    "idefics3": Written("Idefics3Processor", _SMOL, (), _per_tile("image_seq_len")),
+    "idefics3": Written(
+        "Idefics3Processor",
+        _SMOL,
+        settings=_per_tile("image_seq_len"),
+        whole=_split("Idefics3ImageProcessor"),
+    ),
     "smolvlm": Written(
-        "SmolVLMProcessor", _SMOL, (), _per_tile("image_seq_len"), "SmolVLMVideoProcessor"
+        "SmolVLMProcessor",
+        _SMOL,
+        settings=_per_tile("image_seq_len"),
+        video="SmolVLMVideoProcessor",
+        whole=_split("SmolVLMImageProcessor"),
     ),
     "paligemma": Written("PaliGemmaProcessor", _IMAGE),
     "gemma3": Written(
         "Gemma3Processor",
         _GEMMA,
         settings=lambda config, encoders: {"image_seq_length": config.mm_tokens_per_image},
+        whole=_pan_and_scan,
     ),
     "gemma4": Written(
         "Gemma4Processor",

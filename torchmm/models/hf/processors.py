@@ -60,7 +60,9 @@ def save_processor(
     # Those that say how a placeholder is written are settings of the processor in some classes.
     settings |= {key: tokens[key] for key in written.token_settings if key in tokens}
     _put(directory / PROCESSOR_FILE, {"processor_class": written.processor, **settings})
-    _put(directory / PREPROCESSOR_FILE, {"processor_class": written.processor})
+    cut = any(encoder.spec.tiles is not None for encoder in encoders)
+    of_pictures = {} if cut else written.whole(model.composite, encoders)
+    _put(directory / PREPROCESSOR_FILE, {"processor_class": written.processor, **of_pictures})
     if written.video:
         own = json.loads((directory / PREPROCESSOR_FILE).read_text())
         sizes = {key: own[key] for key in _SIZES if key in own}

@@ -1,0 +1,60 @@
+"""Writes the table of other programs in docs/models.md from what tests saw them do.
+
+python -m pytest tests/clients --clients=outputs/clients.jsonl
+python scripts/client_table.py outputs/clients.jsonl
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+TARGET = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN = "<!-- programs: written by scripts/client_table.py -->"
+END = "<!-- end of programs -->"
+ORDER = ("opens", "loss", "tokens", "adapter")
+"""What is seen, in the order in which a cell says it."""
+
+
+def main() -> None:
+    """Replaces the table in the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="of pytest --clients")
+    args = parser.parse_args()
+    before, _, rest = TARGET.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    table = "\n".join(lines(args.file.read_text().splitlines()))
+    TARGET.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}")
+    print(f"wrote {TARGET}")
+
+
+def lines(found: Iterable[str]) -> Iterator[str]:
+    """Of the table: a row for each family, a column for each program with its version.
+
+    Args:
+        found: JSON lines with family, client, version, what.
+    """
+    seen: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    versions: dict[str, str] = {}
+    for line in found:
+        note = json.loads(line)
+        seen[note["family"]][note["client"]].add(note["what"])
+        versions[note["client"]] = note["version"]
+    heads = ["export of", *(f"{client} {version}" for client, version in versions.items())]
+    yield row(heads)
+    yield "|---" * len(heads) + "|"
+    for family, by_client in seen.items():
+        cells = (", ".join(what for what in ORDER if what in by_client[c]) for c in versions)
+        yield row([family, *cells])
+
+
+def row(cells: Iterable[str]) -> str:
+    """Of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

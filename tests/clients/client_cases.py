@@ -1,0 +1,315 @@
+"""Tiny exports that other programs open, each with a sample and what our model makes of it.
+
+Weights are random, tokenizer and picture are real. A case is a directory and what has to come out:
+ids and targets of a chat with a picture, their loss, the likeliest text after its question.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from generation import written
+from model_cases import COMPOSITES, ENCODERS, LLMS, build
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from torchmm.common.batch import IGNORE_TARGET, Microbatch
+from torchmm.data.loader import build_loader
+from torchmm.models.hf.adapter_files import save_adapters
+from torchmm.models.hf.load import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.layers.lora import of_adapter
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.model_section import (
+    AdapterConfig,
+    EncoderConfig,
+    FreezeConfig,
+    LlmConfig,
+    ModelConfig,
+)
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import TrainingConfig
+from torchmm.training.exports.write import Trained, write_export
+
+QUESTION = "What is this?"
+VOCABULARY = 1088
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Of LLMs: as small as vLLM's attention takes them."""
+_VIT = {
+    "model_type": "vit",
+    **{k: v for k, v in ENCODERS["clip"].items() if k != "model_type"},
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+}
+_IMAGE_TOKENS = {
+    "internvl": "<IMG_CONTEXT>",
+    "qwen2_vl": "<|image_pad|>",
+    "qwen2_5_vl": "<|image_pad|>",
+    "qwen3_vl": "<|image_pad|>",
+    "mistral3": "[IMG]",
+    "gemma3": "<image_soft_token>",
+}
+_IN_TEXT = {
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"
+    ),
+    "gemma3": "<start_of_image>",
+}
+"""How a chat template writes a picture, where that is not the placeholder alone."""
+_SPECIAL = (
+    *("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+    *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+    *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{{ eos_token }}{% endgeneration %}{% else %}"
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text if part.type == 'text' else 'IMAGE' }}{% endfor %}"
+    "{% endif %}{% endif %}\n"
+    "{% endfor %}{{ 'assistant:\n' if add_generation_prompt }}"
+)
+"""Of chats; what the assistant says is tagged, as TRL wants it."""
+
+
+@dataclass
+class Case:
+    """An export, and what has to come out of it."""
+
+    family: str
+    directory: Path
+    expected: dict[str, Any]
+    """prompt_ids, ids, targets, loss (mean over targets), tokens, unwritten (a token)."""
+
+    def job(self) -> dict[str, Any]:
+        """What a program of another environment gets to know of it."""
+        known = ("targets", "prompt_ids", "unwritten", "picture", "question", "answer", "count")
+        known += ("adapter",)
+        return {
+            "family": self.family,
+            "directory": str(self.directory),
+            **{key: self.expected[key] for key in known if key in self.expected},
+        }
+
+
+def make_tokenizer(data: Path, family: str) -> PreTrainedTokenizerFast:
+    """Real merges, and the special tokens of all families."""
+    backend = Tokenizer.from_file(str(data / "tokenizer/tokenizer.json"))
+    backend.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    rows = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+    backend.add_tokens([AddedToken(token, normalized=False) for token in rows])
+    picture = _IN_TEXT.get(family, _IMAGE_TOKENS.get(family, "<image>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=TEMPLATE.replace("IMAGE", picture),
+    )
+
+
+def model_section(family: str, tokenizer: PreTrainedTokenizerFast) -> ModelConfig:
+    """Of a recipe."""
+    llm = LlmConfig(config={**LLMS["llama"], **_SIZES})
+    if family in LLMS:
+        return ModelConfig(llm=LlmConfig(config={**LLMS[family], **_SIZES}))
+    if family in PAIRS:
+        section = EncoderConfig(config=PAIRS[family], feature_layer=-2)
+        return ModelConfig(llm=llm, encoders={"vision": section})
+    config = copy.deepcopy(COMPOSITES[family])
+    text = config["text_config"]
+    text |= {key: size for key, size in _SIZES.items() if key in text or key == "head_dim"}
+    if "layer_types" in text:
+        text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
+    if "mrope_section" in text.get("rope_parameters", {}):
+        text["rope_parameters"]["mrope_section"] = [4, 6, 6]
+    if family.startswith("qwen"):  # their towers end in the LLM's width
+        key = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
+        config["vision_config"][key] = text["hidden_size"]
+    ids = tokenizer.convert_tokens_to_ids
+    config |= {key: ids(token) for key, token in _config_tokens(family, config)}
+    return ModelConfig(config=config, processor=PROCESSORS.get(family))
+
+
+def _config_tokens(family: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    named = {
+        "image_token_id": _IMAGE_TOKENS.get(family, "<image>"),
+        "image_token_index": _IMAGE_TOKENS.get(family, "<image>"),
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+        "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
+    }
+    yield from ((key, token) for key, token in named.items() if key in config)
+
+
+PAIRS = {"clip + llama": ENCODERS["clip"], "vit + llama": _VIT}
+"""Towers of pairs, which become LLaVA."""
+PROCESSORS = {
+    name: {"size": {"shortest_edge": 64, "longest_edge": 64 * 64}}
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+}
+"""Settings of image processors: pictures stay small."""
+ADAPTED = ("llama", "clip + llama")
+"""Families with an adapter beside them."""
+SEEING = (
+    *PAIRS,
+    *("llava_next", "internvl", "smolvlm", "idefics3", "gemma3", "mistral3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+)
+CASES = ("llama", "qwen3", *SEEING)
+
+
+def make_case(family: str, directory: Path, data: Path) -> Case:
+    """Exports a tiny model of a family as a run does, and runs it on a chat."""
+    directory.mkdir(parents=True)
+    tokenizer = make_tokenizer(data, family)
+    model = build(model_section(family, tokenizer))
+    recipe = Recipe(model=ModelConfig())
+    trained = Trained("tiny", 1, recipe.training, recipe.data.sources, Path("none"))
+    write_export(model, directory / "hf", tokenizer, trained)
+    picture, answer = picture_of(data, directory, family in SEEING)
+    batch = microbatch_of(model, tokenizer, directory, picture, answer)
+    unwritten = model.text_spec(tokenizer).image_token_id
+    first = int((batch.targets_T != IGNORE_TARGET).nonzero()[0])
+    with torch.no_grad():
+        loss = model(batch) / (batch.targets_T != IGNORE_TARGET).sum()
+    expected = {
+        "ids": batch.input_ids_T.tolist(),
+        "targets": batch.targets_T.tolist(),
+        "loss": loss.item(),
+        "prompt_ids": batch.input_ids_T[: first + 1].tolist(),
+        "tokens": written(
+            model, prompt_of(batch, first + 1), -1 if unwritten is None else unwritten
+        ),
+        "unwritten": unwritten,
+        "question": QUESTION,
+        "answer": answer,
+        "picture": None if picture is None else str(picture),
+    }
+    expected["count"] = len(expected["tokens"])
+    if family in ADAPTED:
+        expected |= adapted(family, directory, batch)
+    return Case(family, directory / "hf", expected)
+
+
+def adapted(family: str, directory: Path, batch: Microbatch) -> dict[str, Any]:
+    """Directory of an adapter on the export, as a run saves it, and the loss with it."""
+    place = str(directory / "hf")
+    section = ModelConfig(source=place) if family in SEEING else None
+    section = section or ModelConfig(llm=LlmConfig(source=place))
+    adapters = {"mine": AdapterConfig(modules=["llm"], rank=2)}
+    model = build_model(section, FreezeConfig(), adapters=adapters)
+    materialize(model, "cpu")
+    init_weights(model, 0, skip=load_weights(model))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if of_adapter(name):
+                parameter.normal_(std=0.3, generator=generator)
+        loss = model(batch) / (batch.targets_T != IGNORE_TARGET).sum()
+    save_adapters(model, directory / "adapters")
+    return {"adapter": str(directory / "adapters/mine"), "adapter_loss": loss.item()}
+
+
+def picture_of(data: Path, directory: Path, seen: bool) -> tuple[Path | None, str]:
+    """A real picture, made small, in a file, and its caption."""
+    files = sorted(str(f) for f in (data / "tuxpaint_stamps/validation").glob("*.parquet"))
+    row = (
+        datasets.load_dataset("parquet", data_files=files, split="train")
+        .with_format("arrow")[:1]
+        .to_pylist()[0]
+    )
+    if not seen:
+        return None, row["text"]
+    picture = directory / "picture.png"
+    image = Image.open(io.BytesIO(row["image"]["bytes"])).convert("RGB")
+    image.resize((48, 40)).save(picture)
+    return picture, row["text"]
+
+
+def microbatch_of(
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    picture: Path | None,
+    answer: str,
+) -> Microbatch:
+    """The chat as a run would read it."""
+    question: list[dict[str, Any]] = [{"type": "text", "text": QUESTION}]
+    record: dict[str, Any] = {"images": []}
+    if picture is not None:
+        question.insert(0, {"type": "image"})
+        record["images"] = [picture.name]
+    record["messages"] = [
+        {"role": "user", "content": question if picture is not None else QUESTION},
+        {"role": "assistant", "content": answer},
+    ]
+    source = directory / "chat.jsonl"
+    source.write_text(json.dumps(record) + "\n")
+    loader = build_loader(
+        DataConfig(
+            validation=[SourceConfig(path=str(source))],
+            workers=0,
+            index_cache=str(directory / "index"),
+        ),
+        TrainingConfig(global_batch_size=1, sequence_length=1024),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+        validation=True,
+        **model.sample_specs(tokenizer),
+    )
+    (batch,) = islice(loader, 1)
+    (microbatch,) = batch.microbatches
+    length = microbatch.cu_seqlens[1]  # what is behind it fills the pack
+    return _first(microbatch, length, microbatch.targets_T[:length])
+
+
+def _first(batch: Microbatch, length: int, targets_T: torch.Tensor) -> Microbatch:
+    return replace(
+        batch,
+        input_ids_T=batch.input_ids_T[:length],
+        targets_T=targets_T,
+        target_positions_L=None,
+        position_ids=batch.position_ids[..., :length],
+        cu_seqlens=[0, length],
+    )
+
+
+def prompt_of(batch: Microbatch, length: int) -> Microbatch:
+    """What stands before the answer."""
+    return _first(batch, length, torch.full((length,), IGNORE_TARGET))
+
+
+def opened_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Of an export."""
+    return AutoTokenizer.from_pretrained(directory)

@@ -1,0 +1,81 @@
+"""Other programs' environment, the exports that they open, and what they answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client_cases import CASES, Case, make_case
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+Answers = dict[str, Any]
+SETTINGS = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "HF_HUB_OFFLINE"), "1"),
+    **dict.fromkeys(("VLLM_CPU_KVCACHE_SPACE", "VLLM_NO_USAGE_STATS"), "1"),
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+"""Environment variables: one thread, nothing fetched or reported, a GiB for keys and values."""
+
+
+@pytest.fixture(scope="session")
+def clients_python() -> Path:
+    """Python of the environment with other programs, which is made if it is not there."""
+    made = subprocess.run(
+        ["bash", str(HERE / "environment.sh")], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        lines = made.stderr.strip().splitlines() or ["no reason"]
+        pytest.skip(f"no environment of other programs: {lines[-1]}")
+    return ROOT / ".clients" / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory, real_data) -> dict[str, Case]:
+    """Exports by family."""
+    root = tmp_path_factory.mktemp("exports")
+    return {name: make_case(name, root / name.replace(" ", "_"), real_data) for name in CASES}
+
+
+@pytest.fixture(scope="session")
+def ask(clients_python, tmp_path_factory) -> Callable[..., Answers]:
+    """Runs one of `programs/` on cases; its answers, and versions."""
+
+    def run(program: str, cases: list[Case], *uses: str) -> Answers:
+        place = tmp_path_factory.mktemp(program)
+        jobs, answers = place / "jobs.json", place / "answers.json"
+        jobs.write_text(json.dumps([case.job() for case in cases]))
+        command = [clients_python, HERE / "programs" / f"{program}.py", jobs, answers, *uses]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=360,
+            env={**environment, **SETTINGS},
+        )
+        assert answers.exists(), ended.stderr[-3000:]
+        return json.loads(answers.read_text())
+
+    return run
+
+
+@pytest.fixture
+def note(request) -> Callable[[str, str, str, str], None]:
+    """Writes down what a program did with a family, for `scripts/client_table.py`."""
+    file = request.config.getoption("--clients")
+
+    def write(family: str, client: str, version: str, what: str) -> None:
+        if file is not None:
+            line = {"family": family, "client": client, "version": version, "what": what}
+            with file.open("a") as out:
+                out.write(json.dumps(line) + "\n")
+
+    return write

@@ -1,0 +1,24 @@
+"""scripts/client_table.py: what other programs did with exports becomes a table."""
+
+import json
+import runpy
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "client_table.py"
+
+
+def test_a_cell_says_what_was_seen() -> None:
+    script = runpy.run_path(str(SCRIPT))
+    keys = ("family", "client", "version", "what")
+    notes = [("llama", "vllm", "0.3", "tokens"), ("llama", "vllm", "0.3", "opens")]
+    notes += [("llava", "trl", "1.2", "loss")]
+    found = list(script["lines"](json.dumps(dict(zip(keys, note, strict=True))) for note in notes))
+    assert found == [
+        "| export of | vllm 0.3 | trl 1.2 |",
+        "|---|---|---|",
+        "| llama | opens, tokens |  |",
+        "| llava |  | loss |",
+    ]
+    page = script["TARGET"].read_text()
+    table = page.partition(script["BEGIN"])[2].partition(script["END"])[0]
+    assert "| export of | transformers" in table
