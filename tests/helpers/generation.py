@@ -1,4 +1,4 @@
-"""The likeliest text after a prompt, by our model and by Hugging Face's."""
+"""The likeliest text after a prompt, by our model with its cache and by Hugging Face's."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.training.validation import _append
+from torchmm.training.text.generate import next_row
 
 TOKENS = 12
 
@@ -18,14 +18,15 @@ def written(
     model: MultimodalModel, prompt: Microbatch, unwritten: int = IMAGE_TOKEN_ID
 ) -> list[int]:
     """By our model after `prompt`, without the token `unwritten`, which stands for images."""
-    state, ids = prompt, []
+    row, ids, cache = prompt, [], model.llm.new_cache()
+    features = model.encode(prompt)
     for _ in range(TOKENS):
-        last = torch.tensor([state.input_ids_T.numel() - 1])
-        logits_V = model.llm.logits(state, model.encode(state), last)[0]
-        logits_V[unwritten] = -torch.inf
-        token = logits_V.argmax()
-        ids.append(int(token))
-        state = _append(state, token)
+        last = torch.tensor([row.input_ids_T.numel() - 1])
+        logits_1V = model.llm.logits(row, features, last, cache)
+        logits_1V[:, unwritten] = -torch.inf
+        token_1 = logits_1V.argmax(-1)
+        ids.append(int(token_1))
+        row, features = next_row(row, token_1), {}
     return ids
 
 

@@ -41,6 +41,7 @@ from torchmm.models.layers.loss import (
     summed_cross_entropy,
 )
 from torchmm.models.layers.shared_rows import RowRanks
+from torchmm.models.layers.token_cache import PackedCache
 
 Given = dict[str, Tensor] | Tensor | tuple[Tensor, ...]
 """What a stage gets: encoders' outputs by name, or what the stage before returned."""
@@ -203,13 +204,16 @@ class LlmModule(LayeredModule):
             **sizes,
         )
 
-    def forward(self, microbatch: Microbatch, inputs: Given) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, microbatch: Microbatch, inputs: Given, cache: PackedCache | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Loss of a microbatch, or this stage's part of the way to it.
 
         Args:
             inputs: whole model or first stage: (K, D) outputs by encoder name, wider by one D for
                 each of the family's taps; the outputs of an encoder that is not in the microbatch
                 count with factor zero. Later stages: what the stage before returned.
+            cache: of all but the last stage: see `logits`.
 
         Returns:
             Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies;
@@ -220,7 +224,7 @@ class LlmModule(LayeredModule):
             ValueError: an encoder's outputs do not fit its placeholders.
         """
         if not self.is_last:
-            output, blocks_KB = self._run_layers(microbatch, inputs)
+            output, blocks_KB = self._run_layers(microbatch, inputs, cache)
             hidden_TD = output.last_hidden_state[0]
             rest_KB = self._handed_on(blocks_KB)
             return hidden_TD if rest_KB is None else (hidden_TD, rest_KB)
@@ -279,24 +283,47 @@ class LlmModule(LayeredModule):
             return hidden_TD[:1]
         return hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
-    def logits(self, microbatch: Microbatch, inputs: Given, positions_L: Tensor) -> Tensor:
-        """(L, V) logits at the given positions, in the compute dtype; inputs as in `forward`."""
-        return self._logits(microbatch, inputs, positions_L)
+    def logits(
+        self,
+        microbatch: Microbatch,
+        inputs: Given,
+        positions_L: Tensor,
+        cache: PackedCache | None = None,
+    ) -> Tensor:
+        """(L, V) logits at the given positions, in the compute dtype; inputs as in `forward`.
 
-    def _logits(self, microbatch: Microbatch, inputs: Given, positions_L: Tensor) -> Tensor:
+        Args:
+            cache: what this stage's layers keep of the tokens so far. The first microbatch has
+                whole prompts, later ones the next token of each.
+        """
+        return self._logits(microbatch, inputs, positions_L, cache)
+
+    def new_cache(self) -> PackedCache:
+        """For prompts of which nothing is known yet."""
+        return PackedCache(self.text_config)
+
+    def _logits(
+        self,
+        microbatch: Microbatch,
+        inputs: Given,
+        positions_L: Tensor,
+        cache: PackedCache | None = None,
+    ) -> Tensor:
         if not self.family.logits_to_keep:
-            output, _ = self._run_layers(microbatch, inputs)
+            output, _ = self._run_layers(microbatch, inputs, cache)
             return self.head(output.last_hidden_state[0][positions_L])
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
-        arguments = self._arguments(microbatch, hidden_TD)
+        arguments = self._arguments(microbatch, hidden_TD, cache)
         with self._adding(microbatch, blocks_KB):
             return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
 
-    def _run_layers(self, microbatch: Microbatch, inputs: Given) -> tuple[Any, Tensor | None]:
+    def _run_layers(
+        self, microbatch: Microbatch, inputs: Given, cache: PackedCache | None = None
+    ) -> tuple[Any, Tensor | None]:
         """What the text model returns, and (K, B) what was to be added to hidden states."""
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
         with self._adding(microbatch, blocks_KB):
-            return self.text_model(**self._arguments(microbatch, hidden_TD)), blocks_KB
+            return self.text_model(**self._arguments(microbatch, hidden_TD, cache)), blocks_KB
 
     def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
         """Hidden states (T, D), and (K, B) what is still to be added to them, if anything is."""
@@ -333,10 +360,17 @@ class LlmModule(LayeredModule):
             return None
         return blocks_KB[:, own:]
 
-    def _arguments(self, microbatch: Microbatch, hidden_TD: Tensor) -> dict[str, Any]:
+    def _arguments(
+        self, microbatch: Microbatch, hidden_TD: Tensor, cache: PackedCache | None
+    ) -> dict[str, Any]:
         ranks = self.row_ranks
         tokens = microbatch.cu_seqlens[-1]
+        kept: dict[str, Any] = {}
+        if cache is not None:
+            cache.begin_row(microbatch.cu_seqlens, hidden_TD.device)
+            kept = {"past_key_values": cache, "use_cache": True}
         return self._switches() | {
+            **kept,
             "inputs_embeds": hidden_TD[None],
             "position_ids": microbatch.position_ids.unsqueeze(-2),
             # Forwards pass this keyword of Hugging Face's (`FlashAttentionKwargs`: the starts of
@@ -348,6 +382,7 @@ class LlmModule(LayeredModule):
                 self._blocks(microbatch),
                 self.family.both_ways == "images in windows",
                 None if ranks is None else ranks.heads(tokens),
+                cache,
             ),
         }
 

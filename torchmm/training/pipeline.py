@@ -14,10 +14,11 @@ microbatch, on a dummy image if there is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.pixels import PixelRanks, reading_stages
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
-from torchmm.pipelining.run.stage import NextTokenStage, PipelineStage, VelocityStage, make_stage
+from torchmm.pipelining.run.stage import PipelineStage, TextStage, VelocityStage, make_stage
 from torchmm.planning.step import Choices, Purpose, plan_layout, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -109,9 +110,13 @@ class Pipeline:
         runtime = partial(
             PipelineRuntime, mesh.pipeline_rank, channels=channels, device=mesh.device
         )
+        self.caches_tokens = model.llm.family.listed and config.context == 1
+        """Whether its stages can keep what they need of earlier tokens. Families that are not
+        listed, and ranks that share rows, were not compared with a cache."""
+        self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
         self._runtime = runtime(stages)
-        self._writer = runtime(_with_last(NextTokenStage, stages))
-        self._drawer = runtime(_with_last(VelocityStage, stages))
+        self._writer = runtime(_writing_stages(stages))
+        self._drawer = runtime(_drawing_stages(stages))
 
     @property
     def reads(self) -> Reads:
@@ -221,14 +226,31 @@ class Pipeline:
             found.setdefault(module, []).append(loss)
         return found
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Lets LLM stages keep what they need of the rows inside, if they can (`caches_tokens`):
+        the first row has whole prompts, later ones the next token of each."""
+        stages = [s for s in self._writer.stages.values() if isinstance(s, TextStage)]
+        for stage in stages:
+            stage.cache = stage.module.new_cache() if self.caches_tokens else None
+        try:
+            yield
+        finally:
+            for stage in stages:
+                stage.cache = None
+
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """(V,) logits after the last token; None on ranks without the LLM's last stage."""
-        plan = self.plan([microbatch.meta], purpose="text")
+        """(B, V) logits after the last token of each of B prompts; None on ranks without the LLM's
+        last stage. Ranks that share rows take one prompt."""
+        meta = microbatch.meta
+        if self._text_plan is None or self._text_plan[0] != meta:
+            self._text_plan = meta, self.plan([meta], purpose="text")
+        plan = self._text_plan[1]  # that of one more token for each prompt is always the same
         result = self._writer.step(plan, self._own_parts(plan, [microbatch]))
-        logits_V = result.losses_of("llm").get(0)
-        if logits_V is None or self._row_ranks is None:
-            return logits_V
-        return self._row_ranks.of_last(logits_V)
+        logits_BV = result.losses_of("llm").get(0)
+        if logits_BV is None or self._row_ranks is None:
+            return logits_BV
+        return self._row_ranks.of_last(logits_BV)
 
     def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:
         """float32 (P, V): where the pixels of the images to be drawn move to as they get noisier;
@@ -253,16 +275,21 @@ def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:
     return replace(microbatch, encoders=encoders, generator=drawn)
 
 
-def _with_last(
-    kind: type[NextTokenStage | VelocityStage], stages: dict[int, PipelineStage]
-) -> dict[int, PipelineStage]:
-    """The same stages, but the last of the LLM gives logits, or that of the generator velocities,
-    instead of the loss."""
-    family = LlmModule if issubclass(kind, NextTokenStage) else GeneratorModule
+def _writing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineStage]:
+    """The same stages, but those of the LLM for text (`TextStage`)."""
+    return {
+        index: TextStage(stage.module, stage.sharding)
+        if isinstance(stage.module, LlmModule)
+        else stage
+        for index, stage in stages.items()
+    }
 
-    def replaced(stage: PipelineStage) -> PipelineStage:
-        module: Any = stage.module
-        last = isinstance(module, family) and module.is_last
-        return kind(module, stage.sharding) if last else stage
 
-    return {index: replaced(stage) for index, stage in stages.items()}
+def _drawing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineStage]:
+    """The same stages, but the last of the generator gives velocities instead of the loss."""
+    return {
+        index: VelocityStage(stage.module, stage.sharding)
+        if isinstance(stage.module, GeneratorModule) and stage.module.is_last
+        else stage
+        for index, stage in stages.items()
+    }

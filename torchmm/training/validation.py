@@ -1,10 +1,6 @@
 """Held-out samples in a run: losses, text that the model generates, images and clips that it draws.
 
-All are plans of forwards alone, run as training steps are. For generation all data-parallel ranks
-work on the same sample in lockstep (FSDP gathers every layer's weights for all of them anyway) and
-one rank's choice of each token is broadcast, so ranks can never disagree on when to stop. Rejected:
-a key-value cache; captions are short and recomputing keeps one code path for training and
-generation.
+All are plans of forwards alone, run as training steps are; text is written as `text` says.
 
 Drawings come from noise in a fixed number of steps, each a plan of forwards through the whole
 model, so that drawing works in every layout. Rejected: keeping the LLM's hidden states between the
@@ -42,6 +38,11 @@ from torchmm.training.metrics import StepRecord
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import plot_captions, plot_pictures
 from torchmm.training.step import torn_samples
+from torchmm.training.text.generate import generate_tokens
+from torchmm.training.text.sampling import Sampling
+
+PROMPTS_TOGETHER = 16
+"""Held-out samples whose text is written at the same time."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,17 @@ def generate_samples(
         prompts: from `held_out_prompts`.
         max_new_tokens: longest text, in tokens; generation stops at the end-of-text token.
     """
-    texts = []
-    for prompt, truth_ids, sample in prompts:
-        new_ids = _generate(pipeline, prompt.to(mesh.device), tokenizer, max_new_tokens, mesh)
-        texts.append(generated_text(prompt, truth_ids, sample, new_ids, tokenizer))
+    texts: list[GeneratedText] = []
+    waiting = iter(prompts)
+    sampling = Sampling(max_new_tokens)
+    ends = {tokenizer.eos_token_id}
+    while together := list(islice(waiting, PROMPTS_TOGETHER)):
+        rows = [prompt for prompt, _, _ in together]
+        written = generate_tokens(pipeline, rows, mesh, sampling, ends)
+        texts += (
+            generated_text(*prompt, new_ids, tokenizer)
+            for prompt, new_ids in zip(together, written, strict=True)
+        )
     return texts
 
 
@@ -196,46 +204,6 @@ def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, Sa
             meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
         )
         yield prompt, targets[counted[:, 0]], sample
-
-
-def _generate(
-    pipeline: Pipeline,
-    prompt: Microbatch,
-    tokenizer: PreTrainedTokenizerBase,
-    max_new_tokens: int,
-    mesh: ParallelMesh,
-) -> list[int]:
-    source = mesh.global_rank(pipeline=pipeline.last_rank("llm"))
-    new_ids: list[int] = []
-    state = prompt
-    for _ in range(max_new_tokens):
-        logits_V = pipeline.next_token_logits(state)
-        token = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        if logits_V is not None:
-            token = logits_V.argmax()
-        dist.broadcast(token, src=source)
-        if int(token) == tokenizer.eos_token_id:
-            break
-        new_ids.append(int(token))
-        state = _append(state, token)
-    return new_ids
-
-
-def _append(state: Microbatch, token: Tensor) -> Microbatch:
-    positions = state.position_ids
-    following = positions.amax() + 1
-    # What was written is the target of the token before: some models see prompts both ways.
-    ignored = torch.full_like(state.targets_T[:1], IGNORE_TARGET)
-    length = state.input_ids_T.numel() + 1
-    return replace(
-        state,
-        input_ids_T=torch.cat([state.input_ids_T, token[None]]),
-        targets_T=torch.cat([state.targets_T[:-1], token[None], ignored]),
-        target_positions_L=None,  # type: ignore[arg-type]  # to be found again
-        position_ids=torch.cat([positions, following.expand_as(positions[..., :1])], dim=-1),
-        cu_seqlens=[0, length],
-        meta=replace(state.meta, tokens=length),
-    )
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.layers.attention import image_blocks, prompt_blocks
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
-from torchmm.training.validation import _append
+from torchmm.training.text.generate import grown_row
 
 ROWS = ("mistral3", "pixtral_llava")
 """Whose images are any rectangles of patches."""
@@ -404,7 +404,7 @@ def test_what_was_written_is_not_part_of_the_prompt() -> None:
     )
     state = prompt
     for token in batch.input_ids_T[length:start]:
-        state = _append(state, token)
+        state = grown_row(state, token[None])
     assert torch.equal(state.input_ids_T, batch.input_ids_T[:start])
     blocks = prompt_blocks(state.targets_T != IGNORE_TARGET, state.cu_seqlens)
     assert blocks.tolist() == [0] * length + [-1] * (start - length)

@@ -17,6 +17,9 @@ Face's own name for it) or, where a layer forwards no keyword arguments, as its 
 Where several ranks share a row, each calls this with its own tokens; heads are exchanged for tokens
 first, and back afterwards (`torchmm.parallel.context`).
 
+When text is generated, rows of one token for each prompt attend to what a cache has kept of the
+prompts (`token_cache`).
+
 Rejected: Hugging Face's "sdpa", whose mask is dense (T x T) and which lets samples see each other
 whenever a cache or an all-ones mask is passed; flex_attention, which has no backward on CPU.
 
@@ -47,6 +50,7 @@ from transformers import AttentionInterface
 from torchmm.common.device_copies import to_device
 from torchmm.models.layers.attention_ops import capped_attention, equal_runs, packed_attention
 from torchmm.models.layers.shared_rows import RowHeads
+from torchmm.models.layers.token_cache import PackedCache, cached_attention
 
 PACKED = "packed"
 """Name under which the attention function is registered."""
@@ -78,6 +82,8 @@ class Segments:
     """Whether only layers with a window do so."""
     row_heads: RowHeads | None = None
     """What exchanges tokens for heads, where other ranks have the rest of the tokens."""
+    cache: PackedCache | None = None
+    """What layers keep for tokens to come; None: nothing."""
 
     @classmethod
     def from_starts(
@@ -87,6 +93,7 @@ class Segments:
         blocks_T: Tensor | None = None,
         only_windows: bool = False,
         row_heads: RowHeads | None = None,
+        cache: PackedCache | None = None,
     ) -> Segments:
         """Segments from their starts and the total length, [0, ..., T].
 
@@ -99,7 +106,7 @@ class Segments:
         host = torch.tensor(cu_seqlens, dtype=torch.int32)
         device_starts = to_device(host, device)
         longest = torch.empty(max(lengths) + 1, 0)
-        return cls(device_starts, host, longest, blocks_T, only_windows, row_heads)
+        return cls(device_starts, host, longest, blocks_T, only_windows, row_heads, cache)
 
     @property
     def max_length(self) -> int:
@@ -184,6 +191,35 @@ def _attend_row(
     return heads.own_tokens(out_THD, query_THD.shape[1])
 
 
+def _attend_packed(
+    query_1HTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    segments: Segments,
+    scale: float,
+    rules: _Rules,
+) -> Tensor:
+    """(1, T, H, D): of a packed row, where keys and values are the row's or a cache's."""
+    cache = segments.cache
+    if cache is not None and not cache.whole_prompts:
+        assert rules.causal and cache.now is not None
+        return cached_attention(
+            query_1HTD,
+            key_BGSD,
+            value_BGSD,
+            lengths=cache.now,
+            scale=scale,
+            window=rules.window,
+            softcap=rules.softcap,
+            sinks_H=rules.sinks_H,
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query_1HTD, key_BGSD, value_BGSD))
+    if segments.only_windows and not rules.window:
+        segments = replace(segments, blocks_T=None)
+    rules = rules._replace(window=_needed(rules.window, segments))
+    return _attend_row(q, k, v, segments, scale, rules)[None]
+
+
 def _needed(window: int, segments: Segments) -> int:
     """0 for a window that hides nothing; a compiled layer would be compiled once more for that."""
     return window if torch.compiler.is_compiling() or window < segments.max_length else 0
@@ -244,11 +280,8 @@ def attention(
         return out_BHTD.transpose(1, 2), None
     if attention_mask is not None or query_BHTD.shape[0] != 1:
         raise ValueError("packed segments need a single row and no attention mask")
-    q, k, v = (x[0].transpose(0, 1) for x in (query_BHTD, key_BGTD, value_BGTD))
-    if segments.only_windows and not window:
-        segments = replace(segments, blocks_T=None)
-    rules = _Rules(causal, _needed(window, segments), softcap, sinks_H)
-    return _attend_row(q, k, v, segments, scale, rules)[None], None
+    rules = _Rules(causal, window, softcap, sinks_H)
+    return _attend_packed(query_BHTD, key_BGTD, value_BGTD, segments, scale, rules), None
 
 
 # Not among Hugging Face's masks: it makes none for names that it does not know there. With one that

@@ -11,6 +11,9 @@ Where several ranks share a row, a rank gets some of the heads of all its tokens
 convolution, and gives their results back behind the recurrence (`shared_rows`): projections, norm
 and gate are those of its own tokens.
 
+When text is generated, a cache keeps the last inputs of the convolution and the state of every
+prompt, in float32; a token then changes the state once (on any device with plain products).
+
 Rejected: Hugging Face's forward with other functions in its module's namespace, which would change
 models that are not ours; one call of the rule per segment, slow for many short ones.
 
@@ -21,7 +24,7 @@ a head, V value features, W width of a filter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -33,8 +36,12 @@ from transformers.activations import ACT2FN
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import DeltaSizes
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.delta_ops import packed_delta_rule
-from torchmm.models.layers.packed_mixers import pack_mixers, packed_convolution
+from torchmm.models.layers.delta_ops import next_token_rule, packed_delta_rule, rule_with_states
+from torchmm.models.layers.packed_mixers import (
+    cached_convolution,
+    pack_mixers,
+    packed_convolution,
+)
 from torchmm.models.layers.shared_rows import RowHeads
 
 MIXER = "linear_attn"
@@ -98,12 +105,15 @@ def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     if ranks is not None:
         mixed_TC, beta_TH, decay_TH = _own_heads(mixer, mixed_TC, beta_TH, decay_TH, ranks)
         weights = _weights_of_own_heads(mixer, weights, ranks)
-    mixed_TC = packed_convolution(mixed_TC, weights.filters_CW, segments)
-    mixed_TC = ACT2FN[mixer.activation](mixed_TC)
+    filtered_TC = cached_convolution(mixer, mixed_TC, weights.filters_CW, segments)
+    if filtered_TC is None:
+        filtered_TC = packed_convolution(mixed_TC, weights.filters_CW, segments)
+    mixed_TC = ACT2FN[mixer.activation](filtered_TC)
     rate_H = -weights.decay_H.float().exp()
     decay_TH = rate_H * functional.softplus(decay_TH.float() + weights.bias_H)
     query_TGK, key_TGK, value_THV = _by_head(mixer, mixed_TC, len(rate_H), dim=1)
-    value_THV = delta_rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH.sigmoid(), segments)
+    rule = delta_rule if segments.cache is None else partial(_cached_rule, mixer)
+    value_THV = rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH.sigmoid(), segments)
     if ranks is not None:
         value_THV = ranks.own_tokens(value_THV, heads)
     rows = value_THV.flatten(0, 1)
@@ -185,6 +195,29 @@ def delta_rule(
         return call_library(kernel, inputs, segments)
     starts = segments.cu_seqlens_host
     return packed_delta_rule(query_TGK, key_TGK, value_THV, decay_TH, beta_TH, starts)
+
+
+def _cached_rule(
+    mixer: Any,
+    query_TGK: Tensor,
+    key_TGK: Tensor,
+    value_THV: Tensor,
+    decay_TH: Tensor,
+    beta_TH: Tensor,
+    segments: Segments,
+) -> Tensor:
+    """(T, H, V) of whole prompts, or of the next token of each, from the state that was kept."""
+    inputs = [query_TGK, key_TGK, value_THV, decay_TH, beta_TH]
+    kept = segments.cache
+    assert kept is not None
+    if kept.whole_prompts:
+        out_THV, states_BHKV = rule_with_states(inputs, segments.cu_seqlens_host)
+    else:
+        before_BHKV = kept.get_recurrent_state(mixer.layer_idx)
+        assert before_BHKV is not None
+        out_THV, states_BHKV = next_token_rule(inputs, before_BHKV)
+    kept.update_recurrent_state(states_BHKV, mixer.layer_idx)
+    return out_THV
 
 
 def call_library(

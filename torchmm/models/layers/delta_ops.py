@@ -18,13 +18,16 @@ large as the inputs. Rejected: autograd through the loop, which keeps all of tha
 anew for every number of chunks; states multiplied by zero where a segment starts, with one round
 per chunk of the row.
 
-Shape legend: T tokens, G key heads, H value heads (G divides H), K key features, V value features,
-C chunks, L tokens of a chunk, N chunks of a round.
+Generating text needs the state behind each segment as well, and no backward: that is a function of
+its own, as is the rule for one more token of each segment.
+
+Shape legend: T tokens, S segments, G key heads, H value heads (G divides H), K key features, V
+value features, C chunks, L tokens of a chunk, N chunks of a round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +48,8 @@ class ChunkLayout(NamedTuple):
     """Chunks of each round, one after the other; never rises."""
     length: int
     """L."""
+    ranks_S: Tensor
+    """int64, on the CPU: place of a segment among all, of which the longest are first."""
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device) -> ChunkLayout:
@@ -66,7 +71,7 @@ class ChunkLayout(NamedTuple):
         places_T = chunk_T * length + at_T % length
         if device.type == "cuda":
             places_T = places_T.pin_memory().to(device, non_blocking=True)
-        return cls(places_T, rounds_R.tolist(), length)
+        return cls(places_T, rounds_R.tolist(), length, rank_S)
 
     def split(self, x_THD: Tensor) -> Tensor:
         """(C, H, L, D) float32: tokens in their chunks, zeros where there is none."""
@@ -137,7 +142,7 @@ class _Chunks(NamedTuple):
         return (self.decay[:, :, -1:] - self.decay).exp()
 
 
-def _chunks(layout: ChunkLayout, inputs: list[Tensor]) -> _Chunks:
+def _chunks(layout: ChunkLayout, inputs: Sequence[Tensor]) -> _Chunks:
     query, key, value, decay, beta = (
         layout.split(x[..., None] if x.ndim == 2 else x) for x in inputs
     )
@@ -176,6 +181,8 @@ class _Scan(NamedTuple):
     """(C, H, K, V): before each chunk."""
     written: Tensor
     """(C, H, L, V): values as written into that state."""
+    last: list[Tensor]
+    """(.., H, K, V) each: states behind the segments that a round ends, by round."""
 
 
 def _scan(layout: ChunkLayout, c: _Chunks) -> _Scan:
@@ -184,12 +191,15 @@ def _scan(layout: ChunkLayout, c: _Chunks) -> _Scan:
     states = c.key.new_empty(*c.key.shape[:2], c.key.shape[-1], c.value.shape[-1])
     written = torch.empty_like(c.value)
     state = torch.zeros_like(states[: layout.rounds[0]])
+    last = []
     for part in layout.slices():
-        state = state[: part.stop - part.start]
+        count = part.stop - part.start
+        last.append(state[count:])
+        state = state[:count]
         states[part] = state
         written[part] = c.new[part] - c.read[part] @ state
         state = state * whole[part] + decayed_key[part].transpose(-1, -2) @ written[part]
-    return _Scan(states, written)
+    return _Scan(states, written, [*last, state])
 
 
 @torch.library.custom_op("torchmm::packed_delta_rule", mutates_args=())
@@ -212,11 +222,46 @@ def packed_delta_rule(
     Returns:
         (T, H, V) in the values' dtype.
     """
+    inputs = [query_TGK, key_TGK, value_THV, decay_TH, beta_TH]
+    return _rule(inputs, cu_seqlens)[0]
+
+
+def _rule(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, ChunkLayout, _Scan]:
+    value_THV = inputs[2]
     layout = ChunkLayout.of(cu_seqlens, value_THV.device)
-    c = _chunks(layout, [query_TGK, key_TGK, value_THV, decay_TH, beta_TH])
+    c = _chunks(layout, inputs)
     scan = _scan(layout, c)
     out = (c.query * c.grown) @ scan.states + c.scores @ scan.written
-    return layout.join(out).to(value_THV.dtype)
+    return layout.join(out).to(value_THV.dtype), layout, scan
+
+
+def rule_with_states(inputs: Sequence[Tensor], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """What `packed_delta_rule` gives, and float32 (S, H, K, V): the state behind each segment.
+
+    Args:
+        inputs: the five tensors that it reads.
+    """
+    out_THV, layout, scan = _rule(inputs, cu_seqlens)
+    by_rank = torch.cat(scan.last[::-1])  # those of most rounds are first
+    return out_THV, by_rank[layout.ranks_S.to(by_rank.device)]
+
+
+def next_token_rule(inputs: Sequence[Tensor], states_SHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule for one more token of each segment: (S, H, V), and the states behind it.
+
+    Args:
+        inputs: as `packed_delta_rule` reads them, of S tokens.
+    """
+    query, key, value, decay, beta = (x.to(states_SHKV.dtype) for x in inputs)
+    shared = value.shape[1] // key.shape[1]
+    query, key = (
+        _normalized(x)[0].repeat_interleave(shared, dim=1)[:, :, None] for x in (query, key)
+    )
+    states = states_SHKV * decay.exp()[..., None, None]
+    new = (value[:, :, None] - key @ states) * beta[..., None, None]
+    states = states + key.transpose(-1, -2) @ new
+    out = query * query.shape[-1] ** -0.5 @ states
+    return out[:, :, 0].to(inputs[2].dtype), states
 
 
 @packed_delta_rule.register_fake

@@ -26,7 +26,6 @@ from torchmm.models.layers.attention import Segments
 
 PackedForward = Callable[[Any, Tensor, Segments], Tensor]
 """Of a mixer and hidden states (1, T, D), which it returns."""
-_NEVER = ("attention_mask", "cache_params", "past_key_values")
 
 
 def pack_mixers(
@@ -58,11 +57,24 @@ def _packed(forward: PackedForward) -> Callable[..., Tensor]:
             kwargs["cu_seq_lens_q"] = cu_seq_lens_q
             whole: Callable[..., Tensor] = type(mixer).forward
             return whole(mixer, hidden_states, **kwargs)
-        if any(kwargs.get(name) is not None for name in _NEVER):
-            raise ValueError("packed segments need a row without attention mask and cache")
+        caches = (kwargs.get("cache_params"), kwargs.get("past_key_values"))
+        if kwargs.get("attention_mask") is not None or any(
+            cache not in (None, cu_seq_lens_q.cache) for cache in caches
+        ):
+            raise ValueError("packed segments need a row without attention mask and other caches")
         return forward(mixer, hidden_states, cu_seq_lens_q)
 
     return packed_forward
+
+
+def cached_convolution(
+    mixer: Any, x_TC: Tensor, filters_CW: Tensor, segments: Segments
+) -> Tensor | None:
+    """(T, C): causal convolution of prompts' next tokens, behind what a cache has kept; None where
+    there is none, or the prompts are here as a whole."""
+    if segments.cache is None:
+        return None
+    return segments.cache.filtered(x_TC, filters_CW, mixer.layer_idx)
 
 
 def packed_convolution(x_TC: Tensor, filters_CW: Tensor, segments: Segments) -> Tensor:

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 
 from torchmm.common.layers import ConvolutionSizes
 from torchmm.models.layers.attention import Segments
-from torchmm.models.layers.packed_mixers import pack_mixers, packed_convolution
+from torchmm.models.layers.packed_mixers import (
+    cached_convolution,
+    pack_mixers,
+    packed_convolution,
+)
 
 SHORT_CONVOLUTION = "conv"
 """Hugging Face's name of a layer's convolution with its linears."""
@@ -56,7 +60,7 @@ def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
     x_TC = in_gate_TC * x_TC
     ranks = segments.row_heads
     if ranks is None:
-        x_TC = _filtered(x_TC, filters, segments)
+        x_TC = _filtered(mixer, x_TC, filters, segments)
     else:
         channels = x_TC.shape[1]
         [own_TC1] = ranks.whole_rows(x_TC[..., None])
@@ -65,11 +69,13 @@ def _forward(mixer: Any, hidden_states: Tensor, segments: Segments) -> Tensor:
             ranks.own_heads(weights_CW, channels),
             None if bias_C is None else ranks.own_heads(bias_C, channels),
         )
-        found_TC = _filtered(own_TC1[..., 0], own, segments)
+        found_TC = _filtered(mixer, own_TC1[..., 0], own, segments)
         x_TC = ranks.own_tokens(found_TC[..., None], channels)[..., 0]
     return mixer.out_proj((out_gate_TC * x_TC)[None])
 
 
-def _filtered(x_TC: Tensor, filters: Filters, segments: Segments) -> Tensor:
-    x_TC = packed_convolution(x_TC, filters.weights_CW, segments)
-    return x_TC if filters.bias_C is None else x_TC + filters.bias_C
+def _filtered(mixer: Any, x_TC: Tensor, filters: Filters, segments: Segments) -> Tensor:
+    out_TC = cached_convolution(mixer, x_TC, filters.weights_CW, segments)
+    if out_TC is None:
+        out_TC = packed_convolution(x_TC, filters.weights_CW, segments)
+    return out_TC if filters.bias_C is None else out_TC + filters.bias_C

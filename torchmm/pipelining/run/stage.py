@@ -23,12 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.batch import Microbatch, even_ranges
+from torchmm.common.device_copies import to_device
 from torchmm.common.generated import GeneratorInputs
 from torchmm.common.row_slices import SlicedMicrobatch, task_images
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.generator import Given as GivenToGenerator
 from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.token_cache import PackedCache
 from torchmm.models.llm import Given, LlmModule
 from torchmm.parallel.activation import set_layer_modes
 from torchmm.parallel.fsdp import Sharding
@@ -190,16 +192,30 @@ class LlmStage(PipelineStage):
         return holder.weight
 
 
-class NextTokenStage(LlmStage):
-    """The LLM's last stage when generating: (V,) logits after the last token, not the loss."""
+class TextStage(LlmStage):
+    """A stage of the LLM when generating text.
+
+    Attributes:
+        cache: what its layers keep of the tokens so far; None: every row is whole.
+    """
+
+    def __init__(self, module: LlmModule, sharding: Sharding | None = None) -> None:
+        super().__init__(module, sharding)
+        self.cache: PackedCache | None = None
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        last = torch.tensor([microbatch.input_ids_T.numel() - 1])
-        positions_L = last.to(microbatch.input_ids_T.device)
+        """Hidden states as in training; of the last stage not the loss, but (B, V) logits after the
+        last token of each of B segments, or, of a slice of a row, (1, V) after its last token."""
         seen, given = self._given(task, inputs, microbatch, graph)
-        return StageOutput((), self.module.logits(seen, given, positions_L)[0])
+        if not self.module.is_last:
+            return _to_all(self.module(seen, given, self.cache), task, graph)
+        stops = microbatch.cu_seqlens[1:]
+        if isinstance(microbatch, SlicedMicrobatch):
+            stops = [len(microbatch.input_ids_T)]
+        last_B = to_device(torch.tensor(stops) - 1, microbatch.input_ids_T.device)
+        return StageOutput((), self.module.logits(seen, given, last_B, self.cache))
 
 
 class GeneratorStage(PipelineStage):

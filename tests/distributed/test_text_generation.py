@@ -1,0 +1,106 @@
+"""Every layout writes the text that one process writes without a cache."""
+
+from functools import partial
+
+import pytest
+import torch
+from launch import run_distributed
+from meshes import mesh_for, units_for
+from shared_reference import on_first_rank
+from test_disaggregated_equality import Case as Apart
+from test_disaggregated_equality import a_batch, a_model, unit
+from test_generator_equality import filled
+from test_layouts import Case
+from text_writing import Written, differences, prompts_of, written_again
+
+from torchmm.common.batch import Microbatch
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import start_process_group
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
+from torchmm.training.pipeline import Pipeline, plan_layout
+
+PP2 = {"pipeline": 2}
+PP3 = {"pipeline": 3, "schedule": "1f1b"}
+DEEP = {"num_hidden_layers": 4}
+DELTA = {"llm": "qwen3_5_text"}
+CASES: dict[int, list[Case | Apart]] = {
+    2: [
+        Case("pp2", pipeline=PP2),
+        Case("pp2, delta nets", pipeline={**PP2, "schedule": "zero_bubble"}, **DELTA),
+        Case("pp2, separated", pipeline={**PP2, "schedule": "separated"}),
+        Case(
+            "pp2, interleaved",
+            pipeline={**PP2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
+            llm_config=DEEP,
+        ),
+        Case("pp2, adapters", pipeline=PP2, adapters=("llm", "vision")),
+        Case("fsdp2, recomputing", shard=2, recompute="full"),
+        Case("fsdp2, gathered once", shard=2, pipeline={"reshard_after_forward": "never"}),
+        Case("fsdp2, adapters", shard=2, adapters=("llm",)),
+        Case("tp2", tensor=2),
+        Case("tp2, sequence parallel", tensor=2, sequence_parallel=True),
+        Case("tp2, adapters", tensor=2, adapters=("llm", "vision")),
+        Case("tp2, delta nets", tensor=2, sequence_parallel=True, **DELTA),
+        Case("tp2, short convolutions", tensor=2, llm="lfm2"),
+        Case("ep2", shard=2, llm="qwen3_moe", pipeline={"expert": 2}),
+        Case("cp2", shard=2, pipeline={"llm": {"context": 2}}),  # without a cache
+    ],
+    3: [
+        Case("pp3", pipeline=PP3),
+        Case("pp3, short convolutions", pipeline=PP3, llm="lfm2"),
+        Apart(unit(), unit(pipeline=2), composite="qwen3_vl"),
+        Apart(unit(), unit(tensor=2)),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_layouts_write_what_one_process_writes(ranks: int) -> None:
+    for rank, found in enumerate(run_distributed(compare_all, ranks, ranks)):
+        assert len(found) == len(CASES[ranks])
+        for case, problems in found:
+            assert not problems, (rank, case, problems)
+
+
+def compare_all(ranks: int) -> list[tuple[Case | Apart, list[str]]]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+    return [(case, compare(case)) for case in CASES[ranks]]
+
+
+def compare(case: Case | Apart) -> list[str]:
+    model, batch, config = parts_of(case)
+    prompts = prompts_of(batch, 3)
+    wanted = on_first_rank(partial(reference, case, prompts))
+    mesh = units_for(case.units) if isinstance(case, Apart) else mesh_for(config)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    layout = plan_layout(config, descriptions, [m.meta for m in batch], mesh.units or None)
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    recompute = ActivationCheckpointConfig.model_validate(
+        {"mode": "none" if isinstance(case, Apart) else case.recompute}
+    )
+    parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
+    filled(model).eval()
+    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
+    return differences(pipeline, prompts, mesh, wanted)
+
+
+def parts_of(case: Case | Apart) -> tuple[MultimodalModel, list[Microbatch], ParallelConfig]:
+    if isinstance(case, Apart):
+        settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}
+        model = a_model(False, case.freeze, case.composite)
+        return model, a_batch(False, case.composite), ParallelConfig.model_validate(settings)
+    settings = {
+        "replicate": case.replicate,
+        "shard": case.shard,
+        "tensor": case.tensor,
+        "sequence_parallel": case.sequence_parallel,
+        **case.pipeline,
+    }
+    return case.model(), case.batch, ParallelConfig.model_validate(settings)
+
+
+def reference(case: Case | Apart, prompts: list[Microbatch]) -> Written:
+    return written_again(filled(parts_of(case)[0]).eval(), prompts)

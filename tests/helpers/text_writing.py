@@ -1,0 +1,107 @@
+"""Text written without a cache and without a pipeline, one prompt after the other."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.training.pipeline import Pipeline
+from torchmm.training.text.generate import generate_tokens, grown_row, join_prompts, next_row
+from torchmm.training.text.sampling import Chooser, Sampling
+from torchmm.training.validation import held_out_prompts
+
+GREEDY = Sampling(max_new_tokens=6)
+DRAWN = Sampling(max_new_tokens=6, temperature=1.5, top_k=30, top_p=0.98, seed=5)
+
+
+def prompts_of(microbatches: Iterable[Microbatch], count: int) -> list[Microbatch]:
+    """Of samples with images, and behind them one without, of another length."""
+    step = type("Step", (), {"microbatches": list(microbatches)})
+    shown = []
+    for prompt, truth, _ in held_out_prompts([step], count):  # type: ignore[list-item]
+        row = prompt
+        for token in truth[: len(shown)]:  # so that lengths differ
+            row = grown_row(row, token[None])
+        shown.append(row)
+    assert len({p.cu_seqlens[-1] for p in shown}) == count
+    first = shown[0]
+    words = first.input_ids_T[:3].clone()
+    words[:] = torch.tensor([7, 11, 13])
+    text = replace(
+        first,
+        input_ids_T=words,
+        targets_T=first.targets_T[:3],
+        target_positions_L=None,
+        position_ids=torch.arange(3).expand(*first.position_ids.shape[:-1], 3),
+        cu_seqlens=[0, 3],
+        encoders={},
+        meta=MicrobatchMeta((), 3),
+    )
+    return [*shown, text]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a whole model writes."""
+
+    greedy: list[list[int]]
+    drawn: list[list[int]]
+    logits: list[Tensor]
+    """(N, V) of each prompt: before each of its greedy tokens."""
+
+
+@torch.no_grad()
+def written_again(model: MultimodalModel, prompts: Sequence[Microbatch]) -> Written:
+    """By computing the whole text for every token."""
+    texts: list[list[list[int]]] = []
+    logits: list[Tensor] = []
+    for sampling in (GREEDY, DRAWN):
+        texts.append([])
+        for number, prompt in enumerate(prompts):
+            choose = Chooser(sampling, [prompt], number)
+            row, ids = prompt, []
+            for _ in range(sampling.max_new_tokens):
+                last = torch.tensor([row.input_ids_T.numel() - 1])
+                logits_1V = model.llm.logits(row, model.encode(row), last)
+                if sampling is GREEDY:
+                    logits.append(logits_1V)
+                token_1 = choose(logits_1V)
+                ids.append(int(token_1))
+                row = grown_row(row, token_1)
+            texts[-1].append(ids)
+    size = GREEDY.max_new_tokens
+    by_prompt = [torch.cat(logits[i : i + size]) for i in range(0, len(logits), size)]
+    return Written(texts[0], texts[1], by_prompt)
+
+
+def differences(
+    pipeline: Pipeline, prompts: Sequence[Microbatch], mesh: ParallelMesh, wanted: Written
+) -> list[str]:
+    """What a pipeline writes otherwise, or finds less or more likely; collective."""
+    problems = []
+    for sampling, texts in ((GREEDY, wanted.greedy), (DRAWN, wanted.drawn)):
+        found = generate_tokens(pipeline, prompts, mesh, sampling, ())
+        if found != texts:
+            problems.append(f"{sampling}: {found}, expected {texts}")
+    if pipeline.caches_tokens:
+        problems += _errors_of_logits(pipeline, join_prompts(prompts), wanted)
+    return problems
+
+
+@torch.no_grad()
+def _errors_of_logits(pipeline: Pipeline, row: Microbatch, wanted: Written) -> list[str]:
+    problems = []
+    with pipeline.writing():
+        for step, tokens in enumerate(zip(*wanted.greedy, strict=True)):
+            logits_BV = pipeline.next_token_logits(row)
+            expected_BV = torch.stack([own[step] for own in wanted.logits])
+            if logits_BV is not None:
+                error = (logits_BV - expected_BV).norm() / expected_BV.norm()
+                if not error <= 1e-5:
+                    problems.append(f"logits of token {step} are off by {error}")
+            row = next_row(row, torch.tensor(tokens))
+    return problems

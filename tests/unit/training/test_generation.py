@@ -1,0 +1,149 @@
+"""Text behind prompts of one process: batches, draws, ends."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_cases import COMPOSITES, build, composite_config, microbatch, plain_causal_lm, text_model
+from test_multimodal import two_samples_with_images
+from text_writing import DRAWN, GREEDY, differences, prompts_of, written_again
+from transformers import GenerationConfig
+
+from torchmm.common.batch import (
+    IGNORE_TARGET,
+    ImageMeta,
+    Microbatch,
+    MicrobatchMeta,
+    SampleMeta,
+)
+from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.training.pipeline import Pipeline, whole_pipeline
+from torchmm.training.text.generate import generate_tokens
+from torchmm.training.text.sampling import Sampling
+
+CPU = torch.device("cpu")
+SHOWN = ("llava", "internvl", "smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "qwen3_5")
+"""Composites with images, positions of three numbers, tokens that see each other both ways."""
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[ParallelMesh]:
+    start_process_group(ParallelConfig(backend="gloo"), CPU)
+    yield build_mesh(ParallelConfig(), CPU)
+    dist.destroy_process_group()
+
+
+def pipeline_of(model: MultimodalModel, mesh: ParallelMesh) -> Pipeline:
+    return whole_pipeline(model.eval(), mesh, torch.float32)
+
+
+def text_prompts(lengths: list[int]) -> list[Microbatch]:
+    prompts = [microbatch([length], seed=length) for length in lengths]
+    return [
+        replace(p, targets_T=torch.full_like(p.targets_T, IGNORE_TARGET), target_positions_L=None)
+        for p in prompts
+    ]
+
+
+def shown_prompts(name: str, model: MultimodalModel) -> list[Microbatch]:
+    """Two with an image each, and one without."""
+    batch, _ = two_samples_with_images(name)
+    inputs, starts = batch.encoders["vision"], batch.cu_seqlens
+    samples, positions = [], []
+    for number, (start, stop) in enumerate(pairwise(starts)):
+        grid = inputs.grids_thw[number]
+        own = inputs.positions_K[(inputs.positions_K >= start) & (inputs.positions_K < stop)]
+        image = ImageMeta(8, 8, prod(grid), len(own))
+        samples.append(SampleMeta("made", number, stop - start, (image,), "vision"))
+        batch.targets_T[start : own.max() + 2] = IGNORE_TARGET
+        frames, rows, columns = grid
+        block = VisionBlock(int(own.min()) - start, frames, rows // 2, columns // 2)
+        positions.append(torch.from_numpy(mrope_positions(stop - start, [block])))
+    meta = MicrobatchMeta(tuple(samples), starts[-1])
+    batch = replace(batch, meta=meta, target_positions_L=None)
+    if model.text.mrope:
+        batch = replace(batch, position_ids=torch.cat(positions, dim=1))
+    return prompts_of([batch], 2)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_prompts_with_images_together_equal_each_computed_again(name: str, mesh) -> None:
+    assert name in COMPOSITES
+    model = build(composite_config(name)).eval()
+    prompts = shown_prompts(name, model)
+    assert not differences(pipeline_of(model, mesh), prompts, mesh, written_again(model, prompts))
+
+
+def test_images_are_encoded_once(mesh) -> None:
+    model = build(composite_config("llava")).eval()
+    prompts = shown_prompts("llava", model)
+    encoder = model.encoders["vision"]
+    calls: list[int] = []
+    encoder.register_forward_pre_hook(lambda _, args: calls.append(len(args[0].grids_thw)))
+    generate_tokens(pipeline_of(model, mesh), prompts, mesh, GREEDY, ())
+    assert calls == [2]
+
+
+def test_draws_depend_on_the_seed_and_on_no_other_prompt(mesh) -> None:
+    pipeline = pipeline_of(text_model("qwen2"), mesh)
+    prompts = text_prompts([5, 9, 3])
+    longer = replace(DRAWN, max_new_tokens=20)
+    together = generate_tokens(pipeline, prompts, mesh, longer, ())
+    alone = [
+        generate_tokens(pipeline, [prompt], mesh, longer, (), first=number)[0]
+        for number, prompt in enumerate(prompts)
+    ]
+    assert together == alone
+    other = generate_tokens(pipeline, prompts, mesh, replace(longer, seed=6), ())
+    assert all(a != b for a, b in zip(together, other, strict=True))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+def test_likeliest_tokens_are_those_of_hugging_faces_generate(penalty: float, mesh) -> None:
+    model = text_model("llama")
+    [prompt] = text_prompts([7])
+    plain = plain_causal_lm(model)
+    settings = GenerationConfig(
+        max_new_tokens=20, do_sample=False, repetition_penalty=penalty, pad_token_id=0
+    )
+    ids = prompt.input_ids_T[None]
+    wanted = plain.generate(ids, settings, attention_mask=torch.ones_like(ids))[0, 7:].tolist()
+    sampling = Sampling(20, repetition_penalty=penalty)
+    found = generate_tokens(pipeline_of(model, mesh), [prompt], mesh, sampling, ())
+    assert found == [wanted]
+
+
+def test_the_likeliest_of_one_is_no_draw(mesh) -> None:
+    pipeline = pipeline_of(text_model("qwen2"), mesh)
+    prompts = text_prompts([5, 9])
+    one = replace(GREEDY, temperature=3.0, top_k=1)
+    greedy = generate_tokens(pipeline, prompts, mesh, GREEDY, ())
+    assert generate_tokens(pipeline, prompts, mesh, one, ()) == greedy
+
+
+def test_texts_end_where_their_own_end_comes(mesh) -> None:
+    pipeline = pipeline_of(text_model("qwen2"), mesh)
+    prompts = text_prompts([5, 9, 3])
+    sampling = replace(DRAWN, max_new_tokens=12)
+    whole = generate_tokens(pipeline, prompts, mesh, sampling, ())
+    end = whole[1][4]
+    seen: list[dict[int, int]] = []
+    found = generate_tokens(
+        pipeline, prompts, mesh, sampling, {end}, on_tokens=lambda t: seen.append(dict(t))
+    )
+    cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
+    assert found == cut and len(cut[1]) <= 4
+    streamed = [[step[n] for step in seen if n in step] for n in range(len(prompts))]
+    assert streamed == cut
+
+
+def test_wrong_settings_are_all_named() -> None:
+    with pytest.raises(ValueError, match=r"temperature = -1 .* not negative; top_p = 0 .* above 0"):
+        Sampling(4, temperature=-1, top_p=0)
