@@ -113,3 +113,25 @@ def test_a_stop_signal_ends_a_wait_for_data_and_saves(tmp_path, real_data, train
     changes = {**RUN, "training__steps": first[-1] + 1}
     assert train_server.run(arguments(run_dir, real_data, **changes), tmp_path, 2)[0] == [0, 0]
     assert [r["step"] for r in records(run_dir)] == [*first, first[-1] + 1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
+@pytest.mark.campaign
+def test_the_run_ends_with_the_process_that_reads_its_streams(
+    tmp_path, real_data, train_server, how
+):
+    run_dir = tmp_path / "run"
+    stream = f'[{{path="{real_data}/tuxpaint_stamps/train", streaming=true}}]'
+    changes = {**RUN, "data__workers": 0, "data__timeout_s": 5, "parallel__shard": 2}
+    given = [*arguments(run_dir, real_data, **changes), f"--data.sources={stream}"]
+    run = train_server.start(given, tmp_path / "logs", 2)
+    wait_for_step(run_dir, 3)
+    [reader] = [r for child in children(process_of(run_dir, 0)) for r in children(child)]
+    os.kill(reader, how)
+    assert 3 in run.wait(), run.output()
+    status = read_status(run_dir)
+    assert (status.state, status.exit_code) == ("failed", 3)
+    expected = "is gone" if how == signal.SIGKILL else f"process {reader}, stopped"
+    assert expected in status.message or "plan of the next step" in status.message
+    assert "Traceback" not in run.output()
+    assert_gone([reader])

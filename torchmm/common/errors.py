@@ -51,6 +51,9 @@ class ConfigError(TorchmmError):
         head = f"{count_problems(self.problems)} in the recipe:"
         super().__init__(list_problems(head, self.problems, MOST_LISTED))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)  # from another process it comes with all of them
+
 
 class PlanError(TorchmmError):
     """A pipeline plan cannot be executed, or does not fit into memory; nothing was started.

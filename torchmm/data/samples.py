@@ -28,7 +28,8 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of
 from torchmm.data.producers.ask import Asking, RemoteDecoder
 from torchmm.data.producers.planning import Described, ProducersPlans
-from torchmm.data.sources.open import make_reader, open_samples, seed_of
+from torchmm.data.shared_reader import ReaderAddress, ReaderClient
+from torchmm.data.sources.open import make_reader, open_records, open_samples, seed_of
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.elsewhere import Ask, StepsElsewhere
 from torchmm.data.steps.step_packs import Position, Steps
@@ -132,12 +133,17 @@ def find_samples(
     tokenizer: PreTrainedTokenizerBase,
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
+    streams: ReaderAddress | None = None,
 ) -> SampleSet:
-    """The samples of a recipe: opened here, or those of its producers, if they plan.
+    """The samples of a recipe: opened here, or those of its producers, if they plan, or of the
+    process that reads this machine's streams.
 
-    Arguments and errors as of `open_samples`; DataError also if no producer has them.
+    Other arguments and errors as of `open_samples`; DataError also if nobody has them.
+
+    Args:
+        streams: this process; None: streams are read here.
     """
-    if not data.producers.plan:
+    if streams is None and not data.producers.plan:
         return open_samples(
             data,
             training,
@@ -149,6 +155,13 @@ def find_samples(
         )
     seed = seed_of(training, validation)
     reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
+    if streams is not None:
+        # Before it is asked: what has to be measured is measured here, where progress is shown.
+        records = open_records(data, training, reader, tokenizer, validation)
+        client = ReaderClient(streams, validation, data.timeout_s)
+        names, _, told = client.describe()
+        decoder = StepDecoder(reader, records, training.sequence_length)
+        return SamplesElsewhere(names, decoder, told, "", client.part, client)
     differences = partial(_differences, data, training, reader, tokenizer, validation)
     plans = ProducersPlans(data.producers, validation, differences)
     described = plans.described
@@ -177,6 +190,12 @@ def remote_decoder(
     asking = asking or Asking(data.producers, fingerprint)
     length = training.sequence_length
     return RemoteDecoder(asking, fingerprint, length, rank, reads, samples.decoder)
+
+
+def shares_reader(data: DataConfig) -> bool:
+    """Whether ranks of one machine have a stream read for all of them."""
+    elsewhere = data.producers.addresses or data.producers.registry
+    return not elsewhere and any(s.streaming for s in (*data.sources, *data.validation))
 
 
 def _differences(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 
 import torch
@@ -42,3 +44,10 @@ def gather_texts(text: str) -> list[str]:
     dist.all_gather_into_tensor(every, mine)
     rows = every.view(len(sizes), -1).cpu().numpy()
     return [rows[rank, :size].tobytes().decode() for rank, size in enumerate(sizes)]
+
+
+def ranks_of_machine() -> list[int]:
+    """Ranks on this rank's machine, or of its launcher where several share one; collective."""
+    machines = gather_texts(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return [other for other, machine in enumerate(machines) if machine == machines[rank]]

@@ -11,6 +11,7 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from torchmm.common.rng import seed_everything
 from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.samples import SampleSet, find_samples
+from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.steps.step_packs import Arrange
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import load_adapters
@@ -189,12 +191,14 @@ def build_run(
     tokenizer: PreTrainedTokenizerBase,
     cut: ModelCut,
     directory: CheckpointDirectory | None = None,
+    streams: ReaderAddress | None = None,
 ) -> RunParts:
     """Builds everything else and fills `model`; collective over the started process group.
 
     Args:
         cut: of the model (`cut_model`).
         directory: of the checkpoints, where rank 0 may have claimed it already.
+        streams: the process that reads this machine's streams; None: every rank does.
 
     Raises:
         ConfigError, DataError, CheckpointError: what was asked for cannot be had.
@@ -210,7 +214,7 @@ def build_run(
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model))
-    data = open_data(run, model, tokenizer)  # weights need not load for data that are none
+    data = open_data(run, model, tokenizer, streams)  # weights need not load for data that are none
     if mesh.rank == 0:
         logger.info("%s\n%s (scripts/inspect_data.py shows them)", *data.training.digest())
     pipeline, compilation = fill_model(run, model, mesh, cut)
@@ -221,11 +225,7 @@ def build_run(
     decay = recipe.training.ema_decay
     average = None if decay is None else WeightAverage(model, decay)
     restored = checkpoints.resume(model, optimizer, restarted, average)
-    step = restored.step if restored else 0
-    if restored:
-        logger.info("resumed from %s", restored.path)
-        if restored.rng is None:
-            seed_everything(recipe.training.seed, *_random_stream(mesh), step)
+    step = _step_after(restored, recipe.training.seed, mesh, logger)
     recorder = _recorder(run, run_dir, step, console, logger) if mesh.rank == 0 else None
     loader = build_data(
         run,
@@ -241,6 +241,18 @@ def build_run(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, optimizer,
         average, checkpoints, restored, loader, data.held_out, recorder,
     )  # fmt: skip
+
+
+def _step_after(
+    restored: Restored | None, seed: int, mesh: ParallelMesh, logger: logging.Logger
+) -> int:
+    """The last finished step; random numbers go on after it."""
+    if restored is None:
+        return 0
+    logger.info("resumed from %s", restored.path)
+    if restored.rng is None:  # of another number of ranks
+        seed_everything(seed, *_random_stream(mesh), restored.step)
+    return restored.step
 
 
 def _optimizer(run: Resolved, model: MultimodalModel) -> torch.optim.Optimizer:
@@ -283,19 +295,26 @@ class OpenData(NamedTuple):
 
 
 def open_data(
-    run: Resolved, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    streams: ReaderAddress | None = None,
 ) -> OpenData:
     """Opens the run's sources and measures them; needs no weights.
+
+    Args:
+        streams: the process that reads this machine's streams; None: this one does.
 
     Raises:
         ConfigError, DataError: a source cannot be read, or gives nothing.
     """
     recipe = run.recipe
     specs = model.sample_specs(tokenizer)
+    find = partial(find_samples, recipe.data, recipe.training, streams=streams, **specs)
     held_out = None
     if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
-        held_out = find_samples(recipe.data, recipe.training, validation=True, **specs)
-    return OpenData(find_samples(recipe.data, recipe.training, **specs), held_out)
+        held_out = find(validation=True)
+    return OpenData(find(), held_out)
 
 
 def build_data(  # noqa: PLR0913 - what a run consists of

@@ -7,9 +7,12 @@ STATUS.json says how it ended (`ending`).
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from contextlib import ExitStack
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +22,11 @@ from torchmm.common.files import make_writable_directory
 from torchmm.common.processes import launched
 from torchmm.data.producers.engine import started_producers
 from torchmm.data.producers.registry import own_registry
+from torchmm.data.samples import shares_reader
+from torchmm.data.shared_reader import ReaderAddress, SharedReader
+from torchmm.models.multimodal import SampleSpecs
 from torchmm.parallel.compilation import keep_compiled_code
+from torchmm.parallel.gather import gather_texts, ranks_of_machine
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
@@ -80,7 +87,8 @@ def train(recipe: Recipe) -> int:
                 check_hardware_queues(channel_pairs(cut.layout))
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)
-                parts = build_run(run, run_dir, device, model, tokenizer, cut, directory)
+                streams = ends.enter_context(shared_reader(recipe, model.sample_specs(tokenizer)))
+                parts = build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
             trainer = Trainer(parts, stop, end_for if device.type == "cuda" else None)
             with training(run_dir):
                 trainer.run()
@@ -93,3 +101,30 @@ def train(recipe: Recipe) -> int:
         directory.release()
     dist.destroy_process_group()
     return EXIT_DONE
+
+
+@contextmanager
+def shared_reader(recipe: Recipe, specs: SampleSpecs) -> Iterator[ReaderAddress | None]:
+    """Where the process is asked that reads streams for all ranks of this machine, which its first
+    rank starts; None: there are no streams, or one rank. Entered by all ranks together.
+
+    Args:
+        specs: what samples are opened with besides (`open_samples`).
+
+    Raises:
+        DataError: it cannot be started.
+    """
+    if not shares_reader(recipe.data):
+        yield None
+        return
+    here = ranks_of_machine()
+    started = None
+    if len(here) > 1 and here[0] == dist.get_rank():
+        started = SharedReader(recipe.data, recipe.training, specs, secrets.token_hex())
+    told = gather_texts(json.dumps(started.address if started else None))[here[0]]
+    try:
+        address = json.loads(told)
+        yield address and ReaderAddress(*address)
+    finally:
+        if started is not None:
+            started.close()

@@ -220,6 +220,31 @@ def open_buildings(
     return found
 
 
+def open_records(
+    data: DataConfig,
+    training: TrainingConfig,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+    validation: bool,
+) -> list[MapSource | None]:
+    """The sources that samples are decoded from, measured; None in the place of streams.
+
+    Raises:
+        ConfigError, DataError: as of `open_samples`.
+    """
+    configs = data.validation if validation else data.sources
+    found: list[MapSource | None] = []
+    for name, config in zip(unique_names(configs), configs, strict=True):
+        if config.streaming:
+            found.append(None)
+            continue
+        records = open_map_source(config, data.index_cache, storage_of(config, data))
+        key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
+        load_or_build(name, records, reader, Path(data.index_cache) / key, data.workers)
+        found.append(records)
+    return found
+
+
 def seed_of(training: TrainingConfig, validation: bool) -> int:
     """Held-out samples are the same in every run."""
     return VALIDATION_SEED if validation else training.seed

@@ -1,9 +1,10 @@
 """Sources without random access: read in order, shuffled within a window, resumed by position.
 
 A window of records is read, permuted by (seed, epoch, window) and given out; then the next one.
-Every rank reads the whole stream, in the training process, and measures each record as it is drawn;
-so all ranks know the same global order without communicating, and workers only decode. If that
-reading is too slow, index the source (`streaming = false`) or split it into more sources.
+Whoever plans reads the whole stream and measures each record as it is drawn: a process of each
+machine for all its ranks (`torchmm.data.shared_reader`), or a rank that is alone. Machines so find
+the same order without communicating, and workers only decode. If that reading is too slow, index
+the source (`streaming = false`) or split it into more sources.
 
 Packs that are still open hold samples of earlier windows. The state therefore names
 the oldest window still needed; resuming reads forward from there. `datasets`' own shuffle buffer
