@@ -63,18 +63,19 @@ _VIT = {
     **{k: v for k, v in ENCODERS["clip"].items() if k != "model_type"},
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
 }
+_QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_GLM = ("glm4v", "glm4v_moe", "glm46v")
 _IMAGE_TOKENS = {
     "internvl": "<IMG_CONTEXT>",
-    "qwen2_vl": "<|image_pad|>",
-    "qwen2_5_vl": "<|image_pad|>",
-    "qwen3_vl": "<|image_pad|>",
-    "mistral3": "[IMG]",
+    **dict.fromkeys(_QWEN, "<|image_pad|>"),
+    **dict.fromkeys(_GLM, "<|image|>"),
+    **dict.fromkeys(("mistral3", "pixtral_llava"), "[IMG]"),
+    "gemma4": "<|image|>",
     "gemma3": "<image_soft_token>",
 }
 _IN_TEXT = {
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>"
-    ),
+    **dict.fromkeys(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>"),
+    **dict.fromkeys(_GLM, "<|begin_of_image|><|image|><|end_of_image|>"),
     "gemma3": "<start_of_image>",
 }
 """How a chat template writes a picture, where that is not the placeholder alone."""
@@ -84,6 +85,8 @@ _SPECIAL = (
     *("<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    *("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>"),
 )
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n"
@@ -138,21 +141,19 @@ def make_tokenizer(data: Path, family: str) -> PreTrainedTokenizerFast:
 def model_section(family: str, tokenizer: PreTrainedTokenizerFast) -> ModelConfig:
     """Of a recipe."""
     llm = LlmConfig(config={**LLMS["llama"], **_SIZES})
-    if family in LLMS:
-        return ModelConfig(llm=LlmConfig(config={**LLMS[family], **_SIZES}))
     if family in PAIRS:
         section = EncoderConfig(config=PAIRS[family], feature_layer=-2)
         return ModelConfig(llm=llm, encoders={"vision": section})
+    if family not in COMPOSITES:
+        return ModelConfig(llm=LlmConfig(config={**LLMS[family], **_SIZES}))
     config = copy.deepcopy(COMPOSITES[family])
     text = config["text_config"]
-    text |= {key: size for key, size in _SIZES.items() if key in text or key == "head_dim"}
-    if "layer_types" in text:
-        text["layer_types"] = text["layer_types"][: text["num_hidden_layers"]]
-    if "mrope_section" in text.get("rope_parameters", {}):
+    text["vocab_size"] = VOCABULARY
+    if family in VLLM:
+        text |= {key: size for key, size in _SIZES.items() if key in text or key == "head_dim"}
+    if family == "qwen2_5_vl":  # its tower ends in the LLM's width
         text["rope_parameters"]["mrope_section"] = [4, 6, 6]
-    if family.startswith("qwen"):  # their towers end in the LLM's width
-        key = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
-        config["vision_config"][key] = text["hidden_size"]
+        config["vision_config"]["out_hidden_size"] = text["hidden_size"]
     ids = tokenizer.convert_tokens_to_ids
     config |= {key: ids(token) for key, token in _config_tokens(family, config)}
     return ModelConfig(config=config, processor=PROCESSORS.get(family))
@@ -167,24 +168,35 @@ def _config_tokens(family: str, config: Mapping[str, Any]) -> Iterator[tuple[str
         "vision_end_token_id": "<|vision_end|>",
         "boi_token_index": "<start_of_image>",
         "eoi_token_index": "<end_of_image>",
+        "image_start_token_id": "<|begin_of_image|>",
+        "image_end_token_id": "<|end_of_image|>",
+        "video_start_token_id": "<|begin_of_video|>",
+        "video_end_token_id": "<|end_of_video|>",
     }
+    if family == "gemma4":
+        named |= {"boi_token_id": "<start_of_image>", "eoi_token_id": "<end_of_image>"}
+    if family in _GLM:
+        named["video_token_id"] = "<|video|>"
     yield from ((key, token) for key, token in named.items() if key in config)
 
 
 PAIRS = {"clip + llama": ENCODERS["clip"], "vit + llama": _VIT}
 """Towers of pairs, which become LLaVA."""
 PROCESSORS = {
-    name: {"size": {"shortest_edge": 64, "longest_edge": 64 * 64}}
-    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    name: {"size": {"shortest_edge": 64, "longest_edge": 64 * 64}} for name in (*_QWEN, *_GLM)
 }
 """Settings of image processors: pictures stay small."""
+VLLM = ("llama", "clip + llama", "qwen2_5_vl", "internvl", "smolvlm")
+"""Those that vLLM opens. The others are other mixtures of the same, and it is slow to start."""
 ADAPTED = ("llama", "clip + llama")
 """Families with an adapter beside them."""
 SEEING = (
     *PAIRS,
     *("llava_next", "internvl", "smolvlm", "idefics3", "gemma3", "mistral3"),
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("llava_onevision", "pixtral_llava", "gemma4", "glm4v", "glm4v_moe", "glm46v"),
 )
+"""Not PaliGemma, whose processor puts the begin token after the picture; our data put it before."""
 CASES = ("llama", "qwen3", *SEEING)
 
 

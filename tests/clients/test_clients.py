@@ -8,11 +8,9 @@ they answer is compared with what the trained model gave before it was exported.
 from __future__ import annotations
 
 import pytest
-from client_cases import ADAPTED, CASES, SEEING, Case, opened_tokenizer
+from client_cases import ADAPTED, CASES, SEEING, VLLM, Case, opened_tokenizer
 
 pytestmark = pytest.mark.campaign
-VLLM = ("llama", "clip + llama", "qwen2_5_vl", "internvl", "smolvlm")
-"""The others are other mixtures of the same; each takes vLLM ten seconds to start."""
 TOLERANCE = 1e-5
 
 
@@ -81,7 +79,9 @@ def test_trl_takes_a_step_from_the_same_loss(family: str, cases, of_transformers
 def test_peft_puts_adapters_on_exports(family: str, cases, of_transformers, note) -> None:
     case, version = cases[family], of_transformers["versions"]["peft"]
     given = answer(of_transformers, "peft", family)
-    assert given["learning"] == given["adapters"] == 8  # two matrices, two linears, two layers
+    assert given["learning"] == given["adapters"]
+    layers, odd = divmod(given["adapters"], 4)  # two matrices, two linears in each
+    assert layers in (2, 3) and not odd
     note(family, "peft", version, "opens")
     assert same_loss(given, case)
     note(family, "peft", version, "loss")

@@ -111,6 +111,7 @@ def by_trl(job: dict) -> dict:
     if job["picture"] is not None:
         row["images"] = [Image.open(job["picture"]).convert("RGB")]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    experts = hasattr(model.config.get_text_config(), "router_aux_loss_coef")
     with tempfile.TemporaryDirectory() as scratch:
         settings = SFTConfig(
             output_dir=scratch,
@@ -122,6 +123,7 @@ def by_trl(job: dict) -> dict:
             bf16=False,
             gradient_checkpointing=False,
             assistant_only_loss=True,
+            router_aux_loss_coef=0.0 if experts else None,
             max_length=None,
             save_strategy="no",
             learning_rate=1e-3,

@@ -53,10 +53,11 @@ def _llava(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
 
 def _onevision(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
     (encoder,) = encoders
-    kept = encoder.family.has_class_token and not encoder.spec.drop_class_token
+    token = int(encoder.family.has_class_token)
+    drops = token and encoder.spec.drop_class_token
     return {
-        "num_image_tokens": patches_per_row(encoder.spec.config) ** 2 + int(kept),
-        "vision_feature_select_strategy": "full" if kept else "default",
+        "num_image_tokens": patches_per_row(encoder.spec.config) ** 2 + token,
+        "vision_feature_select_strategy": "default" if drops else "full",
         "vision_aspect_ratio": config.vision_aspect_ratio,
     }
 
@@ -130,6 +131,14 @@ _PIXTRAL = {
     "image_end_token": "[IMG_END]",
 }
 _GEMMA = {"boi_token": "boi_token_index", "eoi_token": "eoi_token_index", "image_token": None}
+_GEMMA4 = {
+    "boi_token": "boi_token_id",
+    "eoi_token": "eoi_token_id",
+    "image_token": None,
+    # Its processor asks for marks of sounds, for pictures too; any will do.
+    "boa_token": "boi_token_id",
+    "eoa_token": "eoi_token_id",
+}
 _SOUND = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
 _QWEN_CLIPS = "Qwen2VLVideoProcessor"
 _GLM = "Glm4vVideoProcessor"
@@ -162,7 +171,7 @@ WRITTEN: dict[str, Written] = {
         video="SmolVLMVideoProcessor",
         whole=_split("SmolVLMImageProcessor"),
     ),
-    "paligemma": Written("PaliGemmaProcessor", _IMAGE),
+    "paligemma": Written("PaliGemmaProcessor", _IMAGE, whole=_per_tile("image_seq_length")),
     "gemma3": Written(
         "Gemma3Processor",
         _GEMMA,
@@ -171,7 +180,7 @@ WRITTEN: dict[str, Written] = {
     ),
     "gemma4": Written(
         "Gemma4Processor",
-        {"boi_token": "boi_token_id", "eoi_token": "eoi_token_id", "image_token": None},
+        _GEMMA4,
         settings=_gemma4,
         video="Gemma4VideoProcessor",
     ),
