@@ -3,10 +3,12 @@
     python scripts/evaluate.py outputs/mine        # hf/ of a run, on its recipe's held-out sources
     python scripts/evaluate.py outputs/mine --export hf-ema --samples 500
     python scripts/evaluate.py exports/mine --recipe recipes/mine.toml
+    python scripts/evaluate.py outputs/mine --tasks mmmu_val my_task --task-folder tasks --limit 200
     python scripts/evaluate.py exports/mine --data questions.jsonl --scores vqa_accuracy exact_match
 
 Texts are written by Hugging Face's `generate`, several at a time, after the prompts of training.
-Nothing is downloaded. Scores are printed and, if a run is named, added to its evaluations.jsonl.
+Nothing is downloaded but what tasks of lmms-eval want, which need scripts/lmms_eval.sh. Scores are
+printed and, if a run is named, added to its evaluations.jsonl.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from rich.table import Table
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.training_section import TrainingConfig, ValidationConfig
-from torchmm.training.evaluation import results
+from torchmm.recipe.training_section import BenchmarksConfig, TrainingConfig, ValidationConfig
+from torchmm.training.evaluation import benchmarks, results
 from torchmm.training.evaluation.exported import Export, Writing, write_texts
 from torchmm.training.evaluation.results import Evaluation
 from torchmm.training.validation import GeneratedText, source_scores
@@ -61,23 +63,50 @@ def main() -> int:
     arguments = _parser().parse_args()
     try:
         target = _target(arguments.model, arguments.export)
-        with tempfile.TemporaryDirectory() as scratch:
-            held = _held(arguments, target, scratch)
-            writing = Writing(
-                arguments.samples,
-                arguments.max_new_tokens or held.validation.max_new_tokens,
-                arguments.batch_size,
-            )
-            texts = write_texts(Export.read(target.export), held.data, held.training, writing)
-        scores = source_scores(texts, held.data.validation)
-        samples = dict(Counter(text.source for text in texts))
-        evaluation = Evaluation(str(target.export), _step(target), scores, samples)
+        texts: list[GeneratedText] = []
+        if arguments.tasks:
+            evaluation = _answered(arguments, target)
+        else:
+            evaluation, texts = _written(arguments, target)
         _show(evaluation)
         _keep(evaluation, texts, target, arguments.json)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _answered(arguments: argparse.Namespace, target: Target) -> Evaluation:
+    """Tasks of lmms-eval."""
+    config = BenchmarksConfig(
+        tasks=arguments.tasks,
+        folder=arguments.task_folder,
+        limit=arguments.limit,
+        batch_size=arguments.batch_size,
+        python=arguments.task_python,
+    )
+    if not Path(config.python).is_file():
+        raise ConfigError(f"{config.python}: no such program; run scripts/lmms_eval.sh")
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "scores.json"
+        return benchmarks.answer(config, target.export, output, _step(target))
+
+
+def _written(
+    arguments: argparse.Namespace, target: Target
+) -> tuple[Evaluation, list[GeneratedText]]:
+    """Texts for held-out samples."""
+    with tempfile.TemporaryDirectory() as scratch:
+        held = _held(arguments, target, scratch)
+        writing = Writing(
+            arguments.samples,
+            arguments.max_new_tokens or held.validation.max_new_tokens,
+            arguments.batch_size,
+        )
+        texts = write_texts(Export.read(target.export), held.data, held.training, writing)
+    scores = source_scores(texts, held.data.validation)
+    samples = dict(Counter(text.source for text in texts))
+    return Evaluation(str(target.export), _step(target), scores, samples), texts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples", type=int, default=100, metavar="N", help="of all sources together (100)")
     add("--max-new-tokens", type=int, metavar="N", help="of a text; default: as the recipe says")
     add("--batch-size", type=int, default=8, metavar="N", help="written together (8)")
+    add("--tasks", nargs="+", default=[], metavar="NAME", help="of lmms-eval, instead of sources")
+    add("--task-folder", metavar="DIR", help="of further tasks")
+    add("--task-python", default=".lmms-eval/bin/python", help="has lmms-eval (%(default)s)")
+    add("--limit", type=int, metavar="N", help="questions of each task")
     add("--json", type=Path, metavar="FILE", help="where scores and texts go besides")
     return parser
 

@@ -181,6 +181,13 @@ def check_validation(recipe: Recipe) -> Problems:
         if source.scores:
             text = "is of held-out sources; move it to a [[data.validation]] table"
             yield Problem(f"data.sources[{index}].scores", source.scores, text)
+    benchmarks = validation.benchmarks
+    if benchmarks.interval and not benchmarks.tasks:
+        text = "has no task to answer; set validation.benchmarks.tasks"
+        yield Problem("validation.benchmarks.interval", benchmarks.interval, text)
+    if benchmarks.interval and not Path(benchmarks.python).is_file():
+        text = "no such program; run scripts/lmms_eval.sh, or name a Python that has lmms-eval"
+        yield Problem("validation.benchmarks.python", benchmarks.python, text)
     yield from _check_best(recipe)
 
 

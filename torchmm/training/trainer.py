@@ -30,6 +30,7 @@ from torchmm.parallel.health.non_finite import where_non_finite
 from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
+from torchmm.training.evaluation.benchmarks import FOLDER, Benchmarks
 from torchmm.training.exports.write import Trained, write_export
 from torchmm.training.metrics import (
     StepMeter,
@@ -122,6 +123,7 @@ class Trainer:
             parts.average,
         )
         self._held_out = HeldOut(parts, weights)
+        self.benchmarks = Benchmarks(recipe.validation.benchmarks, parts.run_dir, parts.logger)
         self._meter = StepMeter(mesh, parts.pipeline.descriptions)
         peak_tflops = recipe.metrics.peak_tflops
         self._peak_flops = (
@@ -193,6 +195,23 @@ class Trainer:
             with self._validated():
                 self._export("hf-best")
 
+    def _write_down(self, record: StepRecord) -> None:
+        """With what has come to an end beside the steps."""
+        parts = self.parts
+        if parts.recorder is None:
+            return
+        if (answered := self.benchmarks.poll()) is not None:
+            record = replace(record, scores={**(record.scores or {}), **answered.scores})
+        parts.recorder.record(replace(record, **parts.checkpoints.take_figures()))
+
+    def _start_benchmarks(self) -> None:
+        """With a snapshot of what is validated; collective."""
+        folder = f"{FOLDER}/step-{self.step}"
+        with self._validated():
+            self._export(f"{folder}/hf")
+        if self.parts.mesh.rank == 0:
+            self.benchmarks.start(self.step, self.parts.run_dir / folder)
+
     @property
     def complaint(self) -> str:
         """What went wrong without ending the run; empty: nothing."""
@@ -230,10 +249,10 @@ class Trainer:
                     if self._is_due(self._recipe.validation.interval):
                         with self._validated():
                             record = self._held_out.validate(self.step, record)
-                if parts.recorder:
-                    figures = parts.checkpoints.take_figures()
-                    parts.recorder.record(replace(record, **figures))
+                self._write_down(record)
                 self._export_on_the_way(record)
+                if self._is_due(self._recipe.validation.benchmarks.interval):
+                    self._start_benchmarks()
             with self._health.phase(self.step, "checkpoint"):
                 if stopping or self._is_due(self._recipe.checkpoint.interval):
                     self._save(record)

@@ -35,6 +35,7 @@ MEETS_SHARDS = {"torchmm/models/hf/export.py"}  # gathers sharded parameters int
 PROGRAMS = {  # like train.py: they see everything, and nobody imports them
     "torchmm/data/serve.py",
     "torchmm/data/registry.py",
+    "torchmm/training/evaluation/lmms_tasks.py",
 }
 SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only ever lower these
     "torchmm/balance/costs": 4,
@@ -122,7 +123,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/recipe/check_model.py": "checks of the model and its validation",
     "torchmm/training/ablation.py": "what a script does with a trained model, without training",
     "torchmm/training/checkpoint/fetch.py": "how files come; its importer knows nothing of a store",
-    "torchmm/training/evaluation/results.py": "a file's format, which programs share",
+    "torchmm/training/evaluation/lmms_tasks.py": "a program, of another environment",
     "torchmm/training/optimizers/muon.py": "about matrices alone, without states or groups",
     "torchmm/training/profiling.py": "about the profiler alone",
     "torchmm/training/run.py": "what is before and after the loop; train.py imports it late",

@@ -1,0 +1,98 @@
+"""The process that answers benchmarks, with a program in its place that takes no time."""
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchmm.recipe.training_section import BenchmarksConfig
+from torchmm.training.evaluation import results
+from torchmm.training.evaluation.benchmarks import Benchmarks, command, environment
+
+SCORES = {"scores": {"task/exact_match": 0.25}, "samples": {"task": 4}}
+
+
+@pytest.fixture
+def program(tmp_path):
+    """program(body): a Python that does this instead of what it is asked; `output` is its file."""
+
+    def make(body: str) -> str:
+        file = tmp_path / "python"
+        head = "import json, os, sys, time\noutput = sys.argv[sys.argv.index('--output') + 1]\n"
+        file.write_text(f"#!{sys.executable}\n{head}{body}\n")
+        file.chmod(0o755)
+        return str(file)
+
+    return make
+
+
+def started(python: str, run_dir: Path, **settings) -> Benchmarks:
+    config = BenchmarksConfig(tasks=["task"], python=python, **settings)
+    found = Benchmarks(config, run_dir, logging.getLogger("torchmm.test"))
+    found.start(4, snapshot(run_dir, 4))
+    return found
+
+
+def snapshot(run_dir: Path, step: int) -> Path:
+    folder = run_dir / f"benchmarks/step-{step}"
+    (folder / "hf").mkdir(parents=True)
+    return folder
+
+
+def awaited(benchmarks: Benchmarks):
+    deadline = time.monotonic() + 60
+    while (found := benchmarks.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+WRITES = f"open(output, 'w').write({json.dumps(SCORES)!r})"
+
+
+def test_scores_come_once_and_the_snapshot_goes(program, tmp_path, caplog):
+    caplog.set_level("INFO")
+    benchmarks = started(program(WRITES), tmp_path)
+    found = awaited(benchmarks)
+    assert found.scores == SCORES["scores"] and found.step == 4
+    assert benchmarks.poll() is None
+    assert results.read(tmp_path) == [found]
+    assert "benchmarks of step 4: task/exact_match 0.2500" in caplog.text
+    assert not (tmp_path / "benchmarks/step-4/hf").exists()
+
+
+def test_what_fails_is_told_and_counted(program, tmp_path, caplog):
+    benchmarks = started(program("print('no such task'); sys.exit(5)"), tmp_path)
+    benchmarks.finish()
+    assert benchmarks.failed == 1 and results.read(tmp_path) == []
+    assert "benchmarks of step 4 ended with 5 and without scores (1 failed so far)" in caplog.text
+    assert "no such task" in (tmp_path / "benchmarks/step-4/log.txt").read_text()
+
+
+def test_one_at_a_time_and_none_longer_than_allowed(program, tmp_path, caplog):
+    benchmarks = started(program("time.sleep(600)"), tmp_path, timeout_s=0.1)
+    benchmarks.start(5, snapshot(tmp_path, 5))
+    assert "no benchmarks of step 5: those of step 4 are not through" in caplog.text
+    assert not (tmp_path / "benchmarks/step-5").exists()
+    begin = time.monotonic()
+    benchmarks.finish()
+    assert time.monotonic() - begin < 60 and benchmarks.failed == 1
+
+
+def test_a_run_that_ends_early_ends_them(program, tmp_path):
+    benchmarks = started(program("time.sleep(600)"), tmp_path)
+    benchmarks.close()
+    assert benchmarks.poll() is None and benchmarks.failed == 0
+
+
+def test_the_process_is_no_rank_and_sees_the_gpus_it_may(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert "RANK" not in environment("") and environment("")["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment(None)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    config = BenchmarksConfig(tasks=["a", "b"], folder="more", limit=7)
+    words = command(config, Path("/hf"), Path("/out.json"))
+    given = ["--tasks", "a", "b", "--include", "more"]
+    assert words[words.index("--tasks") :] == [*given, "--limit", "7"]
