@@ -358,3 +358,11 @@ def test_all_that_people_wrote_is_known(columns, references):
 def test_references_are_texts(value):
     with pytest.raises(CorruptSampleError, match="references"):
         references_of(Record({"text": "a", "references": value}))
+
+
+def test_references_may_have_another_name(tmp_path):
+    rows = [{"image": b"", "text": "a", "captions": ["b", "c"]}]
+    path = write_parquet(tmp_path / "set", rows)
+    config = SourceConfig(path=str(path), columns={"references": "captions"})
+    source = open_map_source(config, str(tmp_path / "index"), None)
+    assert references_of(source.read(0)) == ("b", "c")

@@ -12,7 +12,10 @@ from torchmm.recipe.training_section import BenchmarksConfig
 from torchmm.training.evaluation import results
 from torchmm.training.evaluation.benchmarks import Benchmarks, command, environment
 
-SCORES = {"scores": {"task/exact_match": 0.25}, "samples": {"task": 4}}
+SCORES = {
+    "scores": {"task/exact_match": 0.25, "task/of_nothing": float("nan")},
+    "samples": {"task": 4},
+}
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def started(python: str, run_dir: Path, **settings) -> Benchmarks:
 
 def snapshot(run_dir: Path, step: int) -> Path:
     folder = run_dir / f"benchmarks/step-{step}"
-    (folder / "hf").mkdir(parents=True)
+    (folder / "hf").mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -56,7 +59,7 @@ def test_scores_come_once_and_the_snapshot_goes(program, tmp_path, caplog):
     caplog.set_level("INFO")
     benchmarks = started(program(WRITES), tmp_path)
     found = awaited(benchmarks)
-    assert found.scores == SCORES["scores"] and found.step == 4
+    assert found.scores == {"task/exact_match": 0.25} and found.step == 4
     assert benchmarks.poll() is None
     assert results.read(tmp_path) == [found]
     assert "benchmarks of step 4: task/exact_match 0.2500" in caplog.text
@@ -64,10 +67,12 @@ def test_scores_come_once_and_the_snapshot_goes(program, tmp_path, caplog):
 
 
 def test_what_fails_is_told_and_counted(program, tmp_path, caplog):
-    benchmarks = started(program("print('no such task'); sys.exit(5)"), tmp_path)
+    (tmp_path / "benchmarks/step-4").mkdir(parents=True)
+    (tmp_path / "benchmarks/step-4/scores.json").write_text(json.dumps(SCORES))  # stale
+    benchmarks = started(program("print('no such task'); sys.exit(0)"), tmp_path)
     benchmarks.finish()
     assert benchmarks.failed == 1 and results.read(tmp_path) == []
-    assert "benchmarks of step 4 ended with 5 and without scores (1 failed so far)" in caplog.text
+    assert "benchmarks of step 4 ended with 0 and without scores (1 failed so far)" in caplog.text
     assert "no such task" in (tmp_path / "benchmarks/step-4/log.txt").read_text()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -91,6 +92,7 @@ class Benchmarks:
             )
             shutil.rmtree(folder)
             return
+        (folder / "scores.json").unlink(missing_ok=True)  # of a run that was resumed before it
         words = command(self._config, folder / "hf", folder / "scores.json")
         own = environment("" if self._config.gpu is None else str(self._config.gpu))
         nothing = subprocess.DEVNULL
@@ -146,4 +148,5 @@ class Benchmarks:
 
 def _scores(output: Path, export: Path, step: int | None) -> Evaluation:
     found = json.loads(output.read_text())
-    return Evaluation(str(export), step, found["scores"], found["samples"])
+    numbers = {name: value for name, value in found["scores"].items() if math.isfinite(value)}
+    return Evaluation(str(export), step, numbers, found["samples"])
