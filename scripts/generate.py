@@ -1,125 +1,208 @@
-"""Writes text for images with an exported model.
+"""Writes text for pictures, sounds, clips, words and chats with a trained model.
 
-    python scripts/generate.py outputs/quickstart/hf picture.png [more.png ...] [--prompt "..."]
+    python scripts/generate.py outputs/mine picture.png more.jpg           # one text for each file
+    python scripts/generate.py outputs/mine a.png --prompt "A photo of" --prompt "The colour is"
+    python scripts/generate.py outputs/mine a.png b.png --together --prompt "Compare." --template
+    python scripts/generate.py outputs/mine --prompt "Once upon a time" --temperature 0.8 --seed 3
+    python scripts/generate.py outputs/mine --chats chats.jsonl --json     # the next answer of each
+    python scripts/generate.py outputs/mine --chat                         # talk to it
 
-Reads what a run exports: a Hugging Face directory, or, for pairs that have no Hugging Face class,
-a directory of parts with `torchmm.json`. Images are prepared exactly as in training.
+The model is a run (its newest checkpoint, or its export), a checkpoint (step-N) or an export: a
+Hugging Face directory, or, for pairs that have no Hugging Face class, a directory of parts with
+`torchmm.json`. What is asked is prepared exactly as data are in training. Without --temperature the
+likeliest token is chosen each time.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import logging
 import sys
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from torchmm.common.errors import TorchmmError
-from torchmm.data.loader import build_loader
-from torchmm.data.tokenizer import read_tokenizer
-from torchmm.models.hf.export import PARTS_FILE
-from torchmm.models.hf.load import load_weights
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
-from torchmm.recipe.data_section import DataConfig, SourceConfig
-from torchmm.recipe.model_section import FreezeConfig, ModelConfig
-from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.training_section import TrainingConfig
-from torchmm.training.pipeline import whole_pipeline
-from torchmm.training.validation import generate_samples, held_out_prompts
+from torchmm.common.dtypes import DTYPES
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.training.text.opened import Writer, open_writer
+from torchmm.training.text.prompts import (
+    Request,
+    chat_request,
+    parts_of,
+    read_chats,
+    request_of,
+)
+from torchmm.training.text.sampling import Sampling
+
+COMMANDS = "/file FILE adds a file to what you say next, /new begins anew, /end ends"
 
 
 def main() -> int:
-    """Generates for the images named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, help="export directory (hf/ of a run)")
-    parser.add_argument("images", type=Path, nargs="+")
-    parser.add_argument("--prompt", default="", help="text after the image")
-    parser.add_argument("--max-new-tokens", type=int, default=40)
+    """Writes what the command line asks for."""
+    parser = _parser()
     arguments = parser.parse_args()
-    missing = [str(i) for i in arguments.images if not i.is_file()]
-    if missing:
-        print(f"no such image: {', '.join(missing)}", file=sys.stderr)
-        return 2
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
     try:
-        _generate(arguments)
+        sampling = Sampling(
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            repetition_penalty=arguments.repetition_penalty,
+            seed=arguments.seed,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        requests = [] if arguments.chat else _requests(arguments)
+        writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
+        if arguments.chat:
+            _talk(writer, sampling, arguments)
+        else:
+            _answer(writer, requests, sampling, arguments)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _generate(arguments: argparse.Namespace) -> None:
-    device = select_device("auto")
-    start_process_group(ParallelConfig(), device)
-    mesh = build_mesh(ParallelConfig(), device)
-    config, tokenizer_dir = _read_config(arguments.model)
-    tokenizer = read_tokenizer(f"tokenizer of {tokenizer_dir}", tokenizer_dir)
-    model = _load(config, device)
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "images.jsonl"
-        # The text is a placeholder: generation starts in front of it.
-        rows = [
-            {"image": _copy(image, Path(scratch), number), "text": "?"}
-            for number, image in enumerate(arguments.images)
-        ]
-        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        loader = build_loader(
-            DataConfig(
-                validation=[SourceConfig(path=str(source), prompt=arguments.prompt)],
-                workers=0,
-                index_cache=scratch,
-            ),
-            TrainingConfig(global_batch_size=1, sequence_length=4096),
-            data_parallel_rank=0,
-            data_parallel_size=1,
-            state=None,
-            validation=True,
-            **model.sample_specs(tokenizer),
-        )
-        prompts = held_out_prompts(loader, len(rows))
-        pipeline = whole_pipeline(model, mesh, torch.float32)
-        texts = generate_samples(pipeline, prompts, tokenizer, mesh, arguments.max_new_tokens)
-    for text in sorted(texts, key=lambda t: t.index):
-        print(f"{arguments.images[text.index]}: {text.generated}")
-
-
-def _copy(image: Path, scratch: Path, number: int) -> str:
-    """Image paths of a JSONL source may not leave its directory."""
-    name = f"{number}{image.suffix}"
-    shutil.copy(image, scratch / name)
-    return name
-
-
-def _read_config(directory: Path) -> tuple[ModelConfig, Path]:
-    parts = directory / PARTS_FILE
-    if not parts.is_file():
-        return ModelConfig(source=str(directory)), directory
-    return ModelConfig.model_validate(_absolute(json.loads(parts.read_text()), directory)), (
-        directory / "llm"
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("model", type=Path, help="run, checkpoint or export")
+    parser.add_argument("files", type=Path, nargs="*", help="pictures, sounds, clips")
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument(
+        "--prompt", action="append", default=[], metavar="WORDS", help="after the files; repeatable"
+    )
+    asked.add_argument("--together", action="store_true", help="all files before each prompt")
+    asked.add_argument(
+        "--template", action="store_true", help="as a user's message, in the chat template"
+    )
+    asked.add_argument("--chats", type=Path, help="JSON or JSON lines with messages")
+    asked.add_argument("--chat", action="store_true", help="talk; files are of the first message")
+    chosen = parser.add_argument_group("how tokens are chosen")
+    chosen.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="%(default)s")
+    chosen.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest"
+    )
+    chosen.add_argument("--top-k", type=int, default=0, metavar="K", help="0 (default): all")
+    chosen.add_argument("--top-p", type=float, default=1.0, metavar="P", help="%(default)s")
+    chosen.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="%(default)s: none"
+    )
+    chosen.add_argument("--seed", type=int, default=0, metavar="S", help="%(default)s")
+    how = parser.add_argument_group("how it runs")
+    how.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts at a time")
+    how.add_argument("--max-prompt-tokens", type=int, default=4096, metavar="N", help="%(default)s")
+    how.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="%(default)s")
+    how.add_argument("--ema", action="store_true", help="a checkpoint's averaged weights")
+    how.add_argument("--stream", action="store_true", help="show a single text as it is written")
+    how.add_argument("--json", action="store_true", help="one JSON object per line")
+    return parser
 
 
-def _absolute(value: object, directory: Path) -> object:
-    """`source` and `tokenizer` paths of the parts are relative to their directory."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: str(directory / item)
-        if key in ("source", "tokenizer") and isinstance(item, str)
-        else _absolute(item, directory)
-        for key, item in value.items()
-    }
+def _requests(arguments: argparse.Namespace) -> list[Request]:
+    if arguments.chats is not None:
+        if arguments.files or arguments.prompt:
+            raise ConfigError("--chats has all that is asked; leave files and --prompt out")
+        return read_chats(arguments.chats)
+    files: list[list[Path]] = [arguments.files]
+    if arguments.files and not arguments.together:
+        files = [[file] for file in arguments.files]
+    return [
+        request_of(own, words, as_chat=arguments.template)
+        for own in files
+        for words in arguments.prompt or [""]
+    ]
 
 
-def _load(config: ModelConfig, device: torch.device) -> MultimodalModel:
-    model = build_model(config, FreezeConfig())
-    materialize(model, device)
-    init_weights(model, seed=0, skip=load_weights(model))
-    return model.eval()
+def _answer(
+    writer: Writer, requests: list[Request], sampling: Sampling, arguments: argparse.Namespace
+) -> None:
+    streams = arguments.stream and len(requests) == 1 and not arguments.json
+    stream = _Stream(writer.tokenizer) if streams else None
+    texts = writer.write(
+        requests,
+        sampling,
+        together=max(1, arguments.batch_size),
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        on_tokens=stream,
+    )
+    for request, text in zip(requests, texts, strict=True):
+        if stream is not None:
+            stream.end()
+        elif arguments.json:
+            line = {"asked": request.label, "text": text}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        else:
+            print(f"{request.label}: {text}", flush=True)
+
+
+def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> None:
+    """Reads what a person says, line by line, until the end."""
+    print(COMMANDS, file=sys.stderr)
+    messages: list[dict[str, Any]] = []
+    files: list[Path] = [*arguments.files]
+    while (said := _line()) is not None:
+        command, _, rest = said.partition(" ")
+        if command == "/end":
+            return
+        if command == "/new":
+            messages, files = [], []
+            continue
+        if command == "/file":
+            files.append(Path(rest).expanduser())
+            continue
+        if not said:
+            continue
+        if missing := [str(file) for file in files if not file.is_file()]:
+            print(f"no such file: {', '.join(missing)}", file=sys.stderr)
+            files = [file for file in files if file.is_file()]
+            continue
+        asked = {"role": "user", "content": parts_of(files, said)}
+        stream = _Stream(writer.tokenizer)
+        request = chat_request("the chat", [*messages, asked], Path())
+        try:
+            [text] = writer.write(
+                [request],
+                sampling,
+                max_prompt_tokens=arguments.max_prompt_tokens,
+                on_tokens=stream,
+            )
+        except TorchmmError as error:
+            print(error, file=sys.stderr)
+            continue
+        stream.end()
+        files = []
+        if text.strip():  # a chat whose answers are empty is none that was trained on
+            messages += [asked, {"role": "assistant", "content": text}]
+
+
+def _line() -> str | None:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return None
+
+
+class _Stream:
+    """Shows one text as it is written."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+
+    def __call__(self, tokens: Mapping[int, int]) -> None:
+        for token in tokens.values():
+            self._streamer.put(torch.tensor([token]))
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 if __name__ == "__main__":

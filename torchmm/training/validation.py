@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta
+from torchmm.common.batch import Microbatch, SampleMeta
 from torchmm.common.errors import DataError
 from torchmm.common.files import replace_atomically
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
@@ -39,6 +39,7 @@ from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import plot_captions, plot_pictures
 from torchmm.training.step import torn_samples
 from torchmm.training.text.generate import generate_tokens
+from torchmm.training.text.prompts import prompts_of
 from torchmm.training.text.sampling import Sampling
 
 PROMPTS_TOGETHER = 16
@@ -171,39 +172,13 @@ def held_out_prompts(
     """
     found = 0
     for microbatch in (m for batch in batches for m in batch.microbatches):
-        for prompt in _prompts_of(microbatch):
+        for prompt in prompts_of(microbatch):
+            if not prompt.row.encoders:
+                continue
             if found == count:
                 return
             found += 1
             yield prompt
-
-
-def _prompts_of(microbatch: Microbatch) -> Iterator[tuple[Microbatch, Tensor, SampleMeta]]:
-    read = dict.fromkeys(microbatch.encoders, 0)  # images of samples so far
-    segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
-    for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
-        before = dict(read)
-        read = {name: count + len(sample.images_read_by(name)) for name, count in before.items()}
-        shown = {n: range(before[n], read[n]) for n in before if before[n] < read[n]}
-        targets = microbatch.targets_T[start:stop]
-        counted = (targets != IGNORE_TARGET).nonzero()
-        if not len(counted) or not shown:
-            continue
-        cut = start + int(counted[0]) + 1
-        encoders = {name: microbatch.encoders[name].select(own) for name, own in shown.items()}
-        for inputs in encoders.values():
-            inputs.positions_K = inputs.positions_K - start
-        if max(int(inputs.positions_K.max()) for inputs in encoders.values()) >= cut - start:
-            continue  # text before the last image: not a caption to be generated
-        prompt = Microbatch(
-            input_ids_T=microbatch.input_ids_T[start:cut],
-            targets_T=torch.full((cut - start,), IGNORE_TARGET),
-            position_ids=microbatch.position_ids[..., start:cut],
-            cu_seqlens=[0, cut - start],
-            encoders=encoders,
-            meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
-        )
-        yield prompt, targets[counted[:, 0]], sample
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,261 @@
+"""Prompts: samples of training's data, cut where the text to be written begins.
+
+Whatever is asked (files and words, or a chat) becomes a record of JSON data whose answer is a
+placeholder, and is read as training reads its data: the same placeholders, marks, templates, pixels
+and positions. What comes before the first token that counts in the loss is the prompt.
+
+Rejected: Hugging Face's processors, which not every model here has.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.batch import IGNORE_TARGET, Microbatch, SampleMeta
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.data.layouts.columns import AUDIO_COLUMNS, VIDEO_COLUMNS
+from torchmm.data.loader import StepBatch, build_loader
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+from torchmm.recipe.training_section import TrainingConfig
+
+ANSWER = "?"
+"""Stands for what is to be written, which begins in front of it."""
+_FILE_KEYS = {
+    f"{name}{plural}" for name in ("image", "video", "audio") for plural in ("", "s", "_url")
+} | {"path", "url"}
+"""Columns of records, and keys of messages' parts, that may name files."""
+
+
+class Prompt(NamedTuple):
+    """What comes before a text."""
+
+    row: Microbatch
+    """Of one sample."""
+    truth_ids: Tensor
+    """What the sample has in the place of the text."""
+    sample: SampleMeta
+
+
+def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
+    """The samples of a microbatch that have text to be predicted and no file behind its begin."""
+    read = dict.fromkeys(microbatch.encoders, 0)  # images of samples so far
+    segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
+    for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
+        before = dict(read)
+        read = {name: count + len(sample.images_read_by(name)) for name, count in before.items()}
+        shown = {n: range(before[n], read[n]) for n in before if before[n] < read[n]}
+        targets = microbatch.targets_T[start:stop]
+        counted = (targets != IGNORE_TARGET).nonzero()
+        if not len(counted):
+            continue
+        cut = start + int(counted[0]) + 1
+        encoders = {name: microbatch.encoders[name].select(own) for name, own in shown.items()}
+        for inputs in encoders.values():
+            inputs.positions_K = inputs.positions_K - start
+        if any(int(inputs.positions_K.max()) >= cut - start for inputs in encoders.values()):
+            continue
+        row = Microbatch(
+            input_ids_T=microbatch.input_ids_T[start:cut],
+            targets_T=torch.full((cut - start,), IGNORE_TARGET),
+            position_ids=microbatch.position_ids[..., start:cut],
+            cu_seqlens=[0, cut - start],
+            encoders=encoders,
+            meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
+        )
+        yield Prompt(row, targets[counted[:, 0]], sample)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a model.
+
+    Attributes:
+        label: what it is called in outputs.
+        record: as data of training would have it, with `ANSWER` for an answer.
+        root: the directory that names of files in it are relative to.
+    """
+
+    label: str
+    record: dict[str, Any]
+    root: Path
+
+
+def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> Request:
+    """Files, and words after them.
+
+    Args:
+        as_chat: whether they are a user's message, laid out by the chat template.
+
+    Raises:
+        ConfigError: there is nothing, or no such file.
+    """
+    label = " ".join([*map(str, files), *([words] if words else [])])
+    if not label:
+        raise ConfigError("nothing is asked: name a file or words (--prompt)")
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise ConfigError(f"no such file: {', '.join(missing)}")
+    if as_chat:
+        return chat_request(label, [{"role": "user", "content": parts_of(files, words)}], Path())
+    named: dict[str, Any] = {}
+    for file in files:
+        named.setdefault(f"{kind_of(file)}s", []).append(str(file))
+    text = {"prompt": words, "completion": ANSWER} if words else {"text": ANSWER}
+    return Request(label, named | text, Path())
+
+
+def parts_of(files: Sequence[Path], words: str) -> list[dict[str, str]]:
+    """The content of a user's message."""
+    shown = [{"type": kind_of(file), kind_of(file): str(file)} for file in files]
+    return [*shown, {"type": "text", "text": words}] if words else shown
+
+
+def kind_of(file: Path) -> str:
+    """Whether a file is an "image", a "video" or "audio", by the end of its name."""
+    suffix = file.suffix.removeprefix(".").lower()
+    if suffix in VIDEO_COLUMNS:
+        return "video"
+    return "audio" if suffix in AUDIO_COLUMNS else "image"
+
+
+def chat_request(
+    label: str, messages: Sequence[dict], root: Path, columns: dict[str, Any] | None = None
+) -> Request:
+    """A chat, for its next answer.
+
+    Args:
+        messages: the last one is not the assistant's.
+        columns: what else its record has: files, tools.
+    """
+    answer = [{"role": "assistant", "content": ANSWER}]
+    return Request(label, {**(columns or {}), "prompt": [*messages], "completion": answer}, root)
+
+
+def read_chats(file: Path) -> list[Request]:
+    """Chats of a JSON file (one, or a list) or a JSON lines file, each for its next answer; a last
+    answer that is there is written anew.
+
+    Raises:
+        ConfigError: it cannot be read, or has a record without messages.
+    """
+    try:
+        text = file.read_text()
+        if file.suffix == ".jsonl":
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            found = json.loads(text)
+            # A list of messages is a chat, a list of anything else one of chats.
+            whole = isinstance(found, dict) or (found and "role" in found[0])
+            records = [found] if whole else found
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return [
+        _chat_of(record, f"{file.name}[{number}]", file.parent)
+        for number, record in enumerate(records)
+    ]
+
+
+def _chat_of(record: Any, label: str, root: Path) -> Request:
+    columns = {"messages": record} if isinstance(record, list) else dict(record)
+    messages = columns.pop("messages", None)
+    if messages is None:
+        turns = columns.pop("conversations", None) or ()
+        roles = {"human": "user", "gpt": "assistant"}
+        messages = [
+            {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
+            for turn in turns
+        ]
+    if messages and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ConfigError(f'{label}: no messages; give "messages" with "role" and "content"')
+    return chat_request(label, messages, root, columns)
+
+
+def read_prompts(
+    requests: Sequence[Request],
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+) -> list[Prompt]:
+    """The prompts of requests, in their order.
+
+    Args:
+        max_tokens: longest prompt.
+
+    Raises:
+        ConfigError, DataError: a request cannot be read, and why.
+    """
+    found: dict[int, Prompt] = {}
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            for batch in _read(requests, model, tokenizer, max_tokens, Path(scratch)):
+                problems += batch.skipped
+                for prompt in (p for row in batch.microbatches for p in prompts_of(row)):
+                    found[prompt.sample.index] = prompt
+                if len(found) == len(requests):
+                    break
+        except DataError as error:  # not one of them can be read
+            problems.append(str(error).partition("\nCorrect the source")[0])
+    if lost := [r.label for number, r in enumerate(requests) if number not in found]:
+        labels = ", ".join(f"{label!r:.80}" for label in lost)
+        why = "; ".join(problems) or f"longer than {max_tokens} tokens"
+        raise DataError(f"{labels} cannot be read: {why}")
+    return [found[number] for number in range(len(requests))]
+
+
+def _read(
+    requests: Sequence[Request],
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    folder: Path,
+) -> Iterator[StepBatch]:
+    lines = [json.dumps(_with_copies(r.record, r.root, folder)) + "\n" for r in requests]
+    source = folder / "requests.jsonl"
+    source.write_text("".join(lines))
+    loader = build_loader(
+        DataConfig(
+            validation=[SourceConfig(path=str(source))],
+            workers=0,
+            index_cache=str(folder / "index"),
+        ),
+        TrainingConfig(global_batch_size=1, sequence_length=max_tokens),
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+        validation=True,
+        **model.sample_specs(tokenizer),
+    )
+    yield from islice(loader, len(requests))
+
+
+def _with_copies(value: Any, root: Path, folder: Path, key: str = "") -> Any:
+    """A record whose files are copies in `folder`, as data may not leave their directory."""
+    if isinstance(value, dict):
+        return {name: _with_copies(item, root, folder, name) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_copies(item, root, folder, key) for item in value]
+    if key not in _FILE_KEYS or not isinstance(value, str):
+        return value
+    file = root / value
+    try:
+        if not file.is_file():
+            return value
+    except OSError:  # base64, too long for a name
+        return value
+    copy = folder / f"{len([*folder.iterdir()])}{file.suffix}"
+    shutil.copy(file, copy)
+    return copy.name
