@@ -88,7 +88,7 @@ class SamplesElsewhere:
         prepared: `fingerprint` of these.
         ask: who plans.
         look: gives pictures and references.
-        asking: the producers that decode; None: ranks do.
+        listed: fingerprint by which the producers that decode are known; None: ranks do.
     """
 
     names: Sequence[str]
@@ -97,11 +97,11 @@ class SamplesElsewhere:
     prepared: str
     ask: Ask
     look: Look
-    asking: Asking | None = None
+    listed: str | None = None
 
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
         """Asks for it, step by step."""
-        return StepsElsewhere(self.ask, training, position, streamed=self.asking is None)
+        return StepsElsewhere(self.ask, training, position, streamed=self.listed is None)
 
     def feeds(self) -> dict[str, int]:
         """Number of each source by its name."""
@@ -168,7 +168,7 @@ def find_samples(
     decoder = StepDecoder(reader, [None for _ in described.names], training.sequence_length)
     return SamplesElsewhere(
         described.names, decoder, described.digest, described.fingerprint, plans.part, plans,
-        plans.asking,
+        described.listed,
     )  # fmt: skip
 
 
@@ -182,12 +182,13 @@ def remote_decoder(
 ) -> RemoteDecoder | None:
     """Asks producers to decode, if the recipe names any; held-out samples are decoded by ranks that
     have them."""
-    asking = samples.asking if isinstance(samples, SamplesElsewhere) else None
+    listed = samples.listed if isinstance(samples, SamplesElsewhere) else None
     named = data.producers.addresses or data.producers.registry is not None
-    if asking is None and (validation or not named):
+    if listed is None and (validation or not named):
         return None
     fingerprint = samples.fingerprint()
-    asking = asking or Asking(data.producers, fingerprint)
+    # Of its own, as workers take it with them before it has asked anybody.
+    asking = Asking(data.producers, listed or fingerprint)
     length = training.sequence_length
     return RemoteDecoder(asking, fingerprint, length, rank, reads, samples.decoder)
 

@@ -53,8 +53,8 @@ def site(tmp_path, tokenizer, text_spec):
         opened.append(producer)
         return f"127.0.0.1:{producer.port}"
 
-    def loader(*addresses, rank=0, ranks=2, give_up_s=20.0, sizes=None, **more):
-        given = data("/nowhere", addresses, plan=True, give_up_s=give_up_s)
+    def loader(*addresses, rank=0, ranks=2, give_up_s=20.0, sizes=None, workers=0, **more):
+        given = data("/nowhere", addresses, plan=True, give_up_s=give_up_s, workers=workers)
         chosen = given if addresses else data(tmp_path)
         return build_loader(
             chosen,
@@ -80,13 +80,13 @@ def largest_first(packs):
     return [[[n] for n in order[:half]], [[n] for n in order[half:]]]
 
 
-@pytest.mark.parametrize("arrange", [None, largest_first])
-def test_steps_are_those_of_ranks_that_have_the_data(site, arrange):
+@pytest.mark.parametrize(("arrange", "workers"), [(None, 2), (largest_first, 0)])
+def test_steps_are_those_of_ranks_that_have_the_data(site, arrange, workers):
     address = site.start()
     shares = []
     for rank in range(2):
         expected = take(site.loader(rank=rank, arrange=arrange))
-        assert take(site.loader(address, rank=rank, arrange=arrange)) == expected
+        assert take(site.loader(address, rank=rank, arrange=arrange, workers=workers)) == expected
         shares.append(expected)
     assert shares[0] != shares[1]  # a rank that got another's packs would be noticed
     natural = take(site.loader(address))

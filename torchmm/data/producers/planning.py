@@ -178,8 +178,7 @@ class ProducersPlans:
         self._held_out = held_out
         find = partial(self._find, differences)
         self.described = Asking(config, None).ask(0, find)
-        self.asking = Asking(config, self.described.listed)
-        """Asks those with these data."""
+        self._asking = Asking(config, self.described.listed)
 
     def part(self, asked: Asked) -> StepPart | None:
         """Of a step; see `SharedSteps.part`."""
@@ -199,7 +198,7 @@ class ProducersPlans:
 
     def _ask(self, kind: str, values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         body = json.dumps(dict(values) | {"held_out": self._held_out}).encode()
-        return self.asking.ask(0, partial(_call, kind, body, read))
+        return self._asking.ask(0, partial(_call, kind, body, read))
 
     def _find(
         self,
