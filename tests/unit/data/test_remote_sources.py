@@ -11,7 +11,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_cases import CLIP, caption, caption_rows, data_config, png, write_shard
+from data_cases import CLIP, caption, caption_rows, data_config, png, write_meta, write_shard
 from object_server import ObjectServer
 
 from torchmm.common.errors import ConfigError, DataError
@@ -45,6 +45,10 @@ def folder(tmp_path_factory) -> Path:
                 (f"{i:03d}.txt", row["text"].encode()),
             ]
         write_shard(root / "tar" / f"{name}.tar", members)
+        write_shard(root / "energon" / "shards" / f"{name}.tar", members)
+    fields = {"image": "png", "caption": "txt"}
+    split = {"split_parts": {"train": ["shards/{a,b}.tar"], "val": ["shards/b.tar"]}}
+    write_meta(root / "energon", "CaptioningSample", fields, split)
     for kind in ("jsonl", "json", "csv", "gz", "described"):
         (root / kind / "pictures").mkdir(parents=True)
         for i, row in enumerate(rows):
@@ -87,7 +91,7 @@ def samples_of(source, reader) -> str:
     return digest.hexdigest()
 
 
-KINDS = ("parquet", "tar", "jsonl", "json", "csv", "gz", "described")
+KINDS = ("parquet", "tar", "energon", "jsonl", "json", "csv", "gz", "described")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,6 +108,28 @@ def test_elsewhere_gives_the_same_samples(store, folder, tmp_path, reader, kind)
     assert samples_of(here, reader) == samples_of(there, reader)
     worker = copy.deepcopy(there)
     assert reader.read(worker.read(3)) == reader.read(here.read(3))
+
+
+def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tmp_path):
+    def write_split(parts):
+        said = {"split_parts": {"train": parts}, "exclude": ["shards/a.tar", "shards/b.tar/003"]}
+        content = json.dumps(said).encode()
+        object_server.put("excluded", "energon/.nv-meta/split.yaml", content)
+
+    object_server.put_folder("excluded", folder / "energon", "energon/")
+    write_split(["shards/{a,b}.tar"])
+    config = SourceConfig(path="s3://excluded/energon")
+    found = open_at(tmp_path, config.path)
+    assert len(found) == 14 and ":003" not in " ".join(found.read(i).where for i in range(14))
+    kind, files = resolve_files(config, storage_of(config, data_of(tmp_path)))
+    assert kind == "energon" and [f.name for f in files][-2:] == ["split.yaml", "b.tar"]
+    with pytest.raises(DataError, match="no shards for split 'test'"):
+        open_at(tmp_path, config.path, split="test")
+    write_split(["shards/c.tar"])
+    with pytest.raises(DataError, match=r"shards/c\.tar, which does not exist"):
+        open_at(tmp_path, config.path)
+    with pytest.raises(DataError, match=r"no directory with \.nv-meta"):
+        open_at(tmp_path, f"{config.path}/shards", format="energon")
 
 
 @pytest.mark.parametrize("kind", ["tar", "jsonl", "json", "csv"])

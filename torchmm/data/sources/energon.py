@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.tar_samples import Parts, TarSamples, decode_part
+from torchmm.data.storage.addresses import join_address
 from torchmm.data.storage.places import Places
-from torchmm.data.storage.remote_files import AnyFile
+from torchmm.data.storage.remote_files import AnyFile, RemoteFile, RemoteFolder
 
 META = ".nv-meta"
 PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
@@ -38,25 +40,26 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 Columns = dict[str, Any]
+Directory = Path | RemoteFolder
 
 
 @dataclass(frozen=True)
 class EnergonFolder:
     """What `.nv-meta` says about one split."""
 
-    directory: Path
+    directory: Directory
     kind: str
     """One of KINDS."""
     fields: dict[str, list[list[str]]]
     """For every field, where it may be: names of a part and of what is inside of it."""
     shards: list[AnyFile]
+    described_by: list[AnyFile]
     left_out: dict[AnyFile, set[str]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[AnyFile]:
         """Everything that its samples depend on."""
-        meta: list[AnyFile] = [f for f in _meta_files(self.directory) if f.exists()]
-        return meta + self.shards
+        return self.described_by + self.shards
 
 
 class EnergonSource:
@@ -85,7 +88,9 @@ class EnergonSource:
         with naming_place(where):
             given = {name: self._find(name, parts, options) for name, options in fields.items()}
             columns = KINDS[self._folder.kind](given, parts)
-        return Record(columns, str(self._folder.directory), where=where)
+        directory = self._folder.directory
+        root = str(directory) if isinstance(directory, Path) else directory
+        return Record(columns, root, where=where)
 
     def _find(self, name: str, parts: Parts, options: Sequence[Sequence[str]]) -> Any:
         """The value of a field, from the first of the places where it may be."""
@@ -105,21 +110,26 @@ class EnergonSource:
         raise CorruptSampleError(f"has no {wanted} for field {name}, only {', '.join(parts)}")
 
 
-def is_energon(path: Path) -> bool:
+def is_energon(directory: Directory) -> bool:
     """Whether a directory is one of Energon's."""
-    return (path / META).is_dir()
+    if isinstance(directory, Path):
+        return (directory / META).is_dir()
+    return _find_elsewhere(directory, f"{META}/dataset.yaml") is not None
 
 
-def open_folder(directory: Path, split: str) -> EnergonFolder:
+def open_folder(directory: Directory, split: str) -> EnergonFolder:
     """Reads `.nv-meta`.
 
     Raises:
         DataError: it is incomplete, has no such split, or needs code that is not run here.
     """
-    directory = directory.absolute()
-    described, split_json, split_yaml = _meta_files(directory)
-    kind, fields = _read_kind(described)
-    file = split_yaml if split_yaml.exists() else split_json
+    if isinstance(directory, Path):
+        directory = directory.absolute()
+    find = _finder(directory)
+    meta = {name: find(f"{META}/{name}") for name in ("dataset.yaml", "split.json", "split.yaml")}
+    found = [file for file in meta.values() if file is not None]
+    kind, fields = _read_kind(_present(meta["dataset.yaml"], f"{directory}/{META}/dataset.yaml"))
+    file = _present(meta["split.yaml"] or meta["split.json"], f"{directory}/{META}/split.yaml")
     splits = _load(file)
     parts = splits.get("split_parts")
     if not isinstance(parts, dict):
@@ -129,24 +139,56 @@ def open_folder(directory: Path, split: str) -> EnergonFolder:
         known = ", ".join(key for key, shards in parts.items() if shards)
         raise DataError(f"{file} has no shards for split {split!r}; set `split` to one of {known}")
     excluded = set(_expand(splits.get("exclude") or []))
-    shards = [directory / shard for shard in _expand(parts[name]) if shard not in excluded]
-    for shard in shards:
-        if not shard.is_file():
+    shards: list[AnyFile] = []
+    for shard_name in _expand(parts[name]):
+        if shard_name in excluded:
+            continue
+        shard = find(shard_name)
+        if shard is None:
             raise DataError(
-                f"{file} names {shard}, which does not exist; fetch it, or prepare again"
+                f"{file} names {directory}/{shard_name}, which does not exist; fetch it, or "
+                "prepare again"
             )
+        shards.append(shard)
     left_out: dict[AnyFile, set[str]] = {}
     for entry in excluded:
-        name, _, key = entry.rpartition("/")
-        left_out.setdefault(directory / name, set()).add(key)
-    return EnergonFolder(directory, kind, fields, list(shards), left_out)
+        of_shard, _, key = entry.rpartition("/")
+        if (shard := find(of_shard)) is not None:
+            left_out.setdefault(shard, set()).add(key)
+    return EnergonFolder(directory, kind, fields, shards, found, left_out)
 
 
-def _meta_files(directory: Path) -> list[Path]:
-    return [directory / META / name for name in ("dataset.yaml", "split.json", "split.yaml")]
+def _present(file: AnyFile | None, name: str) -> AnyFile:
+    if file is None:
+        raise DataError(f"{name} cannot be read: no such file; run energon prepare again")
+    return file
 
 
-def _read_kind(file: Path) -> tuple[str, dict[str, list[list[str]]]]:
+def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
+    """What finds a file of the directory by its name."""
+    if isinstance(directory, Path):
+        return partial(_find_here, directory)
+    # In one listing, as there may be thousands of shards; hidden files are not in it.
+    listed = {file.address: file for file in directory.storage.list(directory.address)}
+
+    def find(name: str) -> AnyFile | None:
+        address = join_address(directory.address, name)
+        return listed.get(address or "") or _find_elsewhere(directory, name)
+
+    return find
+
+
+def _find_here(directory: Path, name: str) -> Path | None:
+    path = directory / name
+    return path if path.is_file() else None
+
+
+def _find_elsewhere(directory: RemoteFolder, name: str) -> RemoteFile | None:
+    named = directory.join(name)
+    return None if named is None else named.find()
+
+
+def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
     """The kind of samples and where their fields are."""
     described = _load(file)
     sample_type = described.get("sample_type") or described
@@ -174,7 +216,7 @@ def _read_kind(file: Path) -> tuple[str, dict[str, list[list[str]]]]:
     return kind, fields
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load(file: AnyFile) -> dict[str, Any]:
     try:
         found = yaml.safe_load(file.read_bytes())
     except (OSError, yaml.YAMLError) as error:

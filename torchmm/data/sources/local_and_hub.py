@@ -171,7 +171,8 @@ def open_file_source(
         return LanceSource(config)
     fingerprint = _files_fingerprint(files)
     if kind == "energon":
-        folder = open_folder(Path(config.path).expanduser(), config.split)
+        elsewhere = next((f.storage for f in files if isinstance(f, RemoteFile)), None)
+        folder = open_folder(_directory(config, elsewhere), config.split)
         return EnergonSource(folder, fingerprint, Places(cache))
     places = Places(cache)
     if kind == "webdataset":
@@ -272,7 +273,7 @@ def resolve_files(
     if config.format == "hub" or (candidates is None and config.format == "auto"):
         return "hub", []
     _check_hub_keys(config)
-    if (folder := _energon_folder(config)) is not None:
+    if (folder := _energon_folder(config, storage)) is not None:
         return "energon", folder.files
     if not candidates:
         raise DataError(
@@ -308,21 +309,30 @@ def _check_hub_keys(config: SourceConfig) -> None:
         )
 
 
-def _energon_folder(config: SourceConfig) -> EnergonFolder | None:
+def _energon_folder(config: SourceConfig, storage: Storage | None) -> EnergonFolder | None:
     """Energon's folder, if it is one.
 
     Raises:
         DataError: the recipe says so, and it is none.
     """
-    path = Path(config.path).expanduser()
-    if config.format not in ("auto", "energon") or is_address(config.path) or not is_energon(path):
-        if config.format == "energon":
-            raise DataError(
-                f"source {config.path!r}: no directory with .nv-meta on this machine; correct "
-                '`path`, or set format = "webdataset" to read its tar files alone'
-            )
+    if config.format not in ("auto", "energon"):
         return None
-    return open_folder(path, config.split)
+    directory = _directory(config, storage)
+    if not is_pattern(config.path) and is_energon(directory):
+        return open_folder(directory, config.split)
+    if config.format == "auto":
+        return None
+    raise DataError(
+        f"source {config.path!r}: no directory with .nv-meta; correct `path`, or set format = "
+        '"webdataset" to read its tar files alone'
+    )
+
+
+def _directory(config: SourceConfig, storage: Storage | None) -> Path | RemoteFolder:
+    if is_address(config.path):
+        assert storage is not None, "see storage_of"
+        return RemoteFolder(pinned(config), storage)
+    return Path(config.path).expanduser()
 
 
 def _check_elsewhere(config: SourceConfig, kind: str, files: Sequence[AnyFile]) -> None:
