@@ -1,4 +1,5 @@
-"""A run whose producers Ray starts: one is killed, one is added, and no bit of the run changes."""
+"""A run whose producers Ray starts, and which plan for it: one is killed, one is added, and no bit
+of the run changes."""
 
 import os
 import signal
@@ -68,6 +69,7 @@ def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_serv
     registry = f"127.0.0.1:{free_port()}"
     given = {
         "data__producers__engine": "ray",
+        "data__producers__plan": "true",
         "data__producers__count": 3,
         "data__producers__registry": registry,
         "data__producers__timeout_s": 120,
@@ -88,7 +90,7 @@ def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_serv
         assert len(actors) == 3
         os.kill(actors[0], signal.SIGKILL)
         program = [sys.executable, "-m", "torchmm.data.serve", "--bind", "127.0.0.1:0"]
-        own = ["--workers", "1", "--registry", registry, *arguments(whole, real_data, **CHANGES)]
+        own = ["--workers", "1", "--registry", registry, *given]
         added = subprocess.Popen([*program, *own], stdout=subprocess.DEVNULL)
         assert len(records(served)) < STEPS, "over before anything has happened to it"
         assert run.wait() == [0] * RANKS, run.output()

@@ -137,7 +137,8 @@ def test_other_recipes_are_refused_by_key(site, sizes, why):
 
 def test_what_has_to_be_there_is_named(site):
     with pytest.raises(DataError, match=r"does not say data\.producers\.plan = true"):
-        site.loader(site.start(plan=False))
+        site.loader(site.start(plan=False), give_up_s=0.2)
+    assert take(site.loader(site.start(plan=False), site.start()), 1) == take(site.loader(), 1)
     state = take(site.loader(), 1)[0][2]
     changed = state | {"content": state["content"] | {"order": {"training.seed": 9}}}
     address = site.start()

@@ -111,9 +111,9 @@ class Producer(Server):
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
         """Questions about steps (`torchmm.data.producers.planning`)."""
+        if self._plans is None:  # another one may
+            raise flight.FlightServerError("its recipe does not say data.producers.plan = true")
         try:
-            if self._plans is None:
-                raise ValueError("its recipe does not say data.producers.plan = true")
             body = action.body.to_pybytes()
             _check_size(body)
             answer = self._plans.answer(action.type, body)
