@@ -2,7 +2,8 @@
 
 import gc
 import json
-from collections.abc import Generator, Iterator
+import subprocess
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import proofs
@@ -172,3 +173,23 @@ def object_server(_objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Ob
     for name, value in _objects.environment.items():
         monkeypatch.setenv(name, value)
     return _objects
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Callable[[str], Path]]:
+    """A small disk that is mounted with the given options, or remounted."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = False
+
+    def mount(options: str) -> Path:
+        nonlocal mounted
+        how = ["-o", f"remount,{options}"] if mounted else ["-t", "tmpfs", "-o", options, "tmpfs"]
+        if subprocess.run(["mount", *how, str(path)], check=False, capture_output=True).returncode:
+            pytest.skip("cannot mount a tmpfs here")
+        mounted = True
+        return path
+
+    yield mount
+    if mounted:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)

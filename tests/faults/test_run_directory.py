@@ -1,8 +1,7 @@
 """Run directories that belong to another run, are full, or cannot be written."""
 
 import logging
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,26 +28,6 @@ def live_run(tmp_path) -> Iterator[Path]:
     (run_dir / "metrics.jsonl").write_text('{"step": 7}\n')
     yield run_dir
     directory.release()
-
-
-@pytest.fixture
-def disk(tmp_path) -> Iterator[Callable[[str], Path]]:
-    """A small disk that is mounted with the given options, or remounted."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = False
-
-    def mount(options: str) -> Path:
-        nonlocal mounted
-        how = ["-o", f"remount,{options}"] if mounted else ["-t", "tmpfs", "-o", options, "tmpfs"]
-        if subprocess.run(["mount", *how, str(path)], check=False, capture_output=True).returncode:
-            pytest.skip("cannot mount a tmpfs here")
-        mounted = True
-        return path
-
-    yield mount
-    if mounted:
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def fill(disk: Path) -> None:
@@ -131,6 +110,19 @@ def test_a_disk_too_small_for_the_export(disk, tmp_path, real_data, train_server
     codes, output = train_server.run(command, tmp_path / "logs")
     assert codes == [4] and "Traceback" not in output, output
     assert read_status(run_dir).exit_code == 4
+
+
+def test_what_a_killed_export_left_is_gone_at_the_next_start(tmp_path, real_data, train_server):
+    run_dir = tmp_path / "run"
+    for name in (".hf-7.partial", ".weights-abc"):
+        (run_dir / name).mkdir(parents=True)
+        (run_dir / name / "config.json").write_text("{}")
+    (run_dir / ".hf.before").mkdir()
+    command = arguments(run_dir, real_data, training__steps=2)
+    codes, output = train_server.run(command, tmp_path / "logs")
+    assert codes == [0], output
+    assert not list(run_dir.glob(".hf*")) and not list(run_dir.glob(".weights*"))
+    assert (run_dir / "hf").is_dir()  # the one that was to be replaced
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

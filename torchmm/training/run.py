@@ -45,6 +45,7 @@ from torchmm.training.ending import (
     write_failure,
     write_status,
 )
+from torchmm.training.exports.place import clear_unfinished
 from torchmm.training.trainer import Trainer
 
 
@@ -71,6 +72,7 @@ def train(recipe: Recipe) -> int:
             make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
             # Nothing is written into the directory of a run that is alive.
             if rank == 0 and directory.try_claim():
+                clear_unfinished(run_dir)
                 write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
             if rank == 0:
                 ends.enter_context(own_registry(recipe.data.producers))

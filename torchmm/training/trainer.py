@@ -23,7 +23,6 @@ from torchmm.common.errors import DataError, NonFiniteError, PeerError, Preempte
 from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
-from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
@@ -31,7 +30,7 @@ from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
 from torchmm.training.evaluation.benchmarks import FOLDER, Benchmarks
-from torchmm.training.exports.write import Trained, write_export
+from torchmm.training.exports.write import Trained, write_adapters, write_export
 from torchmm.training.metrics import (
     StepMeter,
     StepRecord,
@@ -149,7 +148,7 @@ class Trainer:
                 for suffix, weights in self._weights():
                     with weights():
                         self._export(f"hf{suffix}")
-                        save_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
+                        write_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"

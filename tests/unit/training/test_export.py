@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -16,9 +17,11 @@ from checkpoint_runs import make_manager
 from huggingface_hub import RepoUrl
 from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
 
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.hf.adapter_files import save_adapters
+from torchmm.models.hf.experts_apart import taken_apart
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.planning.resolved import recipe_model
@@ -26,6 +29,7 @@ from torchmm.recipe.model_section import LlmConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports import checkpoint as exporting
 from torchmm.training.exports.checkpoint import export_checkpoint
+from torchmm.training.exports.place import clear_unfinished, scratch_directory, whole_directory
 from torchmm.training.exports.write import Trained, write_export
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/export.py"))
@@ -180,18 +184,120 @@ def test_damage_and_older_checkpoints_are_told(saved, tmp_path):
     assert manifest.exists() and not (tmp_path / "hf").exists()
 
 
-def test_an_export_that_is_killed_has_no_name(saved, tmp_path):
-    _, checkpoint = saved(CASES["tied"])
+def killed_at(rename: int, checkpoint: Path, directory: Path) -> None:
+    """Exports in a process that dies instead of the given renaming."""
     child = os.fork()
-    if child == 0:  # dies when all files but the name are there
+    if child == 0:
         with contextlib.suppress(BaseException):
-            Path.rename = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore
-            export_checkpoint(checkpoint, tmp_path / "hf")
+            left = [rename]
+            usual = Path.rename
+
+            def dying(path: Path, target: Path) -> Path:
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+                return usual(path, target)
+
+            Path.rename = dying  # type: ignore
+            export_checkpoint(checkpoint, directory)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert not (tmp_path / "hf").exists()
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_an_export_that_is_killed_has_no_name_and_the_next_one_removes_it(saved, tmp_path):
+    _, checkpoint = saved(CASES["tied"])
+    killed_at(0, checkpoint, tmp_path / "hf")  # when all files but the name are there
+    assert {".hf.partial", "run"} < names(tmp_path) and "hf" not in names(tmp_path)
+    export_checkpoint(checkpoint, tmp_path / "another")
+    assert names(tmp_path) == {"run", "another"}
     export_checkpoint(checkpoint, tmp_path / "hf")
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_an_export_that_is_killed_while_it_replaces_one_loses_neither(saved, tokenizer, tmp_path):
+    model, _ = saved(CASES["tied"])
+    write(model, tmp_path / "hf", tokenizer)
+    before = files(tmp_path / "hf")
+    child = os.fork()
+    if child == 0:
+        usual = Path.rename
+
+        def dying(path: Path, target: Path) -> Path:
+            if path.name.endswith(".partial"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return usual(path, target)
+
+        Path.rename = dying  # type: ignore
+        with contextlib.suppress(BaseException):
+            write(model, tmp_path / "hf", tokenizer)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert "hf" not in names(tmp_path)
+    clear_unfinished(tmp_path)
+    assert names(tmp_path) == {"hf", "run"}
+    assert files(tmp_path / "hf") == before
+
+
+def test_an_export_of_another_process_is_left_alone(saved, tmp_path):
+    _, checkpoint = saved(CASES["tied"])
+    with whole_directory(tmp_path / "theirs") as place, scratch_directory(tmp_path) as scratch:
+        (place / "config.json").write_text("{}")
+        export_checkpoint(checkpoint, tmp_path / "ours")
+        assert (place / "config.json").exists() and scratch.exists()
+        with pytest.raises(ConfigError, match=r"theirs is being written by another process"):
+            export_checkpoint(checkpoint, tmp_path / "theirs")
+    assert names(tmp_path) == {"run", "ours", "theirs"}
+
+
+def test_nothing_written_is_no_directory(tmp_path):
+    with whole_directory(tmp_path / "adapters"):
+        pass
+    with pytest.raises(KeyError), whole_directory(tmp_path / "hf") as place:
+        (place / "config.json").write_text("{}")
+        raise KeyError
+    assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["experts", "LLaVA"])
+def test_a_disk_that_is_too_small_leaves_nothing(config, saved, disk, tmp_path):
+    """Wherever it ends: in weights that are put together, in files, in their names."""
+    _, checkpoint = saved(CASES[config])
+    target = disk("size=64m")
+    export_checkpoint(checkpoint, target / "whole")
+    taken_kib = sum(len(data) for data in files(target / "whole").values()) // 1024
+    shutil.rmtree(target / "whole")
+    for part in (0.3, 0.6, 0.95, 1.2, 1.6):
+        disk(f"size={max(64, int(taken_kib * part))}k")
+        with pytest.raises(CheckpointError, match=r"cannot write .*hf: .*No space left on device"):
+            export_checkpoint(checkpoint, target / "hf")
+        assert not names(target), part
+    disk("size=64m")
+    export_checkpoint(checkpoint, target / "hf")
+
+
+def test_experts_are_taken_apart_a_layer_at_a_time(saved, tmp_path):
+    """And what they were made of is let go, so that memory is that of a layer."""
+    model, _ = saved(CASES["experts"])
+    hf = model.llm.backbone
+    expected = revert_weight_conversion(hf, dict(hf.state_dict()))
+    expected = {name: value.clone() for name, value in expected.items()}
+    layers: list[int] = []
+
+    def keep(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        layers.append(sum(value.nbytes for value in values))
+        return [value.clone() for value in values]
+
+    found = taken_apart(hf, dict(hf.state_dict()), keep)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    stacked = [p for name, p in hf.named_parameters() if name.endswith("experts.down_proj")]
+    assert len(layers) == len(stacked) == 2 and all(p.is_meta for p in stacked)
+    of_experts = sum(v.nbytes for name, v in expected.items() if ".experts." in name)
+    assert max(layers) <= of_experts // 2
 
 
 def test_the_script_takes_a_run_and_says_what_is_wrong(saved, tmp_path, monkeypatch, capsys):

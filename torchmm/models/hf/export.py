@@ -41,6 +41,7 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.generator import GeneratorModule
+from torchmm.models.hf.experts_apart import Keep, has_stacked_experts, in_memory, taken_apart
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.hf.pairs import PairClass, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
@@ -105,6 +106,7 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase,
     gather: Gather = gather_whole,
     shard_bytes: int | None = None,
+    keep: Keep = in_memory,
 ) -> None:
     """Write `model` in Hugging Face's format; collective, rank 0 writes.
 
@@ -114,6 +116,7 @@ def export_hf(
         tokenizer: is saved with it.
         gather: where weights come from.
         shard_bytes: of the largest file with weights; None: Hugging Face's default.
+        keep: where experts are that files have apart.
 
     Raises:
         ConfigError: the tokenizer lacks the model's placeholder token.
@@ -129,7 +132,7 @@ def export_hf(
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
         for export in exports:
-            _save(model, export, shard_bytes)
+            _save(model, export, shard_bytes, keep)
         if model.generator is not None:
             scheduler = model.generator.family.scheduler()
             scheduler.save_pretrained(directory / GENERATOR / "scheduler")
@@ -272,7 +275,7 @@ def _to_rank_0(
     return received.cpu()
 
 
-def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None) -> None:
+def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None, keep: Keep) -> None:
     for module in model.encoder_modules():
         if module.unused and module.name in export.prefixes:
             for name, value in _unused_weights(module).items():
@@ -294,11 +297,14 @@ def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None) -> N
         except (OSError, ValueError):
             pass  # none, or one that cannot be saved again: what follows from the config stays
     settings: dict[str, Any] = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
-    if _names_clip_twice(model, export):
-        settings["state_dict"] = {
-            name.replace(_TOWER, f"{_TOWER}vision_model.", 1): value
-            for name, value in export.hf.state_dict().items()
-        }
+    tower = f"{_TOWER}vision_model." if _names_clip_twice(model, export) else _TOWER
+    named = {name.replace(_TOWER, tower, 1): x for name, x in export.hf.state_dict().items()}
+    if has_stacked_experts(named):
+        settings |= {"state_dict": taken_apart(export.hf, named, keep)}
+        settings |= {"save_original_format": False}
+    elif tower != _TOWER:
+        settings["state_dict"] = named
+    export.weights.clear()
     export.hf.save_pretrained(export.directory, **settings)
 
 

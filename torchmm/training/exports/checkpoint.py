@@ -18,9 +18,11 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -28,12 +30,12 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from torch import Tensor
 
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.tokenizer import load_tokenizer
-from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
@@ -42,11 +44,13 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
-from torchmm.training.exports.write import Trained, write_export
+from torchmm.training.exports.place import scratch_directory
+from torchmm.training.exports.write import Trained, write_adapters, write_export
 
 SHARD_BYTES = 5 * 10**9
 """Of the largest file with weights: of the order of what other tools write."""
 BLOCK_BYTES = 16 << 20
+_ALIGNED = 64
 HUB_ERRORS: tuple[type[Exception], ...] = (
     HFValidationError,
     *(error for error in HfHubHTTPError.__mro__ if error not in (Exception, BaseException, object)),
@@ -90,16 +94,16 @@ def export_checkpoint(
     sources = recipe.data.sources
     trained = Trained(recipe.name, step_of(path) or 0, recipe.training, sources, metrics)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".weights-") as scratch:
-            gather = CheckpointWeights(path, Path(scratch), wanted, averaged)
+        with scratch_directory(directory.parent) as scratch:
+            gather = CheckpointWeights(path, scratch, wanted, averaged)
             if apart:
-                save_adapters(model, directory, gather)
+                write_adapters(model, directory, gather)
             else:
-                write_export(model, directory, tokenizer, trained, gather, shard_bytes)
-    except OSError as error:
+                write_export(model, directory, tokenizer, trained, gather, shard_bytes, gather.keep)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"cannot write {directory}: {error.strerror or error}; exporting needs room for the "
+            f"cannot write {directory}: {reason}; exporting needs room for the "
             "model's weights twice"
         ) from error
 
@@ -220,15 +224,29 @@ class CheckpointWeights:
                 _fill(whole[window], file, place)
         return whole
 
+    def keep(self, values: list[Tensor]) -> list[Tensor]:
+        """Copies of tensors in one file."""
+        ends = list(accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in values))
+        room = self._room(ends[-1]) if values else None
+        kept = []
+        for value, start in zip(values, [0, *ends], strict=False):
+            count = value.numel()
+            copied = torch.frombuffer(room, dtype=value.dtype, count=count, offset=start)
+            kept.append(copied.view(value.shape).copy_(value))
+        return kept
+
     def _mapped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Zeros in a file; removed when nothing refers to it any more."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes == 0:
             return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._room(size_bytes), dtype=dtype).view(shape)
+
+    def _room(self, size_bytes: int) -> mmap.mmap:
+        """Bytes of a file without a name; a process may have some 65,000, fewer than experts."""
         with tempfile.TemporaryFile(dir=self._scratch) as file:
-            file.truncate(size_bytes)
-            mapped = mmap.mmap(file.fileno(), size_bytes)
-        return torch.frombuffer(mapped, dtype=dtype).view(shape)
+            os.posix_fallocate(file.fileno(), 0, size_bytes)  # a page that no disk holds kills us
+            return mmap.mmap(file.fileno(), size_bytes)
 
 
 def _fill(target: Tensor, file: BinaryIO, place: _Place) -> None:

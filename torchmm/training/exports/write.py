@@ -9,8 +9,8 @@ people know, and show it as missing.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +20,14 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.data.prepare.manifest import read as read_prepared
 from torchmm.data.storage.addresses import without_secrets
+from torchmm.models.hf.adapter_files import save_adapters
+from torchmm.models.hf.experts_apart import Keep, in_memory
 from torchmm.models.hf.export import PARTS_FILE, Gather, export_hf, gather_whole
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.model_section import split_place
 from torchmm.recipe.training_section import TrainingConfig
+from torchmm.training.exports.place import whole_directory
 
 CARD = "README.md"
 
@@ -48,6 +51,7 @@ def write_export(
     trained: Trained,
     gather: Gather = gather_whole,
     shard_bytes: int | None = None,
+    keep: Keep = in_memory,
 ) -> None:
     """Writes the model with its card; collective, rank 0 writes.
 
@@ -58,30 +62,27 @@ def write_export(
         directory: of the export.
         gather: where weights come from, see `export_hf`.
         shard_bytes: of the largest file with weights; None: Hugging Face's default.
+        keep: see `export_hf`.
+
+    Raises:
+        ConfigError: another process writes it.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    partial = directory.with_name(f".{directory.name}.partial")
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    try:
-        export_hf(model, partial, tokenizer, gather, shard_bytes)
+    with whole_directory(directory) if writes else nullcontext(directory) as place:
+        export_hf(model, place, tokenizer, gather, shard_bytes, keep)
         if writes:
-            (partial / CARD).write_text(card(model, partial, trained))
-            _take_place(partial, directory)
-    finally:
-        if writes:
-            shutil.rmtree(partial, ignore_errors=True)
+            (place / CARD).write_text(card(model, place, trained))
 
 
-def _take_place(partial: Path, directory: Path) -> None:
-    if not directory.exists():
-        partial.rename(directory)
-        return
-    before = directory.with_name(f".{directory.name}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    directory.rename(before)
-    partial.rename(directory)
-    shutil.rmtree(before)
+def write_adapters(model: MultimodalModel, directory: Path, gather: Gather = gather_whole) -> None:
+    """Writes adapters alone, as PEFT's files, likewise; nothing if the model has none.
+
+    Raises:
+        ConfigError: as `write_export`.
+    """
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    with whole_directory(directory) if writes else nullcontext(directory) as place:
+        save_adapters(model, place, gather)
 
 
 def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
