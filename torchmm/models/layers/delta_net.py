@@ -213,7 +213,8 @@ def _cached_rule(
     if kept.whole_prompts:
         out_THV, states_BHKV = rule_with_states(inputs, segments.cu_seqlens_host)
     else:
-        before_BHKV = kept.get_recurrent_state(mixer.layer_idx)
+        # Older versions have no method for it.
+        before_BHKV = kept.layers[mixer.layer_idx].recurrent_states[0]
         assert before_BHKV is not None
         out_THV, states_BHKV = next_token_rule(inputs, before_BHKV)
     kept.update_recurrent_state(states_BHKV, mixer.layer_idx)

@@ -152,7 +152,7 @@ def _by_hugging_face(
     device = select_device("auto")
     kind: Any = getattr(transformers, str(export.kind))
     model = kind.from_pretrained(export.directory, dtype="auto").to(device).eval()
-    pictures_of = AutoImageProcessor.from_pretrained(export.directory)
+    pictures_of = _image_processor(export.directory)
     known = inspect.signature(model.forward).parameters
     ends = _ends(model.generation_config, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else max(ends)
@@ -179,6 +179,18 @@ def _by_hugging_face(
             new_ids = row[longest:]
             stop = next((i for i, token in enumerate(new_ids) if token in ends), len(new_ids))
             yield generated_text(prompt, truth_ids, sample, new_ids[:stop], tokenizer)
+
+
+def _image_processor(directory: Path) -> Any:
+    """That on Pillow, as training's, where there is one: others need torchvision."""
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        file = directory / name
+        table = json.loads(file.read_text()) if file.is_file() else {}
+        kind = table.get("image_processor", table).get("image_processor_type", "")
+        found = getattr(transformers, f"{kind.removesuffix('Fast').removesuffix('Pil')}Pil", None)
+        if kind and found is not None:
+            return found.from_pretrained(directory)
+    return AutoImageProcessor.from_pretrained(directory)
 
 
 def _padded(prompts: Sequence[Microbatch], pad: int) -> dict[str, Tensor]:
