@@ -35,9 +35,12 @@ SHOWN = ("llava", "internvl", "smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "pa
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[ParallelMesh]:
-    start_process_group(ParallelConfig(backend="gloo"), CPU)
-    yield build_mesh(ParallelConfig(), CPU)
-    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+            patch.setenv(name, value)
+        start_process_group(ParallelConfig(backend="gloo"), CPU)
+        yield build_mesh(ParallelConfig(), CPU)
+        dist.destroy_process_group()
 
 
 def pipeline_of(model: MultimodalModel, mesh: ParallelMesh) -> Pipeline:

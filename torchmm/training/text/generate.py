@@ -77,7 +77,8 @@ def generate_tokens(
             tokens_B = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device)
             if logits_BV is not None:
                 tokens_B = choose(logits_BV)
-            dist.broadcast(tokens_B, src=source)
+            if mesh.world_size > 1:
+                dist.broadcast(tokens_B, src=source)
             ids = tokens_B.tolist()
             unfinished = {number for number in unfinished if ids[number] not in stop_ids}
             for number in unfinished:
@@ -144,9 +145,12 @@ def _joined(parts: Sequence[EncoderInputs]) -> EncoderInputs:
 
 def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
     """A row of the next token of each prompt, behind a row of whole prompts or of such tokens."""
-    last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
-    positions_B = torch.stack(last) + 1
     prompts = len(tokens_B)
+    if row.cu_seqlens[-1] == prompts:  # one token of each, whose three positions are the same
+        positions_B = row.position_ids.view(-1, prompts)[0] + 1
+    else:
+        last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
+        positions_B = torch.stack(last) + 1
     return Microbatch(
         input_ids_T=tokens_B,
         targets_T=torch.full_like(tokens_B, IGNORE_TARGET),
