@@ -100,6 +100,13 @@ TEMPLATE = (
     "{% endfor %}{{ 'assistant:\n' if add_generation_prompt }}"
 )
 """Of chats; what the assistant says is tagged, as TRL wants it."""
+TEXT_ONLY = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}:\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n"
+    "{% endfor %}{{ 'assistant:\n' if add_generation_prompt }}"
+)
+"""The same of an LLM that has never seen a picture."""
 
 
 @dataclass
@@ -129,12 +136,13 @@ def make_tokenizer(data: Path, family: str) -> PreTrainedTokenizerFast:
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
     backend.add_tokens([AddedToken(token, normalized=False) for token in rows])
     picture = _IN_TEXT.get(family, _IMAGE_TOKENS.get(family, "<image>"))
+    template = TEXT_ONLY if family in PAIRS else TEMPLATE.replace("IMAGE", picture)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        chat_template=TEMPLATE.replace("IMAGE", picture),
+        chat_template=template,
     )
 
 

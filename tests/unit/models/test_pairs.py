@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_templates import TEMPLATES, with_template
 from generation import as_prompt, written, written_by
 from model_cases import (
     ENCODERS,
@@ -16,10 +17,15 @@ from model_cases import (
     pair_config,
     relative_error,
 )
-from transformers import AudioFlamingo3ForConditionalGeneration, LlavaForConditionalGeneration
+from transformers import (
+    AudioFlamingo3ForConditionalGeneration,
+    AutoTokenizer,
+    LlavaForConditionalGeneration,
+)
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
+from torchmm.models.hf.chat_parts import template_for_parts
 from torchmm.models.hf.export import PARTS_FILE, export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.hf.pairs import PairClass, pair_class
@@ -116,6 +122,36 @@ def test_others_say_why_they_have_no_class(
     export_hf(model, tmp_path, tokenizer)
     parts = json.loads((tmp_path / PARTS_FILE).read_text())
     assert set(parts) >= {"llm", "encoders"}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_only_chat_templates_take_pictures(name: str, tokenizer) -> None:
+    """As our data render them, with the placeholder in the text; chats without are as before."""
+    chatting = with_template(tokenizer, TEMPLATES[name])
+    found = template_for_parts(chatting, "<image>")
+    assert found is not None and found.endswith(TEMPLATES[name])
+    picture = [{"type": "image"}, {"type": "text", "text": "What?"}]
+
+    def rendered(template: str, content: object, answer: object) -> str:
+        turns = [("user", content), ("assistant", answer)]
+        messages = [{"role": role, "content": said} for role, said in turns]
+        return chatting.apply_chat_template(messages, chat_template=template, tokenize=False)
+
+    plain = rendered(TEMPLATES[name], "<image>What?", "Eggs.")
+    assert "<image>What?" in plain
+    assert rendered(found, picture, [{"type": "text", "text": "Eggs."}]) == plain
+    assert rendered(found, "<image>What?", "Eggs.") == plain
+    assert template_for_parts(with_template(tokenizer, found), "<image>") is None
+
+
+def test_exports_of_pairs_have_such_a_template(tmp_path: Path, tokenizer) -> None:
+    chatting = with_template(tokenizer, TEMPLATES["chatml"])
+    llm = {**LLMS["llama"], "vocab_size": len(chatting)}
+    export_hf(build(pair(ENCODERS["clip"], llm)), tmp_path, chatting)
+    opened = AutoTokenizer.from_pretrained(tmp_path)
+    said = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    text = opened.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
+    assert text == "<|im_start|>user\n<image>What?<|im_end|>\n"
 
 
 def test_folded_patches_and_several_encoders_have_none() -> None:

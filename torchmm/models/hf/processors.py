@@ -24,6 +24,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.hf.chat_parts import template_for_parts
 from torchmm.models.hf.processor_classes import PIXTRAL, WRITTEN, Written
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import split_place
@@ -67,6 +68,10 @@ def save_processor(
         own = json.loads((directory / PREPROCESSOR_FILE).read_text())
         sizes = {key: own[key] for key in _SIZES if key in own}
         _put(directory / VIDEO_FILE, {**sizes, "video_processor_type": written.video})
+    if model.composite is None and isinstance(model.text.image_token, str):
+        template = template_for_parts(tokenizer, model.text.image_token)
+        if template is not None:
+            (directory / _TEMPLATE_FILES[0]).write_text(template)
     missing = {k: v for k, v in tokens.items() if not hasattr(tokenizer, k)}
     if missing and (directory / TOKENIZER_FILE).is_file():
         _put(directory / TOKENIZER_FILE, missing)
