@@ -94,6 +94,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/data/waiting.py": "threads and pipes, without anything of loading",
     "torchmm/measure/trial_inputs.py": "makes inputs from sizes; its importer takes times",
     "torchmm/models/adapters.py": "which linears get adapters; its importer builds whole models",
+    "torchmm/models/hf/chat_parts.py": "about chat templates alone, which its importer writes",
     "torchmm/models/layers/patches.py": "a computation of its own, for all families alike",
     **{
         f"torchmm/models/families/composites/{name}.py": "one kind of composite, one file"

@@ -8,6 +8,8 @@ they are, so chats without pictures are rendered as before.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
@@ -53,7 +55,7 @@ def template_for_parts(tokenizer: PreTrainedTokenizerBase, placeholder: str) -> 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, template: str, content: object) -> str | None:
     """A question with this content; None: the template refuses it."""
-    messages = [{"role": "user", "content": content}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     try:
         text = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
