@@ -22,6 +22,8 @@ from torchmm.training.evaluation.scores import Answer, score
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
 PEOPLE = [["two", "2", "two", "three"], ["a cat"], ["Yes."]]
+ALL = sorted([(), ("many",), *map(tuple, PEOPLE)])
+"""References of all samples; the chat has none beside its answer."""
 
 
 def write_export(directory: Path, real_data: Path, connector: str) -> Path:
@@ -40,7 +42,7 @@ def write_export(directory: Path, real_data: Path, connector: str) -> Path:
 
 
 def write_questions(directory: Path) -> Path:
-    """Of different lengths, with pictures of different sizes."""
+    """Of different lengths, with pictures of different sizes; one without, and a chat."""
     directory.mkdir()
     rows = []
     for number, answers in enumerate(PEOPLE):
@@ -49,6 +51,11 @@ def write_questions(directory: Path) -> Path:
         Image.linear_gradient("L").resize(size).convert("RGB").save(directory / picture)
         question = "What is it?" + " Really?" * number
         rows.append({"image": picture, "question": question, "answers": answers})
+    rows.append({"question": "How many are many?", "answers": ["many"]})
+    chat = [("user", "Say one."), ("assistant", "one"), ("user", "Two."), ("assistant", "two")]
+    rows.append({"messages": [{"role": role, "content": text} for role, text in chat]})
+    rows[-1]["messages"][0]["content"] = "<image>Say one."
+    rows[-1]["images"] = ["0.png"]
     file = directory / "questions.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -56,7 +63,7 @@ def write_questions(directory: Path) -> Path:
 
 def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
     """The same texts in three ways."""
-    sources = [SourceConfig(path=str(questions))]
+    sources = [SourceConfig(path=str(questions), scores=["exact_match"])]
     data = DataConfig(validation=sources, index_cache=str(index))
     training = TrainingConfig(sequence_length=512)
     export = Export.read(directory)
@@ -77,8 +84,10 @@ def test_hugging_face_writes_what_torchmm_writes(name, tmp_path, real_data):
     (found,) = run_distributed(write_all, 1, directory, questions, tmp_path / "index")
     assert found["together"] == found["alone"] == found["torchmm"]
     texts = found["torchmm"]
-    assert sorted(text.references for text in texts) == sorted(map(tuple, PEOPLE))
-    assert len({text.generated for text in texts}) == 3, "what is written depends on the sample"
+    assert sorted(text.references for text in texts) == ALL
+    assert len({text.generated for text in texts}) > 2, "what is written depends on the sample"
+    (chat,) = [text for text in texts if not text.references]
+    assert chat.truth == "one" and chat.answer.references == ("one",)
 
 
 @pytest.mark.parametrize("connector", ["mlp", "pixel_shuffle_mlp"])
@@ -93,9 +102,10 @@ def test_the_script_scores_questions_in_a_file(connector, tmp_path, real_data, t
     assert codes == [0], output
     found = json.loads(report.read_text())
     answers = [Answer(t["generated"], tuple(t["references"])) for t in found["texts"]]
-    assert sorted(a.references for a in answers) == sorted(map(tuple, PEOPLE))
+    answers = [a if a.references else a._replace(references=("one",)) for a in answers]
+    assert sorted(a.references for a in answers) == sorted([("one",), *ALL[1:]])
     (source,) = found["samples"]
-    assert found["samples"][source] == 3
+    assert found["samples"][source] == 5
     assert found["scores"] == {f"{source}/{kind}": score(kind, answers) for kind in kinds}
     assert f"{found['scores'][f'{source}/cider']:.4f}" in output
 

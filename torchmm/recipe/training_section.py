@@ -178,8 +178,8 @@ class ValidationConfig(Section):
     batches: int = Field(default=4, ge=1)
     """Global batches of held-out samples per validation (always the same ones)."""
     samples: int = Field(default=0, ge=0)
-    """Held-out samples with images or sounds for which the model generates text, saved in
-    samples.json and judged by the sources' `scores`."""
+    """Held-out samples for which the model generates text, saved in samples.json and judged by the
+    sources' `scores`; of sources without, samples with images or sounds."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Longest generated text, in tokens."""
     drawings: int = Field(default=0, ge=0)

@@ -12,7 +12,7 @@ Shape legend: P patches of all images, V values of a patch.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import prod
@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.batch import Microbatch, SampleMeta
+from torchmm.common.batch import Microbatch
 from torchmm.common.errors import DataError
 from torchmm.common.files import replace_atomically
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
@@ -39,7 +39,7 @@ from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import plot_captions, plot_pictures
 from torchmm.training.step import torn_samples
 from torchmm.training.text.generate import generate_tokens
-from torchmm.training.text.prompts import prompts_of
+from torchmm.training.text.prompts import Prompt, prompts_of
 from torchmm.training.text.sampling import Sampling
 
 PROMPTS_TOGETHER = 16
@@ -94,7 +94,7 @@ def held_out_losses(
 @torch.compiler.set_stance("force_eager")
 def generate_samples(
     pipeline: Pipeline,
-    prompts: Iterable[tuple[Microbatch, Tensor, SampleMeta]],
+    prompts: Iterable[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     mesh: ParallelMesh,
     max_new_tokens: int,
@@ -103,32 +103,31 @@ def generate_samples(
 
     Args:
         prompts: from `held_out_prompts`.
-        max_new_tokens: longest text, in tokens; generation stops at the end-of-text token.
+        max_new_tokens: longest text, in tokens; generation stops at the token that ends a text, or
+            such an answer (`Prompt.own_ends`).
     """
     texts: list[GeneratedText] = []
     waiting = iter(prompts)
     sampling = Sampling(max_new_tokens)
-    ends = {tokenizer.eos_token_id}
     while together := list(islice(waiting, PROMPTS_TOGETHER)):
-        rows = [prompt for prompt, _, _ in together]
+        rows = [prompt.row for prompt in together]
+        ends = {tokenizer.eos_token_id}.union(*(p.own_ends(tokenizer) for p in together))
         written = generate_tokens(pipeline, rows, mesh, sampling, ends)
         texts += (
-            generated_text(*prompt, new_ids, tokenizer)
+            generated_text(prompt, new_ids, tokenizer)
             for prompt, new_ids in zip(together, written, strict=True)
         )
     return texts
 
 
 def generated_text(
-    prompt: Microbatch,
-    truth_ids: Tensor,
-    sample: SampleMeta,
-    new_ids: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt, new_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> GeneratedText:
-    """What was written after a prompt of `held_out_prompts`, without the token that ended it."""
-    shown = prompt.input_ids_T.clone()
-    shown[torch.cat([e.positions_K for e in prompt.encoders.values()])] = -1
+    """What was written after a prompt, without the token that ended it."""
+    row, truth_ids, sample = prompt
+    shown = row.input_ids_T.clone()
+    for encoder in row.encoders.values():
+        shown[encoder.positions_K] = -1
     ids = (shown[shown >= 0].tolist(), truth_ids.tolist(), [*new_ids])
     before, truth, new = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
     duration_ms = sum(image.duration_ms for image in sample.images)
@@ -162,18 +161,26 @@ def source_scores(
     return found
 
 
+def scored_sources(sources: Sequence[SourceConfig]) -> set[str]:
+    """Names of those that say how they are judged."""
+    return {n for n, s in zip(unique_names(sources), sources, strict=True) if s.scores}
+
+
 def held_out_prompts(
-    batches: Iterable[StepBatch], count: int
-) -> Iterator[tuple[Microbatch, Tensor, SampleMeta]]:
+    batches: Iterable[StepBatch], count: int, scored: Collection[str] = ()
+) -> Iterator[Prompt]:
     """The first `count` samples with images, cut before the text to be generated.
 
     Batches must come from a loader with one pack per microbatch, whose samples are its first
     segments.
+
+    Args:
+        scored: names of sources of which samples without images count, too.
     """
     found = 0
     for microbatch in (m for batch in batches for m in batch.microbatches):
         for prompt in prompts_of(microbatch):
-            if not prompt.row.encoders:
+            if not prompt.row.encoders and prompt.sample.source not in scored:
                 continue
             if found == count:
                 return
@@ -386,7 +393,8 @@ class HeldOut:
         parts = self._parts
         config = self._parts.run.recipe.validation
         loader = self._loader(for_prompts=True)
-        prompts = held_out_prompts(loader, config.samples)
+        held_out = parts.run.recipe.data.validation
+        prompts = held_out_prompts(loader, config.samples, scored_sources(held_out))
         texts = generate_samples(
             parts.pipeline, prompts, parts.tokenizer, parts.mesh, config.max_new_tokens
         )

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
-from torchmm.common.batch import Microbatch, SampleMeta
+from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.tokenizer import read_tokenizer
@@ -37,16 +38,15 @@ from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.pipeline import whole_pipeline
+from torchmm.training.text.prompts import Prompt
 from torchmm.training.validation import (
     GeneratedText,
     generate_samples,
     generated_text,
     held_out_prompts,
+    scored_sources,
     with_references,
 )
-
-Prompt = tuple[Microbatch, Tensor, SampleMeta]
-"""As `held_out_prompts` gives them."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ class Writing(NamedTuple):
 def write_texts(
     export: Export, data: DataConfig, training: TrainingConfig, writing: Writing
 ) -> list[GeneratedText]:
-    """Texts for the first held-out samples of `data.validation` with pictures or sounds, in the
-    order of a run's validation. Starts a process group of this process alone.
+    """Texts for the first samples of `data.validation`, in the order of a run's validation;
+    of sources without scores for those with pictures or sounds. Starts a process group of this
+    process alone.
 
     Raises:
         ConfigError, DataError: the export or a source cannot be read, or do not fit.
@@ -131,54 +132,78 @@ def write_texts(
         validation=True,
         **model.sample_specs(tokenizer),
     )
-    prompts = list(held_out_prompts(loader, writing.samples))
+    scored = scored_sources(data.validation)
+    prompts = list(held_out_prompts(loader, writing.samples, scored))
     images = all(encoder.family.modality == "image" for encoder in model.encoder_modules())
-    clips = any(image.duration_ms for _, _, sample in prompts for image in sample.images)
+    clips = any(image.duration_ms for prompt in prompts for image in prompt.sample.images)
     if export.kind is None or clips or not images:
         texts = _by_torchmm(model, prompts, tokenizer, writing.max_new_tokens)
     else:
-        texts = list(_by_hugging_face(export, prompts, loader, tokenizer, writing))
+        texts = _by_hugging_face(export, prompts, loader, tokenizer, writing)
     return with_references(texts, loader)
 
 
-@torch.no_grad()
 def _by_hugging_face(
     export: Export,
     prompts: Sequence[Prompt],
     loader: Loader,
     tokenizer: PreTrainedTokenizerBase,
     writing: Writing,
-) -> Iterator[GeneratedText]:
+) -> list[GeneratedText]:
+    """In the order of the prompts; those with pictures and those without are never together."""
     device = select_device("auto")
     kind: Any = getattr(transformers, str(export.kind))
     model = kind.from_pretrained(export.directory, dtype="auto").to(device).eval()
-    pictures_of = _image_processor(export.directory)
-    known = inspect.signature(model.forward).parameters
     ends = _ends(model.generation_config, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else max(ends)
-    for first in range(0, len(prompts), writing.batch_size):
-        batch = prompts[first : first + writing.batch_size]
-        inputs = _padded([prompt for prompt, _, _ in batch], pad)
-        longest = inputs["input_ids"].shape[1]
-        pictures = [loader.images(sample.source, sample.index) for _, _, sample in batch]
-        inputs |= pictures_of(images=pictures, return_tensors="pt")
-        inputs = {name: value for name, value in inputs.items() if name in known}
-        moved = {
-            name: value.to(device, model.dtype if value.is_floating_point() else None)
-            for name, value in inputs.items()
-        }
-        written = model.generate(
-            **moved,
-            max_new_tokens=writing.max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=sorted(ends),
-            pad_token_id=pad,
-        )
-        for (prompt, truth_ids, sample), row in zip(batch, written.tolist(), strict=True):
-            new_ids = row[longest:]
-            stop = next((i for i, token in enumerate(new_ids) if token in ends), len(new_ids))
-            yield generated_text(prompt, truth_ids, sample, new_ids[:stop], tokenizer)
+    ends = ends.union(*(prompt.own_ends(tokenizer) for prompt in prompts))
+    found: dict[int, GeneratedText] = {}
+    for shows in (True, False):
+        places = [i for i, prompt in enumerate(prompts) if bool(prompt.row.encoders) == shows]
+        pictures_of = _image_processor(export.directory) if shows and places else None
+        for first in range(0, len(places), writing.batch_size):
+            now = places[first : first + writing.batch_size]
+            together = [prompts[place] for place in now]
+            inputs = _padded([prompt.row for prompt in together], _padding(tokenizer, ends))
+            if pictures_of is not None:
+                samples = [prompt.sample for prompt in together]
+                pictures = [loader.images(sample.source, sample.index) for sample in samples]
+                inputs |= pictures_of(images=pictures, return_tensors="pt")
+            written = _continued(model, inputs, tokenizer, ends, writing.max_new_tokens)
+            for place, prompt, new_ids in zip(now, together, written, strict=True):
+                found[place] = generated_text(prompt, new_ids, tokenizer)
+    return [found[place] for place in range(len(prompts))]
+
+
+@torch.no_grad()
+def _continued(
+    model: Any,
+    inputs: dict[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: set[int],
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """New tokens of every row, up to the one that ends it."""
+    known = inspect.signature(model.forward).parameters
+    moved = {
+        name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+        for name, value in inputs.items()
+        if name in known
+    }
+    written = model.generate(
+        **moved,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=sorted(ends),
+        pad_token_id=_padding(tokenizer, ends),
+    )
+    rows = written[:, inputs["input_ids"].shape[1] :].tolist()
+    return [list(takewhile(lambda token: token not in ends, row)) for row in rows]
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> int:
+    own = tokenizer.pad_token_id
+    return max(ends) if own is None else int(own)
 
 
 def _image_processor(directory: Path) -> Any:

@@ -75,7 +75,8 @@ class ExportModel(lmms):
             ]
             source = Path(scratch) / "questions.jsonl"
             source.write_text("".join(json.dumps(record) + "\n" for record in records))
-            data = DataConfig(validation=[SourceConfig(path=str(source))], index_cache=scratch)
+            config = SourceConfig(path=str(source), scores=["exact_match"])
+            data = DataConfig(validation=[config], index_cache=scratch)
             texts = write_texts(
                 self._export,
                 data,
@@ -85,9 +86,7 @@ class ExportModel(lmms):
         written = {text.index: text.generated for text in texts}
         if missing := [n for n in range(len(records)) if n not in written]:
             asked = records[missing[0]]["question"]
-            raise ConfigError(
-                f"{len(missing)} questions have no picture, or too large ones: {asked[:80]!r}"
-            )
+            raise ConfigError(f"{len(missing)} questions cannot be read, such as {asked[:80]!r}")
         return [written[number] for number in range(len(records))]
 
     def _record(self, request: Any, scratch: Path, number: int) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torchmm.training.evaluation.exported import Export
 from torchmm.training.exports.checkpoint import CheckpointWeights, recipe_of
 from torchmm.training.pipeline import Pipeline, whole_pipeline
 from torchmm.training.text.generate import OnTokens, generate_tokens
-from torchmm.training.text.prompts import Prompt, Request, read_prompts
+from torchmm.training.text.prompts import Request, read_prompts
 from torchmm.training.text.sampling import Sampling
 
 
@@ -67,16 +67,11 @@ class Writer:
         for first in range(0, len(prompts), together):
             now = prompts[first : first + together]
             rows = [prompt.row for prompt in now]
-            ends = self.ends.union(*map(self._own_ends, now))
+            ends = self.ends.union(*(prompt.own_ends(self.tokenizer) for prompt in now))
             for ids in generate_tokens(
                 self.pipeline, rows, self.mesh, sampling, ends, on_tokens, first
             ):
                 yield str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-    def _own_ends(self, prompt: Prompt) -> set[int]:
-        """The special token that training puts behind such an answer."""
-        last = int(prompt.truth_ids[-1])
-        return {last} & set(self.tokenizer.all_special_ids)
 
 
 def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool = False) -> Writer:

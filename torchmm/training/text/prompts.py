@@ -44,8 +44,12 @@ class Prompt(NamedTuple):
     row: Microbatch
     """Of one sample."""
     truth_ids: Tensor
-    """What the sample has in the place of the text."""
+    """What the sample has in the place of the text; of a chat, the answer that comes first."""
     sample: SampleMeta
+
+    def own_ends(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+        """The special token that training puts behind such an answer."""
+        return {int(self.truth_ids[-1])} & set(tokenizer.all_special_ids)
 
 
 def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
@@ -74,7 +78,9 @@ def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
             encoders=encoders,
             meta=replace(microbatch.meta, samples=(sample,), tokens=cut - start),
         )
-        yield Prompt(row, targets[counted[:, 0]], sample)
+        answer = targets[int(counted[0]) :]
+        behind = (answer == IGNORE_TARGET).nonzero()
+        yield Prompt(row, answer[: int(behind[0])] if len(behind) else answer, sample)
 
 
 @dataclass(frozen=True)
