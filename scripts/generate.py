@@ -178,6 +178,9 @@ def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> 
         except TorchmmError as error:
             print(error, file=sys.stderr)
             continue
+        except KeyboardInterrupt:  # the person has read enough
+            stream.end()
+            continue
         stream.end()
         files = []
         if text.strip():  # a chat whose answers are empty is none that was trained on
@@ -187,7 +190,8 @@ def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> 
 def _line() -> str | None:
     try:
         return input("> ").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)
         return None
 
 

@@ -16,7 +16,7 @@ from text_writing import Written, differences, prompts_of, written_again
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import parallelize
-from torchmm.parallel.mesh import start_process_group
+from torchmm.parallel.mesh import encoder_meshes, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
@@ -24,6 +24,7 @@ from torchmm.training.pipeline import Pipeline, plan_layout
 
 PP2 = {"pipeline": 2}
 PP3 = {"pipeline": 3, "schedule": "1f1b"}
+COLOCATED = {"placement": "colocated", "schedule": "optimus"}
 DEEP = {"num_hidden_layers": 4}
 DELTA = {"llm": "qwen3_5_text"}
 CASES: dict[int, list[Case | Apart]] = {
@@ -37,11 +38,20 @@ CASES: dict[int, list[Case | Apart]] = {
             llm_config=DEEP,
         ),
         Case("pp2, adapters", pipeline=PP2, adapters=("llm", "vision")),
+        Case("pp2, searched", pipeline={**PP2, "schedule": "searched"}),
+        Case("pp2, colocated", pipeline={**PP2, **COLOCATED, "vision": {"pipeline": 1}}),
+        Case("tp2, colocated", tensor=2, pipeline={**COLOCATED, "vision": {"tensor": 1}}),
         Case("fsdp2, recomputing", shard=2, recompute="full"),
         Case("fsdp2, gathered once", shard=2, pipeline={"reshard_after_forward": "never"}),
         Case("fsdp2, adapters", shard=2, adapters=("llm",)),
         Case("tp2", tensor=2),
         Case("tp2, sequence parallel", tensor=2, sequence_parallel=True),
+        Case(
+            "tp2, async",
+            tensor=2,
+            sequence_parallel=True,
+            pipeline={"async_tensor_parallel": True},
+        ),
         Case("tp2, adapters", tensor=2, adapters=("llm", "vision")),
         Case("tp2, delta nets", tensor=2, sequence_parallel=True, **DELTA),
         Case("tp2, short convolutions", tensor=2, llm="lfm2"),
@@ -54,10 +64,22 @@ CASES: dict[int, list[Case | Apart]] = {
         Apart(unit(), unit(pipeline=2), composite="qwen3_vl"),
         Apart(unit(), unit(tensor=2)),
     ],
+    4: [
+        Case("pp2 x fsdp2", shard=2, pipeline=PP2),
+        Case("pp2 x tp2", tensor=2, sequence_parallel=True, pipeline=PP2),
+        Case(
+            "pp4", pipeline={"pipeline": 4, "schedule": "1f1b"}, llm_config={"num_hidden_layers": 8}
+        ),
+        Case("pp2 x replicate2, delta nets", replicate=2, pipeline=PP2, **DELTA),
+        Case("fsdp2 x tp2", shard=2, tensor=2),
+        Apart(unit(shard=2), unit(shard=2)),
+    ],
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.campaign) for ranks in (3, 4))]
+)
 def test_layouts_write_what_one_process_writes(ranks: int) -> None:
     for rank, found in enumerate(run_distributed(compare_all, ranks, ranks)):
         assert len(found) == len(CASES[ranks])
@@ -81,7 +103,9 @@ def compare(case: Case | Apart) -> list[str]:
     recompute = ActivationCheckpointConfig.model_validate(
         {"mode": "none" if isinstance(case, Apart) else case.recompute}
     )
-    parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
+    names = [encoder.name for encoder in model.encoder_modules()]
+    meshes = encoder_meshes(config, mesh, names)
+    parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32, meshes=meshes)
     filled(model).eval()
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     return differences(pipeline, prompts, mesh, wanted)

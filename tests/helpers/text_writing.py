@@ -87,6 +87,9 @@ def differences(
         found = generate_tokens(pipeline, prompts, mesh, sampling, ())
         if found != texts:
             problems.append(f"{sampling}: {found}, expected {texts}")
+    alone = generate_tokens(pipeline, prompts[:1], mesh, GREEDY, ())
+    if alone != wanted.greedy[:1]:
+        problems.append(f"alone: {alone}, expected {wanted.greedy[0]}")
     if pipeline.caches_tokens:
         problems += _errors_of_logits(pipeline, join_prompts(prompts), wanted)
     return problems

@@ -1,6 +1,6 @@
 """Text behind prompts of one process: batches, draws, ends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -25,7 +25,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline, whole_pipeline
-from torchmm.training.text.generate import generate_tokens
+from torchmm.training.text.generate import generate_tokens, next_row
 from torchmm.training.text.sampling import Sampling
 
 CPU = torch.device("cpu")
@@ -82,6 +82,38 @@ def test_prompts_with_images_together_equal_each_computed_again(name: str, mesh)
     model = build(composite_config(name)).eval()
     prompts = shown_prompts(name, model)
     assert not differences(pipeline_of(model, mesh), prompts, mesh, written_again(model, prompts))
+
+
+def test_shifted_positions_write_something_else(mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the comparison above."""
+
+    def shifted(row: Microbatch, tokens_B: torch.Tensor) -> Microbatch:
+        following = next_row(row, tokens_B)
+        return replace(following, position_ids=following.position_ids + 1)
+
+    model = build(composite_config("qwen2_5_vl")).eval()
+    prompts = shown_prompts("qwen2_5_vl", model)
+    wanted = written_again(model, prompts)
+    monkeypatch.setattr("text_writing.next_row", shifted)
+    problems = differences(pipeline_of(model, mesh), prompts, mesh, wanted)
+    assert [problem.split(" are off")[0] for problem in problems] == [
+        f"logits of token {step}" for step in range(1, GREEDY.max_new_tokens)
+    ]
+
+
+def test_without_a_cache_the_same_is_written_and_told(mesh) -> None:
+    """As for families that are not listed, one prompt after the other."""
+    pipeline = pipeline_of(text_model("qwen2"), mesh)
+    prompts = text_prompts([5, 9, 3])
+    wanted = generate_tokens(pipeline, prompts, mesh, DRAWN, ())
+    pipeline.caches_tokens = False
+    told: list[list[int]] = [[], [], []]
+
+    def tell(tokens: Mapping[int, int]) -> None:
+        for number, token in tokens.items():
+            told[number].append(token)
+
+    assert generate_tokens(pipeline, prompts, mesh, DRAWN, (), on_tokens=tell) == wanted == told
 
 
 def test_images_are_encoded_once(mesh) -> None:
