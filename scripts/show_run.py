@@ -15,6 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from torchmm.training.evaluation.results import read
+
 LABELS = {
     "metrics.jsonl": "one line per step",
     "recipe.toml": "the resolved recipe",
@@ -42,6 +44,7 @@ def main() -> int:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     _show_captions(console, run_dir)
     _show_loss(console, records)
+    _show_scores(console, run_dir, records)
     show_stragglers(console, records)
     _show_files(console, run_dir)
     return 0
@@ -72,6 +75,21 @@ def _show_loss(console: Console, records: list[dict[str, Any]]) -> None:
     if validated:
         losses = " -> ".join(f"{r['validation_loss']:.3f}" for r in validated)
         console.print(f"held-out loss {losses}")
+
+
+def _show_scores(console: Console, run_dir: Path, records: list[dict[str, Any]]) -> None:
+    """The newest of the run's own, and those of exports."""
+    scored = [(f"step {r['step']}", r["scores"]) for r in records if r.get("scores")][-1:]
+    scored += [(evaluation.export, evaluation.scores) for evaluation in read(run_dir)]
+    if not scored:
+        return
+    table = Table(title="Scores of held-out texts", title_justify="left")
+    for name in ("of", "score", "value"):
+        table.add_column(name)
+    for of, scores in scored:
+        for name, value in scores.items():
+            table.add_row(of, name, f"{value:.4f}")
+    console.print(table)
 
 
 def show_stragglers(console: Console, records: list[dict[str, Any]]) -> None:

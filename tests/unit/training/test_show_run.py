@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from torchmm.training.evaluation.results import Evaluation, append
+
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/show_run.py"))
 
 
@@ -30,3 +32,18 @@ def test_ranks_that_were_slowest_are_shown_over_time():
 
 def test_one_rank_has_nobody_to_wait_for():
     assert shown([0] * 8) == ""
+
+
+def test_the_newest_scores_of_a_run_and_those_of_exports_are_shown(tmp_path):
+    records = [
+        {"step": 2, "scores": {"vqa/exact_match": 0.25}},
+        {"step": 4, "scores": {"vqa/exact_match": 0.5}},
+        {"step": 5, "scores": None},
+    ]
+    append(tmp_path, Evaluation("hf-ema", 4, {"vqa/cider": 1.75}, {"vqa": 8}))
+    console = Console(file=io.StringIO(), width=120)
+    SCRIPT["_show_scores"](console, tmp_path, records)
+    rows = [line.replace("│", "").split() for line in console.file.getvalue().splitlines()]
+    assert ["step", "4", "vqa/exact_match", "0.5000"] in rows
+    assert ["hf-ema", "vqa/cider", "1.7500"] in rows
+    assert "0.2500" not in console.file.getvalue()

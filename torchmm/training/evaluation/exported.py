@@ -125,7 +125,7 @@ def write_texts(
     model = build_model(export.model, FreezeConfig())
     loader = build_loader(
         data.model_copy(update={"workers": 0}),
-        training.model_copy(update={"microbatch_size": 1, "global_batch_size": 1}),
+        training.model_copy(update={"microbatch_size": 1}),
         data_parallel_rank=0,
         data_parallel_size=1,
         state=None,
