@@ -39,11 +39,11 @@ from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import plot_captions, plot_pictures
 from torchmm.training.step import torn_samples
 from torchmm.training.text.generate import generate_tokens
-from torchmm.training.text.prompts import Prompt, prompts_of
+from torchmm.training.text.prompts import Prompt, in_groups, prompts_of
 from torchmm.training.text.sampling import Sampling
 
 PROMPTS_TOGETHER = 16
-"""Held-out samples whose text is written at the same time."""
+"""Held-out samples whose text is written at the same time, at most."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,19 @@ def generate_samples(
     tokenizer: PreTrainedTokenizerBase,
     mesh: ParallelMesh,
     max_new_tokens: int,
+    row_tokens: int = 8192,
 ) -> list[GeneratedText]:
     """Greedy text for each prompt; all ranks must pass the same prompts.
 
     Args:
         prompts: from `held_out_prompts`.
+        row_tokens: most of prompts that are continued together.
         max_new_tokens: longest text, in tokens; generation stops at the token that ends a text, or
             such an answer (`Prompt.own_ends`).
     """
     texts: list[GeneratedText] = []
-    waiting = iter(prompts)
     sampling = Sampling(max_new_tokens)
-    while together := list(islice(waiting, PROMPTS_TOGETHER)):
+    for together in in_groups(prompts, PROMPTS_TOGETHER, row_tokens):
         rows = [prompt.row for prompt in together]
         ends = {tokenizer.eos_token_id}.union(*(p.own_ends(tokenizer) for p in together))
         written = generate_tokens(pipeline, rows, mesh, sampling, ends)
@@ -395,8 +396,14 @@ class HeldOut:
         loader = self._loader(for_prompts=True)
         held_out = parts.run.recipe.data.validation
         prompts = held_out_prompts(loader, config.samples, scored_sources(held_out))
+        training = parts.run.recipe.training
         texts = generate_samples(
-            parts.pipeline, prompts, parts.tokenizer, parts.mesh, config.max_new_tokens
+            parts.pipeline,
+            prompts,
+            parts.tokenizer,
+            parts.mesh,
+            config.max_new_tokens,
+            row_tokens=training.sequence_length * training.microbatch_size,
         )
         texts = with_references(texts, loader)
         if parts.mesh.rank > 0 or not texts:

@@ -26,6 +26,7 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline, whole_pipeline
 from torchmm.training.text.generate import generate_tokens, next_row
+from torchmm.training.text.prompts import Prompt, in_groups
 from torchmm.training.text.sampling import Sampling
 
 CPU = torch.device("cpu")
@@ -177,6 +178,18 @@ def test_texts_end_where_their_own_end_comes(mesh) -> None:
     assert found == cut and len(cut[1]) <= 4
     streamed = [[step[n] for step in seen if n in step] for n in range(len(prompts))]
     assert streamed == cut
+
+
+def test_groups_have_no_more_tokens_than_a_row() -> None:
+    rows = text_prompts([5, 9, 3, 30, 4, 4, 4, 4])
+    prompts = [Prompt(row, row.targets_T, SampleMeta("made", 0, 1)) for row in rows]
+    groups = in_groups(prompts, most=3, tokens=27)
+    assert [[prompt.row.cu_seqlens[-1] for prompt in group] for group in groups] == [
+        [5, 9, 3],
+        [30],
+        [4, 4, 4],
+        [4],
+    ]
 
 
 def test_wrong_settings_are_all_named() -> None:

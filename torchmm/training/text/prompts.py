@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -81,6 +81,28 @@ def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
         answer = targets[int(counted[0]) :]
         behind = (answer == IGNORE_TARGET).nonzero()
         yield Prompt(row, answer[: int(behind[0])] if len(behind) else answer, sample)
+
+
+def in_groups(prompts: Iterable[Prompt], most: int, tokens: int) -> Iterator[list[Prompt]]:
+    """Neighbouring prompts to be continued together.
+
+    Args:
+        most: of a group.
+        tokens: most of a group, each prompt counted as long as its longest, as caches store them; a
+            longer prompt is alone.
+    """
+    group: list[Prompt] = []
+    longest = 0
+    for prompt in prompts:
+        length = len(prompt.row.input_ids_T)
+        longest = max(longest, length)
+        if group and (len(group) == most or (len(group) + 1) * longest > tokens):
+            yield group
+            group = []
+            longest = length
+        group.append(prompt)
+    if group:
+        yield group
 
 
 @dataclass(frozen=True)
