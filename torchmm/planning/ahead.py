@@ -7,12 +7,16 @@
     process.close()
 
 The process leaves what it has where training finds it (`handover`) as soon as it is better than
-what it left before: natural and static orders first, then what the search finds. Neither waits for
-the other, however large plans are. They are whole: lowered, validated and, where layers are tuned,
-with what they recompute; taking one is all that is left for the training process. A new request
-ends the search for an older one; so does an order that none can be faster than. The process runs
-only when nothing else wants its core: where cores are scarce, training goes first and plans are
-less good.
+what it left before: natural and static orders first, then what the search finds. They are whole:
+lowered, validated and, where layers are tuned, with what they recompute; taking one is all that is
+left for the training process. A new request ends the search for an older one; so does an order that
+none can be faster than. Neither waits for the other, however large requests and plans are, even if
+the other one was stopped: plans are a file that is replaced, requests are sent by a thread, which
+knows the newest one only.
+
+The process runs only when nothing else wants its core: training goes first, and where cores are
+scarce plans are less good. `KeptPlanning` starts another one in the place of a process that died,
+and one with a share of the cores in the place of one that never found any.
 
 Rejected: a thread, which would share Python's lock with the training step it must not slow down.
 """
@@ -20,13 +24,16 @@ Rejected: a thread, which would share Python's lock with the training step it mu
 from __future__ import annotations
 
 import atexit
+import logging
 import os
+import queue
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isnan, nan
 from multiprocessing.connection import Connection
@@ -62,6 +69,10 @@ LEAVE_EVERY_S = 0.05
 SEARCHING_SHARE = 0.8
 """Least share of the time that is spent searching rather than making plans of improvements."""
 CLOSING_S = 5.0
+MOST_DEATHS = 6
+"""In a row, without a plan: the next would die too."""
+STARVED_STEPS = 10
+"""Steps in a row without a plan in time after which a process gets a share of the cores."""
 
 
 class PlanningProcessError(Exception):
@@ -78,6 +89,8 @@ class PlanningSetup:
         tuning: how plans choose what layers recompute; None: they do not.
         planners: processes like this one on the machine: together they search on at most half of
             its cores.
+        idle: whether the process runs only when nothing else wants its core; else it gets the
+            little that others of the lowest priority get.
     """
 
     layout: StageLayout
@@ -88,6 +101,7 @@ class PlanningSetup:
     dtype: torch.dtype = torch.float32
     tuning: LayerTuning | None = None
     planners: int = 1
+    idle: bool = True
 
     @property
     def workers(self) -> int:
@@ -158,6 +172,8 @@ class PlanningProcess:
         )
         self._process.start()
         theirs.close()
+        self._newest: queue.Queue[PlanRequest | None] = queue.Queue(1)
+        threading.Thread(target=self._send, name="requests", daemon=True).start()
         # A process that exits without `close` must not wait for a process that ignores signals.
         atexit.register(self._connection.close)
 
@@ -172,12 +188,20 @@ class PlanningProcess:
         return self._process.exitcode
 
     def submit(self, request: PlanRequest) -> None:
-        """Asks for the plan of a step, and for no other from now on.
+        """Asks for the plan of a step, and for no other from now on."""
+        self._hand_over(request)
 
-        Raises:
-            PlanningProcessError: it is gone.
-        """
-        self._call(self._connection.send, request)
+    def _hand_over(self, request: PlanRequest | None) -> None:
+        """To the thread, which ends with None."""
+        with suppress(queue.Empty):
+            self._newest.get_nowait()
+        self._newest.put_nowait(request)
+
+    def _send(self) -> None:
+        """What the thread does; a process that was stopped lets it wait for ever."""
+        with suppress(OSError):  # the process is gone, which `take` tells
+            while (request := self._newest.get()) is not None:
+                self._connection.send(request)
 
     def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         """The best plan of a step so far; None if there is none.
@@ -199,11 +223,17 @@ class PlanningProcess:
         newest = None if found is None else _planned_step(found)
         return newest if newest is not None and newest.step == step else None
 
-    def close(self) -> None:
-        """Ends the process."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Ends the process.
+
+        Args:
+            at_once: without giving it time to end by itself, which one that was stopped never does.
+        """
         atexit.unregister(self._connection.close)
+        self._hand_over(None)
         self._connection.close()
-        self._process.join(CLOSING_S)
+        if not at_once:
+            self._process.join(CLOSING_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join(CLOSING_S)
@@ -218,6 +248,96 @@ class PlanningProcess:
             raise PlanningProcessError(
                 f"the planning process ended with code {code} ({type(error).__name__})"
             ) from error
+
+
+class KeptPlanning:
+    """A planning process that is started again: with pauses of more and more steps if it dies, and
+    with a share of the cores if it never has a plan in time.
+
+    Args:
+        setup: of the run.
+        start: makes a process.
+        logger: is told what happens.
+    """
+
+    def __init__(
+        self,
+        setup: PlanningSetup,
+        start: Callable[[PlanningSetup], PlanningProcess],
+        logger: logging.Logger,
+    ) -> None:
+        self._setup, self._start, self._logger = setup, start, logger
+        self._process: PlanningProcess | None = start(setup)
+        self._deaths = 0
+        self._again_at = 0
+        """The step at which another process is started."""
+        self._waits_for = 0
+        """The step that was submitted last, once times were measured."""
+        self._missed = 0
+        """Steps in a row without a plan."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is no process and will be none."""
+        return self._deaths >= MOST_DEATHS
+
+    def take(self, step: int) -> PlannedStep | None:
+        """The best plan of a step so far; None if there is none."""
+        if self._process is None:
+            if not self.lost and step >= self._again_at:
+                self._process = self._start(self._setup)
+            return None
+        try:
+            planned = self._process.take(step)
+        except PlanningProcessError as error:
+            self._died(step, error)
+            return None
+        if planned is not None:
+            self._deaths = self._missed = 0
+        elif step == self._waits_for:
+            self._miss(step)
+        return planned
+
+    def submit(self, request: PlanRequest) -> None:
+        """Asks for the plan of a step, and for no other from now on."""
+        if self._process is not None:
+            self._process.submit(request)
+            self._waits_for = request.step if request.rates else 0
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _died(self, step: int, error: PlanningProcessError) -> None:
+        self._end()
+        self._deaths += 1
+        self._again_at = step + 2**self._deaths
+        what = f"step {self._again_at} begins with another one, until then orders are natural"
+        if self.lost:
+            what = "from here on each step is planned before it begins, which takes its time"
+        self._logger.warning("%s; %s", error, what)
+
+    def _miss(self, step: int) -> None:
+        self._missed += 1
+        self._logger.info("step %d: no plan in time; the natural order is used", step)
+        if self._missed % STARVED_STEPS:
+            return
+        remedy = "give ranks fewer threads or data workers, or set parallel.search.background"
+        self._logger.warning(
+            "no plan was in time for %d steps: the planning process finds no free core, or hangs. "
+            "Another one is started, which gets a share of the cores; if this goes on, %s = false",
+            self._missed, remedy,
+        )  # fmt: skip
+        self._end()
+        self._setup = replace(self._setup, idle=False)
+        self._process = self._start(self._setup)
+
+    def _end(self) -> None:
+        assert self._process is not None
+        self._process.close(at_once=True)
+        self._process = None
 
 
 def _plans_in(directory: Path) -> Handover:
@@ -235,7 +355,7 @@ def _planned_step(found: Arrays) -> PlannedStep:
 def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
     """What the process does: plans the newest request, until the other side is closed."""
     ignore_signals()  # launchers send them to whole groups; the training process ends this one
-    _yield_to_others()
+    _yield_to_others(setup.idle)
     plans = _plans_in(directory)
     try:
         while True:
@@ -252,10 +372,12 @@ def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: P
         shutil.rmtree(directory, ignore_errors=True)  # the other side may have been killed
 
 
-def _yield_to_others() -> None:
-    """From here on this process runs where nothing else wants to."""
+def _yield_to_others(idle: bool) -> None:
+    """From here on this process runs where nothing else wants to, or nearly so."""
     os.nice(NICENESS)
-    if hasattr(os, "SCHED_IDLE"):  # Linux; processes of the lowest niceness still get a share
+    if idle and hasattr(
+        os, "SCHED_IDLE"
+    ):  # Linux; processes of the lowest niceness still get a share
         with suppress(OSError):  # not everywhere allowed
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 

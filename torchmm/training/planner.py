@@ -56,9 +56,9 @@ from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations, PipelinePlan
 from torchmm.planning.ahead import (
+    KeptPlanning,
     PlannedStep,
     PlanningProcess,
-    PlanningProcessError,
     PlanningSetup,
     PlanRequest,
 )
@@ -246,9 +246,8 @@ class _PlannedAhead:
         self._time_share = pipeline.config.search.time_share
         self._spans_s: list[float] = []
         self._asked: tuple[MicrobatchMeta, ...] = ()
-        self._died = False
         self._group, self._leader, leaders = _pipeline_group(mesh)
-        self._process: PlanningProcess | None = None
+        self._process: KeptPlanning | None = None
         if mesh.rank == self._leader:
             setup = PlanningSetup(
                 pipeline.layout,
@@ -260,7 +259,7 @@ class _PlannedAhead:
                 tuning,
                 leaders,
             )
-            self._process = start(setup)
+            self._process = KeptPlanning(setup, start, logger)
 
     def plan(
         self,
@@ -274,17 +273,14 @@ class _PlannedAhead:
         planned = None
         if self._process is not None:
             asked, self._asked = self._asked, ()
-            try:
-                planned = self._process.take(step)
-                self._submit(self._process, step + 1, upcoming, rates)
-            except PlanningProcessError as error:
-                self._give_up(error)
-            planned = self._fitting(step, planned, tuple(metas) == asked, bool(rates))
+            planned = self._process.take(step)
+            self._submit(self._process, step + 1, upcoming, rates)
+            planned = self._fitting(step, planned, tuple(metas) == asked)
         return self._exchange(planned)
 
     def _submit(
         self,
-        process: PlanningProcess,
+        process: KeptPlanning,
         step: int,
         upcoming: Callable[[], Metas | None],
         rates: dict[ActionKind, float],
@@ -296,17 +292,14 @@ class _PlannedAhead:
             process.submit(PlanRequest(step, self._asked, rates, seconds))
 
     def _fitting(
-        self, step: int, planned: PlannedStep | None, as_asked: bool, measured: bool
+        self, step: int, planned: PlannedStep | None, as_asked: bool
     ) -> PlannedStep | None:
         """What the process had for this step, if that is what the step has become."""
         say = self._logger.info
-        if planned is None:
-            if measured and self._process is not None:
-                say("step %d: no plan in time; the natural order is used", step)
-        elif not as_asked:
+        if planned is not None and not as_asked:
             say("step %d: has other samples than planned; the natural order is used", step)
             return None
-        elif not planned.finished:
+        if planned is not None and not planned.finished:
             say(
                 "step %d: planning had not finished; the best of %d orders is used",
                 step, planned.evaluations,
@@ -316,7 +309,7 @@ class _PlannedAhead:
     def _exchange(self, planned: PlannedStep | None) -> tuple[float, _Received | None]:
         """What the leader has, on all ranks of the pipeline."""
         header = torch.full((HEADER,), nan, dtype=torch.float64)
-        header[0] = SEARCH_HERE if self._died else NOTHING
+        header[0] = SEARCH_HERE if self._process is not None and self._process.lost else NOTHING
         numbers = np.zeros(0, np.int32)
         if planned is not None:
             numbers = planned.numbers
@@ -343,18 +336,10 @@ class _PlannedAhead:
         """How long a step took: so long may the next one be planned."""
         self._spans_s = [*self._spans_s, step_ms / 1e3][-REMEMBERED:]
 
-    def _give_up(self, error: PlanningProcessError) -> None:
-        self._logger.warning(
-            "%s; from here on each step is planned before it begins, which takes its time", error
-        )
-        self._died = True
-        self.close()
-
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
             self._process.close()
-            self._process = None
 
 
 def _pipeline_group(mesh: ParallelMesh) -> tuple[dist.ProcessGroup, int, int]:

@@ -1,11 +1,14 @@
 """The planning process: it plans, goes to newer requests, and its end is told."""
 
+import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -26,6 +29,9 @@ from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.planning.ahead import (
+    MOST_DEATHS,
+    STARVED_STEPS,
+    KeptPlanning,
     PlanningProcess,
     PlanningProcessError,
     PlanningSetup,
@@ -169,3 +175,89 @@ def test_a_step_that_cannot_be_planned_is_told():
     with pytest.raises(PlanningProcessError, match="cannot plan a step: "):
         process.take(1, WAIT_S)
     process.close()
+
+
+def test_nobody_waits_for_a_process_that_was_stopped():
+    """Requests of more than a pipe holds."""
+    process = PlanningProcess(setup(60))
+    process.submit(request(1, 1))
+    process.take(1, WAIT_S)
+    os.kill(process.pid, signal.SIGSTOP)
+    first, *others = metas(1)
+    many = tuple(replace(sample, index=i) for i in range(10_000) for sample in first.samples)
+    large = replace(request(2, 1), microbatches=(replace(first, samples=many), *others))
+    assert len(ForkingPickler.dumps(large)) > 10**6  # a pipe holds a fifth of that
+    submitted = threading.Thread(target=lambda: [process.submit(large) for _ in range(3)])
+    submitted.daemon = True
+    submitted.start()
+    submitted.join(WAIT_S / 2)
+    assert not submitted.is_alive()
+    process.submit(request(6, 6))
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.take(6, WAIT_S).finished
+    process.close()
+
+
+class Fake:
+    """A process that dies, or has no time, as it is told."""
+
+    def __init__(self, of, setup):
+        self.of, self.setup, self.asked = of, setup, None
+        of.append(self)
+        self.closed = False
+
+    def submit(self, request):
+        self.asked = request.step
+
+    def take(self, step):
+        if self.of.mood == "dies":
+            raise PlanningProcessError("ended with code -9")
+        return "plan" if self.of.mood == "plans" and self.asked == step else None
+
+    def close(self, *, at_once=False):
+        self.closed = True
+
+
+class Fakes(list):
+    mood = "plans"
+
+
+def kept_steps(moods, caplog):
+    """Which steps got a plan; and the processes there were."""
+    made = Fakes()
+    kept = KeptPlanning(setup(60), lambda given: Fake(made, given), logging.getLogger("kept"))
+    planned = []
+    for step, mood in enumerate(moods, 1):
+        made.mood = mood
+        if kept.take(step):
+            planned.append(step)
+        kept.submit(request(step + 1, 1, rate=1.0))
+    assert all(each.closed for each in made[:-1])
+    return planned, made, kept
+
+
+def test_a_process_that_died_is_started_again_after_a_pause(caplog):
+    moods = ["plans"] * 3 + ["dies"] + ["plans"] * 6
+    planned, made, kept = kept_steps(moods, caplog)
+    assert (planned, len(made), kept.lost) == ([2, 3, 7, 8, 9, 10], 2, False)
+    assert "step 6 begins with another one" in caplog.text
+
+
+def test_one_that_always_dies_is_given_up(caplog):
+    planned, made, kept = kept_steps(["dies"] * 300, caplog)
+    assert planned == [] and kept.lost and len(made) == MOST_DEATHS
+    assert "from here on each step is planned before it begins" in caplog.text
+
+
+def test_one_that_is_starved_gets_a_share_of_the_cores(caplog):
+    moods = ["late"] * (STARVED_STEPS + 1) + ["plans"] * 4
+    planned, made, _ = kept_steps(moods, caplog)
+    assert [each.setup.idle for each in made] == [True, False]
+    assert planned == [len(moods) - 3, len(moods) - 2, len(moods) - 1, len(moods)]
+    assert caplog.text.count("finds no free core") == 1
+
+
+def test_what_is_late_now_and_then_is_left_alone(caplog):
+    moods = (["late"] * (STARVED_STEPS - 2) + ["plans"]) * 3
+    _, made, _ = kept_steps(moods, caplog)
+    assert len(made) == 1 and "finds no free core" not in caplog.text
