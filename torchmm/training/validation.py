@@ -112,7 +112,7 @@ def generate_samples(
     sampling = Sampling(max_new_tokens)
     for together in in_groups(prompts, PROMPTS_TOGETHER, row_tokens):
         rows = [prompt.row for prompt in together]
-        ends = {tokenizer.eos_token_id}.union(*(p.own_ends(tokenizer) for p in together))
+        ends = [{tokenizer.eos_token_id} | p.own_ends(tokenizer) for p in together]
         written = generate_tokens(pipeline, rows, mesh, sampling, ends)
         texts += (
             generated_text(prompt, new_ids, tokenizer)

@@ -172,10 +172,12 @@ def test_texts_end_where_their_own_end_comes(mesh) -> None:
     end = whole[1][4]
     seen: list[dict[int, int]] = []
     found = generate_tokens(
-        pipeline, prompts, mesh, sampling, {end}, on_tokens=lambda t: seen.append(dict(t))
+        pipeline, prompts, mesh, sampling, [{end}] * 3, on_tokens=lambda t: seen.append(dict(t))
     )
     cut = [ids[: ids.index(end)] if end in ids else ids for ids in whole]
     assert found == cut and len(cut[1]) <= 4
+    others = generate_tokens(pipeline, prompts, mesh, sampling, [(), {end}, ()])
+    assert others == [whole[0], cut[1], whole[2]]
     streamed = [[step[n] for step in seen if n in step] for n in range(len(prompts))]
     assert streamed == cut
 

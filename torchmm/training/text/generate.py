@@ -1,6 +1,7 @@
 """Writes text behind prompts, token by token, in every layout.
 
-    texts = generate_tokens(pipeline, prompts, mesh, Sampling(max_new_tokens=40), {eos_token_id})
+    ends = [{eos_token_id}] * len(prompts)
+    texts = generate_tokens(pipeline, prompts, mesh, Sampling(max_new_tokens=40), ends)
 
 Prompts of different lengths are one packed row, as samples are in training. The first step runs it
 whole, encoders included; then each LLM stage's cache knows it, and a step is a row with the next
@@ -48,7 +49,7 @@ def generate_tokens(
     prompts: Sequence[Microbatch],
     mesh: ParallelMesh,
     sampling: Sampling,
-    stop_ids: Collection[int],
+    ends: Sequence[Collection[int]],
     on_tokens: OnTokens | None = None,
     first: int = 0,
 ) -> list[list[int]]:
@@ -56,14 +57,20 @@ def generate_tokens(
 
     Args:
         prompts: of one sample each, on any device, with the pixels of all their images.
-        stop_ids: tokens that end a text, of which they are no part.
+        ends: by prompt: tokens that end its text, of which they are no part; empty: nothing ends
+            any.
         on_tokens: called after every step, on every rank.
         first: number of the first prompt, for draws.
     """
     if not pipeline.caches_tokens and len(prompts) > 1:
-        alone = partial(generate_tokens, pipeline, mesh=mesh, sampling=sampling, stop_ids=stop_ids)
+        alone = partial(generate_tokens, pipeline, mesh=mesh, sampling=sampling)
         return [
-            alone([prompt], on_tokens=_renumbered(on_tokens, number), first=first + number)[0]
+            alone(
+                [prompt],
+                ends=ends[number : number + 1],
+                on_tokens=_renumbered(on_tokens, number),
+                first=first + number,
+            )[0]
             for number, prompt in enumerate(prompts)
         ]
     source = mesh.global_rank(pipeline=pipeline.last_rank(LLM))
@@ -80,7 +87,8 @@ def generate_tokens(
             if mesh.world_size > 1:
                 dist.broadcast(tokens_B, src=source)
             ids = tokens_B.tolist()
-            unfinished = {number for number in unfinished if ids[number] not in stop_ids}
+            if ends:
+                unfinished = {number for number in unfinished if ids[number] not in ends[number]}
             for number in unfinished:
                 written[number].append(ids[number])
             if on_tokens is not None:

@@ -67,7 +67,7 @@ class Writer:
         for first in range(0, len(prompts), together):
             now = prompts[first : first + together]
             rows = [prompt.row for prompt in now]
-            ends = self.ends.union(*(prompt.own_ends(self.tokenizer) for prompt in now))
+            ends = [self.ends | prompt.own_ends(self.tokenizer) for prompt in now]
             for ids in generate_tokens(
                 self.pipeline, rows, self.mesh, sampling, ends, on_tokens, first
             ):
