@@ -144,7 +144,7 @@ def _encoder(rng: Random) -> Table:
     }
     encoder: Table = {"modality": "image", "connector": "mlp", "config": config}
     if rng.random() < 0.2 and model_type != "siglip2_vision_model":
-        encoder["connector"] = "pixel_shuffle_mlp"
+        encoder["connector"] = f"pixel_shuffle_{'norm_' if layers == 3 else ''}mlp"
     if rng.random() < 0.2:
         encoder["feature_layer"] = -2
     return encoder

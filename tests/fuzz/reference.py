@@ -46,12 +46,15 @@ class Sample:
 
 
 class Connector(nn.Module):
-    """Linear, GELU, linear; `shuffle` x `shuffle` neighbours in a row beforehand."""
+    """Linear, GELU, linear; `shuffle` x `shuffle` neighbours in a row beforehand, and perhaps a
+    norm of these."""
 
-    def __init__(self, features: int, hidden: int, shuffle: int, modality: str) -> None:
+    def __init__(self, features: int, hidden: int, shuffle: int, modality: str, norm: bool) -> None:
         super().__init__()
         self.shuffle, self.modality = shuffle, modality
-        self.linear_1 = nn.Linear(features * shuffle**2, hidden)
+        wide = features * shuffle**2
+        self.layer_norm = nn.LayerNorm(wide) if norm else nn.Identity()
+        self.linear_1 = nn.Linear(wide, hidden)
         self.linear_2 = nn.Linear(hidden, hidden)
 
     def forward(self, x_PD: Tensor) -> Tensor:
@@ -67,7 +70,7 @@ class Connector(nn.Module):
                     ]
                     tokens.append(torch.cat(near))
             x_PD = torch.stack(tokens)
-        return self.linear_2(functional.gelu(self.linear_1(x_PD)))
+        return self.linear_2(functional.gelu(self.linear_1(self.layer_norm(x_PD))))
 
 
 class Encoder(nn.Module):
@@ -91,7 +94,8 @@ class Encoder(nn.Module):
         self.class_token = config.model_type in ("clip_vision_model", "dinov2", "internvl_vision")
         self.patches = config.model_type == "siglip2_vision_model"
         shuffle = section.get("shuffle", 2) if section["connector"] != "mlp" else 1
-        self.connector = Connector(features, hidden, shuffle, section["modality"])
+        norm = "norm" in section["connector"]
+        self.connector = Connector(features, hidden, shuffle, section["modality"], norm)
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         """Tokens of one image or sound."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import FeatureExtractionMixin
+from transformers import FeatureExtractionMixin, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -19,7 +19,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import TileSpec
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.composites.parts import Unlisted
+from torchmm.models.families.composites.parts import PAIR_PROCESSOR, Unlisted
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.structural import known_processor
@@ -91,6 +91,8 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         raise ConfigError(_unsupported("model", hf_config, COMPOSITES))
     taken = (_unlisted_parts(config, hf_config),) if composite.takes_any else ()
     parts = composite.take(hf_config, *taken)
+    if _is_of_pair(config.place):
+        parts = parts.without_marks()
     problems: list[str] = []
     if set(config.encoder_names) != set(parts.encoders):
         problems.append(
@@ -133,6 +135,19 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     if problems:
         raise ConfigError(problems)
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
+
+
+def _is_of_pair(source: str | None) -> bool:
+    """Whether a composite's files are those of an encoder and an LLM from separate sources: their
+    processor, whatever the class, writes placeholders alone and knows no tiles."""
+    if source is None:
+        return False
+    name, revision = split_place(source)
+    try:
+        settings, _ = ProcessorMixin.get_processor_dict(name, revision=revision)
+    except (OSError, ValueError):
+        return False
+    return settings.get("processor_class") == PAIR_PROCESSOR
 
 
 def _unlisted_parts(config: ModelConfig, hf_config: Any) -> Unlisted:
@@ -260,7 +275,8 @@ def _build_encoder(
         llm_hidden_size=hidden_size,
         dtype=dtype,
         feature_layer=section.feature_layer,
-        shuffle=section.shuffle if section.connector == "pixel_shuffle_mlp" else 1,
+        shuffle=section.shuffle if section.folds else 1,
+        connector="norm_mlp" if section.connector == "pixel_shuffle_norm_mlp" else "mlp",
         final_norm=family.modality == "audio"
         and section.feature_layer == -1
         and bool(family.final_norm),
@@ -302,11 +318,11 @@ def _connector_problems(
             f'[{key}] modality = "{section.modality}", but {config.model_type} reads '
             f'{family.modality}; write modality = "{family.modality}"'
         )
-    if section.connector != "pixel_shuffle_mlp" or family.modality == "audio":
+    if not section.folds or family.modality == "audio":
         return problems
     if family.inputs != "fixed":
         problems.append(
-            f'[{key}] connector = "pixel_shuffle_mlp" needs images of one size, which '
+            f'[{key}] connector = "{section.connector}" needs images of one size, which '
             f'{config.model_type} does not have; use "mlp"'
         )
     elif patches_per_row(config) % section.shuffle:

@@ -66,12 +66,13 @@ class EncoderConfig(Section):
     modality: Literal["image", "audio"] = "image"
     """What the encoder reads. Every image of a sample goes to all image encoders, every sound
     to all audio encoders; what no encoder reads is left out."""
-    connector: Literal["mlp", "pixel_shuffle_mlp"] = "mlp"
+    connector: Literal["mlp", "pixel_shuffle_mlp", "pixel_shuffle_norm_mlp"] = "mlp"
     """"mlp" maps each encoder output to one LLM token through two linear layers;
-    "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token."""
+    "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token;
+    "pixel_shuffle_norm_mlp" does so with a LayerNorm between, as InternVL has it."""
     shuffle: int = Field(default=2, ge=2)
-    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp"; for sounds,
-    `shuffle`**2 consecutive positions."""
+    """Rows and columns of patches folded into one token by "pixel_shuffle_mlp" and
+    "pixel_shuffle_norm_mlp"; for sounds, `shuffle`**2 consecutive positions."""
     feature_layer: int = Field(default=-1, le=-1)
     """Which hidden state feeds the connector: -1 the last layer's output, -2 the previous one.
     Layers after it are not built."""
@@ -80,6 +81,11 @@ class EncoderConfig(Section):
     def place(self) -> str | None:
         """The source, with its revision: see `split_place`."""
         return place_of(self.source, self.revision)
+
+    @property
+    def folds(self) -> bool:
+        """Whether the connector folds neighbours."""
+        return self.connector != "mlp"
 
 
 class GeneratorConfig(Section):

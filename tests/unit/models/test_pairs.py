@@ -19,7 +19,9 @@ from model_cases import (
 )
 from transformers import (
     AudioFlamingo3ForConditionalGeneration,
+    AutoProcessor,
     AutoTokenizer,
+    InternVLForConditionalGeneration,
     LlavaForConditionalGeneration,
 )
 
@@ -71,6 +73,41 @@ def test_parts_that_no_table_lists_become_llava_too(name: str, tmp_path: Path, t
     here = microbatch([22], {"vision": images}, images.positions_K)
     assert not torch.isclose(again(here), model(batch), rtol=1e-3)
     load_weights(again)
+    assert torch.isclose(again(here), model(batch), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "llm", "layer"),
+    [
+        ("internvl", "llama_tied", -2),
+        ("internvl", "qwen3_moe", -1),
+        ("internvl_norms", "qwen2", -1),
+    ],
+)
+def test_folded_patches_and_a_norm_are_internvl(
+    encoder: str, llm: str, layer: int, tmp_path: Path, tokenizer
+) -> None:
+    folds = {"connector": "pixel_shuffle_norm_mlp", "feature_layer": layer}
+    model = build(pair_config(llm, encoder, **folds))
+    export_hf(model, tmp_path, tokenizer)
+    kind = InternVLForConditionalGeneration
+    plain = kind.from_pretrained(tmp_path, attn_implementation="eager")
+    pixels = shown().pixels
+    images = EncoderInputs(pixels, [(1, 4, 4)], torch.arange(3, 7))
+    batch = microbatch([11], {"eye": images}, images.positions_K)
+    sample = {"input_ids": batch.input_ids_T[None], "pixel_values": pixels}
+    theirs = plain(**sample, use_cache=False).logits[0]
+    ours = model.llm.logits(batch, model.encode(batch), torch.arange(11))
+    assert relative_error(ours, theirs) < 1e-5
+    assert written(model, as_prompt(batch)) == written_by(plain, sample)
+    inputs = AutoProcessor.from_pretrained(tmp_path)(
+        images=torch.zeros(3, 16, 16, dtype=torch.uint8), text="w5 <image> w6", return_tensors="pt"
+    )
+    assert (inputs["input_ids"] == 63).sum() == 4
+    again = build(ModelConfig(source=str(tmp_path)), seed=7)
+    load_weights(again)
+    assert not again.text.prefix and again.image_specs()["vision"].tiles is None
+    here = microbatch([11], {"vision": images}, images.positions_K)
     assert torch.isclose(again(here), model(batch), rtol=1e-6)
 
 
@@ -157,6 +194,12 @@ def test_exports_of_pairs_have_such_a_template(tmp_path: Path, tokenizer) -> Non
 def test_folded_patches_and_several_encoders_have_none() -> None:
     folded = build(pair_config("llama", "clip", connector="pixel_shuffle_mlp"))
     assert "folds 2 x 2 outputs" in str(pair_class(folded))
+    clip = build(pair_config("llama", "clip", connector="pixel_shuffle_norm_mlp"))
+    assert "InternVL builds no tower but its own" in str(pair_class(clip))
+    sounds = build(pair_config("llama", "whisper", connector="pixel_shuffle_norm_mlp"))
+    assert 'as connector = "pixel_shuffle_norm_mlp" does' in str(pair_class(sounds))
+    cut = {"connector": "pixel_shuffle_norm_mlp", "processor": {"crop_to_patches": True}}
+    assert "cut into tiles" in str(pair_class(build(pair_config("llama", "internvl", **cut))))
     two = pair_config("llama", "clip")
     two.encoders["ear"] = pair_config("llama", "whisper").encoders["eye"]
     assert "several encoders (eye and ear)" in str(pair_class(build(two)))

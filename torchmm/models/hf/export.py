@@ -43,7 +43,7 @@ from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.experts_apart import Keep, has_stacked_experts, in_memory, taken_apart
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
-from torchmm.models.hf.pairs import PairClass, pair_class
+from torchmm.models.hf.pairs import CONNECTORS, PairClass, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
 from torchmm.models.initialize import named_tensors, random_copy
 from torchmm.models.layered import LayeredModule, units
@@ -359,7 +359,7 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
         encoders[module.name] = {
             "source": module.name,
             "modality": module.family.modality,
-            "connector": "mlp" if spec.shuffle == 1 else "pixel_shuffle_mlp",
+            "connector": CONNECTORS[spec.shuffle > 1, spec.connector],
             "feature_layer": spec.feature_layer,
         }
         if spec.shuffle > 1:

@@ -6,10 +6,13 @@ own tower and any LLM. Nothing is trained further, converted or left out, so an 
 as the model that it is of. Where there is no such class the reason is said before the run, and
 the parts are exported side by side.
 
-Rejected: classes that come near. InternVL's has a norm between folded patches and linears,
-Idefics3's one linear behind the tower's last norm, Lfm2-VL's takes SigLIP2's features behind that
-norm; a norm cannot be set to do nothing. A class of our own, which others would have to trust as
-remote code.
+With InternViT, and a norm between folded patches and linears, a pair is an InternVL. Its images
+have one size, and in the text placeholders alone; its processor is LLaVA's, which counts the same,
+and by which it is known when it is read again.
+
+Rejected: classes that come near. Idefics3's has one linear behind the tower's last norm, Lfm2-VL's
+takes SigLIP2's features behind that norm; a norm cannot be set to do nothing. A class of our own,
+which others would have to trust as remote code.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from transformers import (
     AudioFlamingo3Config,
     AudioFlamingo3ForConditionalGeneration,
     CLIPVisionConfig,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedConfig,
@@ -29,6 +34,7 @@ from transformers import (
 )
 
 from torchmm.models.encoders import EncoderSpec
+from torchmm.models.families.composites.internvl import INTERN_VISION
 from torchmm.models.families.composites.parts import LLAVA_VISION
 from torchmm.models.families.composites.speech import SOUND_FILES
 from torchmm.models.families.composites.table import COMPOSITES
@@ -37,6 +43,12 @@ from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 
+CONNECTORS = {
+    (False, "mlp"): "mlp",
+    (True, "mlp"): "pixel_shuffle_mlp",
+    (True, "norm_mlp"): "pixel_shuffle_norm_mlp",
+}
+"""As recipes call them: (whether neighbours are folded, `EncoderSpec.connector`)."""
 HEARING = "audioflamingo3_encoder"
 """Tower of the only class for any LLM whose connector is two linears behind a tower for sounds."""
 
@@ -70,11 +82,15 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
             reason = reason or "Audio Flamingo 3 does not tie the LLM's head to its embeddings"
         config = partial(_hearing_config, spec, llm.config)
         found = PairClass(AudioFlamingo3ForConditionalGeneration, config, SOUND_FILES)
-    else:
-        reason = reason or ("" if becomes_llava(spec.family) else _tower_problem(spec))
-        config = partial(_llava_config, spec, llm.config)
-        found = PairClass(LlavaForConditionalGeneration, config, LLAVA_VISION)
-    return reason or found
+        return reason or found
+    reason = reason or ("" if becomes_llava(spec.family) else _tower_problem(spec))
+    reason = reason or _tile_problem(spec)
+    if spec.connector == "norm_mlp":
+        reason = reason or _intern_problem(spec, llm)
+        config = partial(_intern_config, spec, llm.config)
+        return reason or PairClass(InternVLForConditionalGeneration, config, INTERN_VISION)
+    config = partial(_llava_config, spec, llm.config)
+    return reason or PairClass(LlavaForConditionalGeneration, config, LLAVA_VISION)
 
 
 def exported_as(model: MultimodalModel) -> str:
@@ -112,11 +128,12 @@ def _llm_problem(llm: LlmModule) -> str:
 
 
 def _connector_problem(spec: EncoderSpec) -> str:
-    if spec.shuffle == 1:
+    if spec.shuffle == 1 or (spec.connector == "norm_mlp" and spec.family.modality == "image"):
         return ""
     return (
-        f"no class folds {spec.shuffle} x {spec.shuffle} outputs of a tower into two linears "
-        'without a norm between (connector = "pixel_shuffle_mlp"); "mlp" does not fold'
+        f"no class folds {spec.shuffle} x {spec.shuffle} outputs of such a tower into two linears, "
+        f'as connector = "{CONNECTORS[True, spec.connector]}" does; "mlp" does not fold, and with '
+        'InternViT "pixel_shuffle_norm_mlp" is InternVL\'s'
     )
 
 
@@ -130,6 +147,35 @@ def _tower_problem(spec: EncoderSpec) -> str:
     if family.inputs != "fixed":
         return f"no class takes {kind}'s features, of images of any size, as they are here"
     return f"LLaVA cannot build {kind}, or would take tokens that are no patch's for patches"
+
+
+def _intern_problem(spec: EncoderSpec, llm: LlmModule) -> str:
+    if spec.config.model_type != "internvl_vision":
+        return f"Hugging Face's InternVL builds no tower but its own, not {spec.config.model_type}"
+    if not llm.family.listed:
+        return f"InternVL with {llm.config.model_type}, which no table lists, is not read again"
+    return ""
+
+
+def _tile_problem(spec: EncoderSpec) -> str:
+    if spec.tiles is None:
+        return ""
+    return "pictures are cut into tiles, which classes for any tower do not know as they are here"
+
+
+def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:
+    return InternVLConfig(
+        vision_config=spec.config,
+        text_config=llm,
+        image_token_id=image_token_id,
+        image_seq_length=(patches_per_row(spec.config) // spec.shuffle) ** 2,
+        downsample_ratio=1 / spec.shuffle,
+        projector_hidden_act=spec.connector_act,
+        # -1 would be what passed the tower's last norm, if it has one.
+        vision_feature_layer=spec.family.layer_count(spec.config) + 1 + spec.feature_layer,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=llm.tie_word_embeddings,
+    )
 
 
 def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:

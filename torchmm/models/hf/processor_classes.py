@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.families.composites.parts import PAIR_PROCESSOR
 from torchmm.models.families.encoders.family import patches_per_row, side
 
 Settings = Callable[[Any, Sequence[EncoderModule]], dict[str, Any]]
@@ -48,6 +49,16 @@ def _llava(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
         "patch_size": side(encoder.spec.config.patch_size),
         "vision_feature_select_strategy": "default" if drops else "full",
         "num_additional_image_tokens": token,
+    }
+
+
+def _folded(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
+    # Its count is that of squares as large as a token's, without a class token.
+    (encoder,) = encoders
+    return {
+        "patch_size": side(encoder.spec.config.patch_size) * encoder.spec.shuffle,
+        "vision_feature_select_strategy": "full",
+        "num_additional_image_tokens": 0,
     }
 
 
@@ -144,8 +155,10 @@ _QWEN_CLIPS = "Qwen2VLVideoProcessor"
 _GLM = "Glm4vVideoProcessor"
 _QWEN3 = Written("Qwen3VLProcessor", _QWEN, video="Qwen3VLVideoProcessor")
 PIXTRAL = Written("PixtralProcessor", _PIXTRAL, tuple(_PIXTRAL), _pixtral)
+FOLDED = Written(PAIR_PROCESSOR, _IMAGE, ("image_token",), _folded)
+"""Of an InternVL whose parts are from separate sources."""
 WRITTEN: dict[str, Written] = {
-    "llava": Written("LlavaProcessor", _IMAGE, ("image_token",), _llava),
+    "llava": Written(PAIR_PROCESSOR, _IMAGE, ("image_token",), _llava),
     "llava_next": Written("LlavaNextProcessor", _IMAGE, ("image_token",), _llava),
     "llava_onevision": Written(
         "LlavaOnevisionProcessor",

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.hf.chat_parts import template_for_parts
-from torchmm.models.hf.processor_classes import PIXTRAL, WRITTEN, Written
+from torchmm.models.hf.processor_classes import FOLDED, PIXTRAL, WRITTEN, Written
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import split_place
 
@@ -113,6 +113,8 @@ def _save_settings(encoders: list[EncoderModule], directory: Path) -> None:
 
 def _written(model: MultimodalModel, encoders: list[EncoderModule]) -> Written:
     first = encoders[0]
+    if model.composite is None and first.spec.shuffle > 1:
+        return FOLDED
     if model.composite is None:
         return WRITTEN["audioflamingo3" if first.family.modality == "audio" else "llava"]
     if model.composite.model_type == "llava" and first.spec.config.model_type == "pixtral":

@@ -39,6 +39,8 @@ LLAVA_VISION = WeightFiles(
 )
 ROW_MARKS: dict[str, Any] = {"suffix": (Token("[IMG_END]"),), "row_end": Token("[IMG_BREAK]")}
 """How images of Pixtral's tower appear in the text, for `TextConventions`."""
+PAIR_PROCESSOR = "LlavaProcessor"
+"""Hugging Face's processor of images as encoder and LLM from separate sources have them."""
 _OWN_LOGITS = ("paligemma", "gemma4")
 """Composites that cap logits as their LLMs do."""
 
@@ -64,6 +66,12 @@ class CompositeParts(NamedTuple):
     encoders: dict[str, EncoderPart]
     """By name, `VISION` first if it sees."""
     text: TextConventions
+
+    def without_marks(self) -> CompositeParts:
+        """The same with placeholders alone in the text, and whole pictures."""
+        encoders = {name: part._replace(tiling=None) for name, part in self.encoders.items()}
+        text = TextConventions(self.text.image_token)
+        return self._replace(encoders=encoders, text=text)
 
 
 def text_config(config: Any) -> Any:
