@@ -54,8 +54,11 @@ class Connector(nn.Module):
         self.shuffle, self.modality = shuffle, modality
         wide = features * shuffle**2
         self.layer_norm = nn.LayerNorm(wide) if norm else nn.Identity()
-        self.linear_1 = nn.Linear(wide, hidden)
-        self.linear_2 = nn.Linear(hidden, hidden)
+        owner = nn.Module() if norm else self  # as checkpoints name them
+        owner.linear_1 = nn.Linear(wide, hidden)
+        owner.linear_2 = nn.Linear(hidden, hidden)
+        if norm:
+            self.mlp = owner
 
     def forward(self, x_PD: Tensor) -> Tensor:
         if self.shuffle > 1 and self.modality == "image":
@@ -70,7 +73,8 @@ class Connector(nn.Module):
                     ]
                     tokens.append(torch.cat(near))
             x_PD = torch.stack(tokens)
-        return self.linear_2(functional.gelu(self.linear_1(self.layer_norm(x_PD))))
+        linears: Any = getattr(self, "mlp", self)
+        return linears.linear_2(functional.gelu(linears.linear_1(self.layer_norm(x_PD))))
 
 
 class Encoder(nn.Module):
