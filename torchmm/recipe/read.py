@@ -104,6 +104,13 @@ def dump_recipe(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
 
 
+def what_was_trained(recipe: Recipe) -> str:
+    """TOML of what a recipe says of model and training, and not of places, data or trackers."""
+    told = {"model", "freeze", "adapters", "training", "optimizer", "parallel", "float8"}
+    table = recipe.model_dump(mode="json", include=told, exclude_defaults=True, exclude_none=True)
+    return tomli_w.dumps(table)
+
+
 # --- reading -------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
 from torchmm.parallel.health.peers import Health, check_finite
+from torchmm.recipe.read import what_was_trained
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
 from torchmm.training.evaluation.benchmarks import FOLDER, Benchmarks
@@ -173,7 +174,9 @@ class Trainer:
         recipe = self._recipe
         parts = self.parts
         metrics = parts.run_dir / "metrics.jsonl"
-        trained = Trained(recipe.name, self.step, recipe.training, recipe.data.sources, metrics)
+        told = what_was_trained(recipe)
+        sources = recipe.data.sources
+        trained = Trained(recipe.name, self.step, recipe.training, sources, metrics, told)
         with self._health.phase(self.step, "export"):
             write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)
 

@@ -7,6 +7,7 @@ import runpy
 import shutil
 import signal
 import sys
+import tomllib
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,9 +27,10 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
+from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports import checkpoint as exporting
-from torchmm.training.exports.checkpoint import export_checkpoint
+from torchmm.training.exports.checkpoint import export_checkpoint, recipe_of
 from torchmm.training.exports.place import clear_unfinished, scratch_directory, whole_directory
 from torchmm.training.exports.write import Trained, write_export
 
@@ -69,8 +71,9 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
     """As the run does that saved the checkpoint."""
-    recipe = Recipe(model=ModelConfig())
-    trained = Trained(recipe.name, 3, recipe.training, recipe.data.sources, Path("none"))
+    recipe = recipe_of(directory.parent / "run/checkpoints/step-3")
+    told = what_was_trained(recipe)
+    trained = Trained(recipe.name, 3, recipe.training, recipe.data.sources, Path("none"), told)
     write_export(model, directory, tokenizer, trained, **settings)
 
 
@@ -144,6 +147,10 @@ def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     assert f"- `llm`: {counts:,} parameters, began with random weights" in body
     assert "tuxpaint_stamps`, weight 2; licence: GPL" in body
     assert "`owner/pictures` at abc, weight 1; licence: not recorded" in body
+    told = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
+    again = Recipe.model_validate(told)
+    assert recipe_model(again).parameter_counts() == model.parameter_counts()
+    assert "data" not in told and "output_dir" not in told
     assert "- loss 2.0000 nats a token at step 3" in body
     assert "- held-out loss 1.5000 nats a token at step 2" in body
     code = body.split("```python\n")[1].split("```")[0].replace('"."', repr(str(tmp_path / "hf")))

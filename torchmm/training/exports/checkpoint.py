@@ -40,6 +40,7 @@ from torchmm.models.hf.export import whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import recipe_model
+from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
@@ -92,7 +93,8 @@ def export_checkpoint(
     tokenizer = load_tokenizer(recipe.model)
     metrics = path.parent.parent / "metrics.jsonl"
     sources = recipe.data.sources
-    trained = Trained(recipe.name, step_of(path) or 0, recipe.training, sources, metrics)
+    told = what_was_trained(recipe)
+    trained = Trained(recipe.name, step_of(path) or 0, recipe.training, sources, metrics, told)
     try:
         with scratch_directory(directory.parent) as scratch:
             gather = CheckpointWeights(path, scratch, wanted, averaged)

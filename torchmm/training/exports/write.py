@@ -42,6 +42,8 @@ class Trained(NamedTuple):
     sources: Sequence[SourceConfig]
     metrics: Path
     """metrics.jsonl; may be missing."""
+    recipe: str = ""
+    """TOML; see `torchmm.recipe.read.what_was_trained`."""
 
 
 def write_export(
@@ -100,7 +102,10 @@ def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
         begin = f"began as `{source}`" if source else "began with random weights"
         lines.append(f"- `{module.name}`: {count:,} parameters, {begin}")
     lines += ["", "## Data", "", *map(_described, trained.sources), ""]
-    lines += ["## Training", "", *_training(trained), "", "## Use", "", *_use(directory), ""]
+    lines += ["## Training", "", *_training(trained), ""]
+    if trained.recipe:
+        lines += ["```toml", trained.recipe.strip(), "```", ""]
+    lines += ["## Use", "", *_use(directory), ""]
     return "\n".join(lines)
 
 
