@@ -43,8 +43,7 @@ from support.models.pipeline_model import SEED, Size, load_steps
 from support.models.stock_pipeline import StockProgram
 from support.ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
 
-from torchmm.balance.order_search.search import Budget
-from torchmm.balance.planners import PLANNERS, search_order
+from torchmm.balance.planners import PLANNERS
 from torchmm.balance.rates import ActionKind, scaled
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
@@ -57,7 +56,7 @@ from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import megatron_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
 
 SEARCHED, MEGATRON, SEPARATED, STOCK = (
     "searched", "1F1B", "static separated", "stock, interleaved",
@@ -218,10 +217,10 @@ class SleepSearched(sleepers.Choice):
     def plan(self, work: sleepers.Work, index: int) -> Planned:
         """Of a step."""
         graph = self.graph(work, index)
-        config = ParallelConfig(pipeline=sleepers.RANKS, schedule="searched")
+        search = SearchConfig(evaluations=self.evaluations)
+        config = ParallelConfig(pipeline=sleepers.RANKS, schedule="searched", search=search)
         seconds = sleepers.durations(graph, work, index)
-        found = search_order(config, graph, seconds, Budget(evaluations=self.evaluations))
-        return Planned(graph, found.order)
+        return Planned(*PLANNERS["searched"].plan(config, graph, seconds))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from launch import run_distributed
 from searched_cases import CPU, Searched, batch_of, build_searched
 
-from torchmm.balance.order_search.search import Budget
-from torchmm.balance.planners import search_order
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.planners import PLANNERS
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
@@ -61,7 +62,7 @@ class FakeProcess:
 
 def reversed_microbatches(graph: StageGraph, config: ParallelConfig) -> list:
     """An order that nobody would plan: all forwards of the last microbatch first."""
-    found = search_order(config, graph, lambda action: 1.0, Budget(evaluations=1)).order
+    found = PLANNERS["searched"].plan(config, graph, lambda action: 1.0)[1]
     last = graph.microbatches - 1
     return [[a._replace(microbatch=last - a.microbatch) for a in row] for row in found]
 
@@ -88,7 +89,7 @@ class Run:
         logger = logging.Logger("planning")
         logger.addHandler(self.log)
         self.planner = StepPlanner(
-            of.pipeline, None, of.mesh, logger,
+            of.pipeline, None, of.mesh, logger, CostModel(load_profile("cpu"), "float32"),
             deterministic=options.get("deterministic", False), steps=20, start=self.start,
         )  # fmt: skip
         self.number = 0

@@ -12,14 +12,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchmm.balance.bubbles.optimus import optimus
-from torchmm.balance.costs.devices import MEMORY_SHARE
-from torchmm.balance.order_search.best_order import (
-    LEAST_GAIN,
-    SearchedOrder,
-    limited_like_separated,
-    plan_searched,
-)
-from torchmm.balance.order_search.search import Budget
+from torchmm.balance.order_search.best_order import SearchedOrder, search_within_memory
+from torchmm.balance.order_search.search import Budget, search
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -136,74 +130,42 @@ def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> 
     return separated_layout(modules, config.pipeline, segments)
 
 
-def search_costs(graph: StageGraph, durations: Durations) -> RelativeCosts:
-    """Costs of compute actions, and memory as a static schedule would need it.
-
-    What a task keeps is taken as proportional to its forward's work, as it is in layers of one
-    kind; so the limit needs no device: that of the separated schedule, by rank.
-    """
-    relative = relative_costs(graph, durations)
-    work = relative.costs.compute_ms
-    # Whole numbers, fine enough to separate tasks that differ by a billionth of the step.
-    kept = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
-    limited = limited_like_separated(graph, replace(relative.costs, kept_bytes=kept))
-    return replace(relative, costs=limited)
-
-
-def search_order(
-    config: ParallelConfig, graph: StageGraph, durations: Durations, budget: Budget
+def search_by_costs(
+    config: ParallelConfig, graph: StageGraph, costs: PlanCosts, budget: Budget | None = None
 ) -> SearchedOrder:
-    """PipeWeaver's schedule of one step, as [parallel.search] says.
+    """PipeWeaver's schedule of one step, as [parallel.search] says: transfers count, and memory is
+    that of the device.
 
     Args:
-        budget: instead of the recipe's evaluations.
+        costs: `torchmm.planning.step.searched_costs`, in runs and forecasts alike.
+        budget: None: the recipe's evaluations.
 
     Raises:
-        ValueError: a duration is no number, or nothing fits into memory.
+        ValueError: nothing fits into memory.
+        SimulationError: a cost is missing or no number.
     """
-    return _searched(config, graph, search_costs(graph, durations).costs, budget, LEAST_GAIN)
-
-
-def search_by_costs(config: ParallelConfig, graph: StageGraph, costs: PlanCosts) -> SearchedOrder:
-    """The same with a cost model's costs: transfers count, and memory is that of the device.
-
-    Where no order fits into that, ranks may use what the separated schedule would.
-    """
-    budget = Budget(evaluations=config.search.evaluations)
-    limit = costs.memory_limit_bytes
-    if limit is not None:
-        costs = replace(costs, memory_limit_bytes=round(MEMORY_SHARE * limit))
-    try:
-        return _searched(config, graph, costs, budget)
-    except ValueError:
-        return _searched(config, graph, limited_like_separated(graph, costs), budget)
-
-
-def _searched(
-    config: ParallelConfig,
-    graph: StageGraph,
-    costs: PlanCosts,
-    budget: Budget,
-    least_gain: float = 0.0,
-) -> SearchedOrder:
-    search = config.search
-    return plan_searched(
-        graph,
-        costs,
-        budget,
-        strategy=search.strategy,
-        seed=search.seed,
-        workers=search.workers,
-        least_gain=least_gain,
+    section = config.search
+    step = search_within_memory(graph, costs)
+    found = search(
+        step.dispatcher,
+        budget or Budget(evaluations=section.evaluations),
+        strategy=section.strategy,
+        seed=section.seed,
+        workers=section.workers,
     )
+    return step.best(found)
 
 
 def plan_by_search(
     config: ParallelConfig, graph: StageGraph, durations: Durations
 ) -> tuple[StageGraph, ComputeOrder]:
-    """The same with all evaluations of the recipe: every rank finds the same order."""
-    budget = Budget(evaluations=config.search.evaluations)
-    return graph, search_order(config, graph, durations, budget).order
+    """The same where only durations are known, as in sketches of a step: what a task keeps is then
+    proportional to its forward's work, and ranks have the memory of the separated schedule."""
+    costs = relative_costs(graph, durations).costs
+    # Whole numbers, fine enough to separate tasks that differ by a billionth of the step.
+    work = costs.compute_ms
+    kept = {task: round(work[Action(ActionType.F, *task)] * 1e6) for task in graph.tasks()}
+    return graph, search_by_costs(config, graph, replace(costs, kept_bytes=kept)).order
 
 
 PLANNERS: dict[str, Planner] = registered(

@@ -44,12 +44,11 @@ import numpy as np
 import torch
 
 from torchmm.balance.compiled import Int32s
-from torchmm.balance.costs.flops import task_durations
-from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder, StepSearch
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.order_search.best_order import SearchedOrder, search_within_memory
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.search import Budget, SearchResult, search
-from torchmm.balance.planners import search_costs
-from torchmm.balance.rates import ActionKind, scaled
+from torchmm.balance.rates import ActionKind
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
@@ -60,7 +59,7 @@ from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, PipelinePlan
 from torchmm.pipelining.run.messages import MessageSizes, message_specs
-from torchmm.planning.step import plan_step, step_graph
+from torchmm.planning.step import plan_step, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 NICENESS = 19
@@ -84,6 +83,7 @@ class PlanningSetup:
     """What stays the same during a run.
 
     Attributes:
+        model: what actions cost on the run's device.
         sizes: of messages, by module.
         dtype: in which modules compute.
         tuning: how plans choose what layers recompute; None: they do not.
@@ -97,6 +97,7 @@ class PlanningSetup:
     config: ParallelConfig
     modules: tuple[ModuleDescription, ...]
     sharding: Gathering
+    model: CostModel
     sizes: Mapping[str, MessageSizes] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
     tuning: LayerTuning | None = None
@@ -417,10 +418,16 @@ class _Planning:
         self._begin_s = time.perf_counter()
         metas = request.microbatches
         self.graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
-        flops = task_durations(self.graph, setup.modules, metas)
-        relative = search_costs(self.graph, scaled(flops, self.graph, request.rates))
-        self.unit_ms = relative.unit if request.rates else nan
-        self.step = StepSearch(self.graph, relative.costs, LEAST_GAIN)
+        layerwise = setup.sharding == "layer"
+        costs = searched_costs(
+            self.graph,
+            setup.modules,
+            metas,
+            setup.model,
+            layerwise=layerwise,
+            rates=request.rates,
+        )
+        self.step = search_within_memory(self.graph, costs)
         self._left, self._left_s = inf, 0.0
         self._order: ComputeOrder = ()
         self._made: Int32s | None = None
@@ -447,7 +454,7 @@ class _Planning:
         planned = {
             "step": self._request.step,
             "numbers": numbers,
-            "predicted_ms": best.predicted_ms * self.unit_ms,
+            "predicted_ms": best.predicted_ms if self._request.rates else nan,
             "gain_over_natural": nan if gain is None else gain,
             "evaluations": best.evaluations,
             "planner_ms": self.elapsed_s * 1e3,

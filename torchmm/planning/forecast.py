@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.costs.step_costs import plan_costs, slowest_update_ms
+from torchmm.balance.costs.step_costs import slowest_update_ms
 from torchmm.balance.planners import search_by_costs
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -39,7 +39,7 @@ from torchmm.planning.executions import layer_tuning, run_costs
 from torchmm.planning.reordering import arrangement, reordered
 from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
-from torchmm.planning.step import plan_layout, plan_step
+from torchmm.planning.step import plan_layout, plan_step, searched_costs
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
@@ -181,7 +181,7 @@ class Forecaster:
         if parallel.schedule == "searched" and parallel.pipeline > 1:
 
             def search(graph: StageGraph, _: Durations) -> ComputeOrder:
-                costs = plan_costs(graph, self.modules, metas, model, layerwise=layerwise)
+                costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
                 return search_by_costs(parallel, graph, costs).order
 
         try:

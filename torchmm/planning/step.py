@@ -9,21 +9,27 @@ that are not at hand.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Literal, TypedDict, Unpack
 
 from torchmm.balance.costs.flops import module_layers, task_durations
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import bounded_orders
 from torchmm.balance.planners import PLANNERS
 from torchmm.balance.rates import ActionKind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import most_images
 from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import (
@@ -148,6 +154,49 @@ def step_graph(
         name: tuple(parts(name, meta) for meta in microbatches) for name in layout.sub_microbatched
     }
     return StageGraph(layout, len(microbatches), counts, context=config.context)
+
+
+def searched_costs(
+    graph: StageGraph,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    layerwise: bool = False,
+    rates: Mapping[ActionKind, float] | None = None,
+) -> PlanCosts:
+    """What a searched schedule is planned with, in a run, beside it, and in forecasts of it: the
+    device's times, transfers and bytes.
+
+    Args:
+        model: of the run's device.
+        layerwise: whether FSDP2 gathers layer by layer.
+        rates: measured milliseconds per FLOP, by kind of action: all actions of a kind together
+            then take what was measured, and the model says how these differ; None, or empty: as
+            the model says.
+    """
+    costs = plan_costs(graph, modules, microbatches, model, layerwise=layerwise)
+    if not rates:
+        return costs
+    flops = task_durations(graph, modules, microbatches)
+    owners = [stage.module for stage in graph.layout.stages]
+    modelled_ms: dict[ActionKind, float] = defaultdict(float)
+    work: dict[ActionKind, float] = defaultdict(float)
+    for action, ms in costs.compute_ms.items():
+        kind = owners[action.stage], action.type
+        modelled_ms[kind] += ms
+        work[kind] += flops(action)
+    factors = {
+        kind: rates[kind] * work[kind] / ms if ms > 0 and work[kind] > 0 and kind in rates else 1.0
+        for kind, ms in modelled_ms.items()
+    }
+
+    def corrected(times_ms: Mapping[Action, float]) -> dict[Action, float]:
+        return {a: ms * factors[owners[a.stage], a.type] for a, ms in times_ms.items()}
+
+    return replace(
+        costs, compute_ms=corrected(costs.compute_ms), tensor_ms=corrected(costs.tensor_ms)
+    )
 
 
 def plan_step(

@@ -21,6 +21,7 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.balance.costs.model import CostModel
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -87,6 +88,8 @@ class RunParts:
     compilation: Compilation
     tuning: LayerTuning | None
     """How plans choose what layers recompute; None: they do not."""
+    costs: CostModel | None
+    """What orders are searched with; None: they are not."""
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
     """Of the weights, if `training.ema_decay` is set."""
@@ -220,6 +223,7 @@ def build_run(
     pipeline, compilation = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
+    costs = _search_costs(run, pipeline, mesh)
     optimizer = _optimizer(run, model)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     decay = recipe.training.ema_decay
@@ -238,8 +242,8 @@ def build_run(
         reads=pipeline.reads,
     )
     return RunParts(
-        run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, optimizer,
-        average, checkpoints, restored, loader, data.held_out, recorder,
+        run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, costs,
+        optimizer, average, checkpoints, restored, loader, data.held_out, recorder,
     )  # fmt: skip
 
 
@@ -397,6 +401,12 @@ def fill_model(
     dtype = DTYPES[training.dtype]
     pipeline = Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
     return FilledModel(pipeline, compilation)
+
+
+def _search_costs(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> CostModel | None:
+    if run.recipe.parallel.schedule != "searched" or mesh.pipeline_size == 1:
+        return None
+    return run_costs(run, pipeline.descriptions, run_profile(run.recipe, mesh.device))
 
 
 def _arrange(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> Arrange | None:

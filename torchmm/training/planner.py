@@ -16,10 +16,11 @@ finished in time is used as far as it is; where there is nothing yet, the natura
 ones are compared on every rank, which all find the same. A plan that does not fit the step (a
 sample turned out corrupt) is dropped too. If the process dies, ranks search before each step.
 Runs that have to repeat to the bit (`training.deterministic`, or `background = false`) search with
-FLOPs alone, in all evaluations, before the step begins.
+the times of the device's profile, in all evaluations, before the step begins.
 
-Times of actions are FLOPs multiplied by rates, one for each module and kind of action, which follow
-the measured steps. After every step all ranks add up what their actions took; they then know the
+Orders are searched with the costs that forecasts use (`planning.step.searched_costs`): times,
+transfers and bytes of the device. Measured times correct them by one rate for each module and kind
+of action. After every step all ranks add up what their actions took; they then know the
 same and decide the same, so that the plans of a pipeline's ranks stay one. Losses change only by
 rounding: another order adds up the same gradients.
 
@@ -45,8 +46,9 @@ import torch.distributed as dist
 
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.flops import task_durations
+from torchmm.balance.costs.model import CostModel
 from torchmm.balance.order_search.search import Budget
-from torchmm.balance.planners import search_order
+from torchmm.balance.planners import search_by_costs
 from torchmm.balance.rates import ActionKind, Change, DriftMonitor, Rates, Total, step_totals
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
@@ -62,6 +64,7 @@ from torchmm.planning.ahead import (
     PlanningSetup,
     PlanRequest,
 )
+from torchmm.planning.step import searched_costs
 from torchmm.training.pictures import plot_schedules, save_timeline
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import StepOutcome
@@ -93,6 +96,7 @@ class StepPlanner:
 
     Args:
         tuning: how plans choose what layers recompute; None: they do not.
+        costs: of the run's device, that orders are searched with; None: they are not.
         deterministic: search with all evaluations and without measured times.
         steps: of the run.
         start: makes the planning process.
@@ -107,20 +111,22 @@ class StepPlanner:
         tuning: LayerTuning | None,
         mesh: ParallelMesh,
         logger: logging.Logger,
+        costs: CostModel | None,
         *,
         deterministic: bool,
         steps: int,
         start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
     ) -> None:
         self._pipeline, self._tuning, self._mesh, self._logger = pipeline, tuning, mesh, logger
+        self._costs = costs
         config = self._config = pipeline.config
         self.figures = PlanFigures()
         self._rates = Rates()
-        self._searches = config.schedule == "searched" and mesh.pipeline_size > 1
+        self._searches = costs is not None
         self._ahead: _PlannedAhead | None = None
         self._monitor: DriftMonitor | None = None
-        if self._searches and config.search.background and not deterministic:
-            self._ahead = _PlannedAhead(pipeline, tuning, mesh, logger, steps, start)
+        if costs is not None and config.search.background and not deterministic:
+            self._ahead = _PlannedAhead(pipeline, tuning, mesh, logger, costs, steps, start)
         elif not self._searches and config.replan_drift > 0 and pipeline.layout.rank_count > 1:
             self._monitor = DriftMonitor(config.replan_drift, self._rates)
 
@@ -154,15 +160,26 @@ class StepPlanner:
                 return self._pipeline.read_plan(planned.numbers, metas)
             if rates and status != SEARCH_HERE:
                 evaluations = 1  # no time; only the first step, unplanned so far, is worth all
-        search = partial(self._search, Budget(evaluations=evaluations), time.perf_counter())
+        metas = [m.meta for m in microbatches]
+        search = partial(self._search, metas, rates, Budget(evaluations), time.perf_counter())
         return self._pipeline.plan_training(
             microbatches, factors=rates, search=search, tuning=self._tuning
         )
 
     def _search(
-        self, budget: Budget, begin_s: float, graph: StageGraph, durations: Durations
+        self,
+        metas: Sequence[MicrobatchMeta],
+        rates: dict[ActionKind, float],
+        budget: Budget,
+        begin_s: float,
+        graph: StageGraph,
+        durations: Durations,
     ) -> ComputeOrder:
-        found = search_order(self._config, graph, durations, budget)
+        assert self._costs is not None
+        modules = self._pipeline.descriptions
+        layerwise = self._pipeline.sharding == "layer"
+        costs = searched_costs(graph, modules, metas, self._costs, layerwise=layerwise, rates=rates)
+        found = search_by_costs(self._config, graph, costs, budget)
         planner_ms = (time.perf_counter() - begin_s) * 1e3
         self.figures = PlanFigures(None, planner_ms, found.evaluations, found.gain_over_natural)
         return found.order
@@ -239,6 +256,7 @@ class _PlannedAhead:
         tuning: LayerTuning | None,
         mesh: ParallelMesh,
         logger: logging.Logger,
+        costs: CostModel,
         steps: int,
         start: Callable[[PlanningSetup], PlanningProcess],
     ) -> None:
@@ -254,6 +272,7 @@ class _PlannedAhead:
                 pipeline.config,
                 tuple(pipeline.descriptions),
                 pipeline.sharding,
+                costs,
                 pipeline.message_sizes,
                 pipeline.dtype,
                 tuning,

@@ -110,6 +110,7 @@ class Trainer:
             parts.tuning,
             mesh,
             parts.logger,
+            parts.costs,
             deterministic=recipe.training.deterministic,
             steps=recipe.training.steps,
         )

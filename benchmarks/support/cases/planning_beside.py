@@ -32,6 +32,8 @@ from support.cases.pipeline_model_case import QUIET, RANKS, Choice, OurProgram
 from support.harness import Row
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
@@ -186,7 +188,7 @@ class Planned(Replayed):
         self.number, self.planning = 0, False
         logger = logging.getLogger(__name__)
         self.planner = StepPlanner(
-            self.pipeline, None, mesh, logger,
+            self.pipeline, None, mesh, logger, CostModel(load_profile("cpu"), "float32"),
             deterministic=False, steps=ENDLESS, start=self._start,
         )  # fmt: skip
 

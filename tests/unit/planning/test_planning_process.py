@@ -41,6 +41,7 @@ from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CASE = Case("planned beside training")
+COSTS = CostModel(load_profile("cpu"), "float32")
 WAIT_S = 60.0
 
 
@@ -53,7 +54,7 @@ def config(evaluations: int) -> ParallelConfig:
 def setup(evaluations: int) -> PlanningSetup:
     modules = tuple(m.describe() for m in CASE.build().modality_modules())
     layout = separated_layout(module_layers(modules, metas(0)), 2)
-    return PlanningSetup(layout, config(evaluations), modules, "none")
+    return PlanningSetup(layout, config(evaluations), modules, "none", COSTS)
 
 
 def metas(seed: int) -> tuple:

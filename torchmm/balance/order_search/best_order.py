@@ -18,6 +18,7 @@ from math import inf
 
 import numpy as np
 
+from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import OrderTime, time_order
 from torchmm.balance.order_search.search import Budget, SearchResult, search
@@ -28,7 +29,7 @@ from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b
 from torchmm.pipelining.schedules.separated import separated
 
 LEAST_GAIN = 0.01
-"""In runs, a searched order is taken if it promises at least this much more than the best natural
+"""A searched order is taken if it promises at least this much more than the best natural
 or static one: predictions are not more exact than that."""
 SEPARATED = "separated"
 """How names of the natural order with a bound on microbatches in flight begin."""
@@ -86,6 +87,11 @@ class StepSearch:
         bounded = (each[2].makespan_ms for each in fitting if each[0].startswith(SEPARATED))
         self._bounded_ms = min(bounded, default=inf)
 
+    @property
+    def fits(self) -> bool:
+        """Whether anything fits into memory."""
+        return self._static is not None or self.dispatcher.evaluate() < inf
+
     def best(self, found: SearchResult | None = None) -> SearchedOrder:
         """The best of static orders, the natural one and what a search has found so far.
 
@@ -119,6 +125,23 @@ class StepSearch:
         )
 
 
+def search_within_memory(
+    graph: StageGraph, costs: PlanCosts, least_gain: float = LEAST_GAIN
+) -> StepSearch:
+    """A step to be searched within a share of the device's memory; where no order fits into that,
+    ranks may use what the separated schedule would.
+
+    Args:
+        costs: with the device's memory as the limit; None: only the separated schedule's counts.
+    """
+    if costs.memory_limit_bytes is not None:
+        limit = round(MEMORY_SHARE * costs.memory_limit_bytes)
+        step = StepSearch(graph, replace(costs, memory_limit_bytes=limit), least_gain)
+        if step.fits:
+            return step
+    return StepSearch(graph, limited_like_separated(graph, costs), least_gain)
+
+
 def plan_searched(
     graph: StageGraph,
     costs: PlanCosts,
@@ -142,8 +165,7 @@ def plan_searched(
         SimulationError: a cost is missing or no number.
     """
     step = StepSearch(graph, costs, least_gain)
-    found = search(step.dispatcher, budget, strategy=strategy, seed=seed, workers=workers)
-    return step.best(found)
+    return step.best(search(step.dispatcher, budget, strategy=strategy, seed=seed, workers=workers))
 
 
 def _fitting_static(dispatcher: Dispatcher) -> list[tuple[str, ComputeOrder, OrderTime]]:

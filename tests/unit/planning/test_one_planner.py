@@ -1,0 +1,89 @@
+"""Runs, the process beside them and forecasts plan a searched step with the same costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from torchmm.balance.costs.flops import task_durations
+from torchmm.balance.planners import search_by_costs
+from torchmm.pipelining.plan.actions import COMPUTE, ActionType
+from torchmm.pipelining.plan.numbers import decode_plan
+from torchmm.planning.ahead import PlanningProcess, PlanningSetup, PlanRequest
+from torchmm.planning.executions import run_costs, simulated_profile
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.step import searched_costs
+from torchmm.recipe.read import load_recipe
+
+ROOT = Path(__file__).parents[3]
+EVALUATIONS = 200
+
+
+@pytest.fixture(scope="module")
+def forecaster() -> Forecaster:
+    given = [
+        "--parallel.schedule=searched",
+        f"--parallel.search.evaluations={EVALUATIONS}",
+        "--parallel.search.workers=1",
+    ]
+    recipe = load_recipe(ROOT / "recipes/papers/pipeweaver_vlm_s.toml", given, None).recipe
+    return Forecaster(recipe, 16, simulated_profile(recipe))
+
+
+def kinds_of(graph, values):
+    """Sums over actions, by module and kind."""
+    found = defaultdict(float)
+    for action, value in values.items():
+        found[graph.layout.stages[action.stage].module, action.type] += value
+    return found
+
+
+def compute_orders(plan):
+    return [[action for action in row if action.type in COMPUTE] for row in plan.actions]
+
+
+def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
+    step = forecaster.forecast().step
+    graph = step.plan.graph
+    parallel = forecaster.run.recipe.parallel
+    parallel = parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
+    costs = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    modules = tuple(forecaster.modules)
+    setup = PlanningSetup(graph.layout, parallel, modules, "step", costs)
+    process = PlanningProcess(setup)
+    try:
+        metas = tuple(forecaster.workload.microbatches)
+        process.submit(PlanRequest(1, metas, {}, None))
+        planned = process.take(1, 120)
+    finally:
+        process.close()
+    assert planned.finished and planned.evaluations == EVALUATIONS
+    ran = decode_plan(planned.numbers, graph, {})
+    assert compute_orders(ran) == compute_orders(step.plan)
+    # Not by chance: an order that was searched with other costs is another one.
+    flops = searched_costs(graph, modules, metas, costs)
+    skewed = {a: ms * (1 + a.microbatch % 3) for a, ms in flops.compute_ms.items()}
+    other = search_by_costs(parallel, graph, flops.__class__(skewed)).order
+    assert [list(row) for row in other] != compute_orders(step.plan)
+
+
+def test_measured_rates_hold_for_every_kind_of_action(forecaster):
+    step = forecaster.forecast().step
+    graph, metas = step.plan.graph, forecaster.workload.microbatches
+    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    plain = searched_costs(graph, forecaster.modules, metas, model)
+    flops = task_durations(graph, forecaster.modules, metas)
+    work = kinds_of(graph, {action: flops(action) for action in plain.compute_ms})
+    rates = {kind: (1 + number) * 1e-9 for number, kind in enumerate(sorted(work, key=str))}
+    measured = searched_costs(graph, forecaster.modules, metas, model, rates=rates)
+    for kind, ms in kinds_of(graph, measured.compute_ms).items():
+        if work[kind] > 0 and kind[1] in (ActionType.F, ActionType.B):
+            assert ms == pytest.approx(rates[kind] * work[kind])
+    # Actions of a kind differ as the model says, not as FLOPs do; bytes and transfers stay.
+    assert measured.kept_bytes == plain.kept_bytes
+    assert measured.transfer_ms == plain.transfer_ms
+    own = [a for a in plain.compute_ms if (a.stage, a.type) == (0, ActionType.F)]
+    ratios = {round(measured.compute_ms[a] / plain.compute_ms[a], 6) for a in own}
+    assert len(ratios) == 1
