@@ -51,7 +51,7 @@ class FakeProcess:
         plan = lower_plan(order, graph, {}, sharding="step")
         predicted_ms = 50.0 if request.rates else None
         finished = self.mood == "finished"
-        return PlannedStep(step, encode_plan(plan), predicted_ms, 0.2, 33, 7.0, finished)
+        return PlannedStep(step, encode_plan(plan), "search", predicted_ms, 0.2, 33, 7.0, finished)
 
     def graph(self, request: PlanRequest) -> StageGraph:
         return step_graph(self.setup.layout, self.setup.config, request.microbatches)

@@ -14,7 +14,7 @@ CHANGES = {
     "parallel__search__evaluations": 200,
     "metrics__timeline_step": 5,
 }
-FIGURES = ("predicted_ms", "planner_ms", "planner_evaluations", "gain_over_natural")
+FIGURES = ("predicted_ms", "planner", "planner_ms", "planner_evaluations", "gain_over_natural")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,7 @@ def test_figures_of_planning_are_recorded(runs):
     assert beside[0]["predicted_ms"] is None
     for record in beside:
         assert record["planner_evaluations"] >= 1
+        assert record["planner"] and record["pipeline_ms"] > 0
         assert record["gain_over_natural"] is None or record["gain_over_natural"] >= 0
     predicted = [r["predicted_ms"] for r in beside if r["predicted_ms"] is not None]
     log = (runs["beside"].parent / "log-beside" / "rank-0.log").read_text(errors="replace")

@@ -134,6 +134,7 @@ class PlannedStep:
     Attributes:
         step: its number.
         numbers: `encode_plan`.
+        planner: what the order comes from (`SearchedOrder`).
         predicted_ms: what forwards and backwards are to take in this order; None before anything
             was measured.
         gain_over_natural: how much longer they would take in natural order, as a share; None
@@ -145,6 +146,7 @@ class PlannedStep:
 
     step: int
     numbers: Int32s
+    planner: str
     predicted_ms: float | None
     gain_over_natural: float | None
     evaluations: int
@@ -454,6 +456,7 @@ class _Planning:
         planned = {
             "step": self._request.step,
             "numbers": numbers,
+            "planner": best.planner,
             "predicted_ms": best.predicted_ms if self._request.rates else nan,
             "gain_over_natural": nan if gain is None else gain,
             "evaluations": best.evaluations,

@@ -103,6 +103,8 @@ class StepRecord:
     encoder_ms: float | None
     """Forward and backward of all encoders, slowest rank."""
     llm_ms: float | None
+    pipeline_ms: float | None
+    """From the first to the last action of a step's plan, slowest rank; None without a pipeline."""
     bubble_fraction: float | None
     """Share of the ranks' time between the plan's first and last action in which they neither
     computed forwards nor backwards; None without a pipeline."""
@@ -140,8 +142,12 @@ class StepRecord:
     ranks, on average over layers: 1 at best, the number of experts at worst. None without experts;
     0 where their layers are compiled."""
     predicted_ms: float | None = None
-    """With a searched schedule, as all below, in the first pipeline: what forwards and backwards
-    of the step were to take, from measured times of earlier steps."""
+    """With a searched schedule, as the next four, in the first pipeline: what forwards and
+    backwards of the step were to take, from measured times of earlier steps. What they took, in the
+    slowest pipeline: `pipeline_ms`."""
+    planner: str | None = None
+    """What the step's order comes from: "search", "natural", or the static planner that was as
+    good."""
     planner_ms: float | None = None
     """Time in which the step's order was searched, during training or before the step."""
     planner_evaluations: int | None = None
@@ -277,6 +283,7 @@ def make_record(
         data_wait_ms=max(r.data_wait_ms for r in ranks),
         encoder_ms=max(r.encoder_ms for r in ranks) or None,
         llm_ms=max(r.llm_ms for r in ranks) or None,
+        pipeline_ms=max(r.pipeline_ms for r in ranks) or None,
         bubble_fraction=_bubble_fraction(ranks),
         peak_memory_bytes=max(r.peak_memory_bytes for r in ranks),
         slowest_rank=busy_ms.index(max(busy_ms)),

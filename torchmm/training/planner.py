@@ -86,6 +86,7 @@ class PlanFigures:
     """What planning a step took and promises; None where nothing is known."""
 
     predicted_ms: float | None = None
+    planner: str | None = None
     planner_ms: float | None = None
     planner_evaluations: int | None = None
     gain_over_natural: float | None = None
@@ -181,7 +182,9 @@ class StepPlanner:
         costs = searched_costs(graph, modules, metas, self._costs, layerwise=layerwise, rates=rates)
         found = search_by_costs(self._config, graph, costs, budget)
         planner_ms = (time.perf_counter() - begin_s) * 1e3
-        self.figures = PlanFigures(None, planner_ms, found.evaluations, found.gain_over_natural)
+        self.figures = PlanFigures(
+            None, found.planner, planner_ms, found.evaluations, found.gain_over_natural
+        )
         return found.order
 
     def learn(
@@ -345,6 +348,7 @@ class _PlannedAhead:
         predicted_ms, gain, planner_ms, evaluations = figures
         known = PlanFigures(
             None if isnan(predicted_ms) else predicted_ms,
+            planned.planner if planned is not None else None,  # only the first rank records it
             planner_ms,
             int(evaluations),
             None if isnan(gain) else gain,

@@ -29,6 +29,7 @@ CLOSE_TIMEOUT_S = 60.0
 QUEUE_LENGTH = 1000
 
 PANELS = {
+    "pipeline_ms": "schedule/measured time of the plan (ms)",
     "predicted_ms": "schedule/predicted time of forwards and backwards (ms)",
     "planner_ms": "schedule/time the search took (ms)",
     "planner_evaluations": "schedule/orders tried",
@@ -44,7 +45,8 @@ def figures_of(record: Record) -> dict[str, Any]:
     """What there is of a record, by name; scores, which are by source, as "scores/SOURCE/SCORE"."""
     scores = record.get("scores") or {}
     flat = {f"scores/{name}": value for name, value in scores.items()}
-    return {k: v for k, v in record.items() if v is not None and k != "scores"} | flat
+    own = {k: v for k, v in record.items() if v is not None and k not in ("scores", "planner")}
+    return own | flat
 
 
 class Sink(Protocol):
