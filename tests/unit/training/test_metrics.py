@@ -36,10 +36,11 @@ RANK = replace(RANK, decoded_images=3, read_bytes=10**6)
 NAMES = (  # names that users' scripts rely on
     "step loss grad_norm lr tokens_per_s samples_per_s images_per_s mfu step_ms data_wait_ms "
     "encoder_ms llm_ms pipeline_ms bubble_fraction expert_load peak_memory_bytes slowest_rank "
-    "straggler_share epoch skipped_samples validation_loss loss_text loss_image validation_loss_text "
-    "validation_loss_image generator_ms generated_per_s word_error_rate scores predicted_ms "
-    "planner planner_ms planner_evaluations gain_over_natural graphs compile_ms decoded_images "
-    "read_bytes save_wait_ms save_ms save_bytes upload_ms upload_bytes failed_uploads"
+    "straggler_share epoch skipped_samples validation_loss loss_text loss_image "
+    "validation_loss_text validation_loss_image generator_ms generated_per_s word_error_rate "
+    "scores predicted_ms planner planner_ms planner_evaluations gain_over_natural graphs "
+    "compile_ms decoded_images read_bytes save_wait_ms save_ms save_bytes upload_ms upload_bytes "
+    "failed_uploads"
 )
 
 
