@@ -4,34 +4,48 @@
         parallel = with_segments(parallel, descriptions, microbatches, costs)
 
 What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
-`virtual_stages` other than 1, which are the LLM's segments. With `stages = "auto"` the first step
-is also searched on the stages of static planners, which on few ranks may be faster: fewer, larger
-tasks. A pure function of the recipe and the first step's microbatches, so every rank finds the
-same.
+`virtual_stages` other than 1, which are the LLM's segments. The rest begins as PipeWeaver's rule
+has it (`balance.segments`); then all numbers of segments together, and every number alone, are
+doubled, halved or moved by one as long as the first step, searched and simulated with the costs of
+a run, becomes faster. The rule alone compares latencies of modules: more segments shorten the
+pipeline's ramps, more images save starts of operators, and how much depends on the data.
+
+With `stages = "auto"` the step is also searched on the stages of static planners, which on few
+ranks may be faster: fewer, larger tasks.
+
+A pure function of the recipe and the first step's microbatches, in numbers of tries and not in
+seconds, so every rank finds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
 from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
-from torchmm.balance.segments import Partition, partition
+from torchmm.balance.segments import MOST_SEGMENTS, Partition, partition
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
-from torchmm.planning.step import plan_layout, step_graph
+from torchmm.planning.step import plan_layout, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 STAGES = ("separated", "megatron", "balanced")
 """What "auto" chooses from; of equally fast ones the first."""
 EVALUATIONS, MOST_TRIED = 200, 64
 """Orders and microbatches with which they are compared."""
+MOST_PARTITIONS = 24
+"""Compared; of each the first step is searched, in some tenths of a second."""
+WORTH = 0.995
+"""Share of the time before that a change has to reach: smaller gains are those of a search that was
+cut short."""
+
+Divided = dict[tuple[str, str], int]
+"""Segments and images of sub-microbatches, by module and key."""
 
 
 def leaves_segments_open(parallel: ParallelConfig) -> bool:
@@ -57,16 +71,84 @@ def with_segments(
         ConfigError: a module has fewer layers than ranks.
     """
     try:
-        found = _filled(parallel, modules, _partition(parallel, modules, microbatches, model))
+        ruled = _partition(parallel, modules, microbatches, model)
     except ValueError as error:
         raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
+
+    def predicted_ms(tried: ParallelConfig) -> float:
+        return _predicted_ms(tried, modules, microbatches, model)
+
+    found = _improved(parallel, modules, microbatches, _divided(ruled), predicted_ms)
     if parallel.search.stages != "auto":
         return found
     searches = [found.search.model_copy(update={"stages": stages}) for stages in STAGES]
     return min(
-        (found.model_copy(update={"search": search}) for search in searches),
-        key=lambda tried: _predicted_ms(tried, modules, microbatches, model),
+        (found.model_copy(update={"search": search}) for search in searches), key=predicted_ms
     )
+
+
+def _improved(
+    parallel: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    divided: Divided,
+    predicted_ms: Callable[[ParallelConfig], float],
+) -> ParallelConfig:
+    """The section with what is the fastest of some ways to divide modules."""
+    most = _most(parallel, modules, microbatches, divided)
+    best = _filled(parallel, divided)
+    if not most:
+        return best
+    best_ms = predicted_ms(best)
+    seen = {tuple(divided.items())}
+    better = True
+    while better:
+        better = False
+        for tried in _neighbours(divided, most):
+            if tuple(tried.items()) in seen or len(seen) >= MOST_PARTITIONS:
+                continue
+            seen.add(tuple(tried.items()))
+            candidate = _filled(parallel, tried)
+            if (ms := predicted_ms(candidate)) < WORTH * best_ms:
+                divided, best, best_ms, better = tried, candidate, ms, True
+                break  # from there on
+    return best
+
+
+def _neighbours(divided: Divided, most: Divided) -> Iterator[Divided]:
+    """What is tried next."""
+    segments = [key for key in most if key[1] == "segments"]
+    for change in (lambda n: 2 * n, lambda n: n // 2, lambda n: n + 1, lambda n: n - 1):
+        for keys in ([segments] if len(segments) > 1 else []) + [[key] for key in most]:
+            tried = divided | {key: change(divided[key]) for key in keys}
+            if all(1 <= tried[key] <= most[key] for key in keys):
+                yield tried
+
+
+def _most(
+    parallel: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    divided: Divided,
+) -> Divided:
+    """How large each number may become; without those that the recipe gives."""
+    found = {}
+    for name, key in divided:
+        own = parallel.modules.get(name)
+        given = own is not None and bool(getattr(own, key))
+        if given or (key == "segments" and name == "llm" and parallel.virtual_stages > 1):
+            continue
+        if key == "segments":
+            layers = next(len(module.layers) for module in modules if module.name == name)
+            found[name, key] = min(layers // parallel.pipeline, MOST_SEGMENTS)
+        else:
+            found[name, key] = max(meta.images_of(name) for meta in microbatches)
+    return found
+
+
+def _divided(found: Partition) -> Divided:
+    images = {(n, "sub_microbatch_images"): c for n, c in found.sub_microbatch_images.items()}
+    return {(name, "segments"): count for name, count in found.segments.items()} | images
 
 
 def _partition(
@@ -104,7 +186,7 @@ def _predicted_ms(
     try:
         layout = plan_layout(parallel, modules, own)
         graph = step_graph(layout, parallel, own)
-        costs = plan_costs(graph, modules, own, model)
+        costs = searched_costs(graph, modules, own, model)
         budget = Budget(evaluations=min(EVALUATIONS, parallel.search.evaluations))
         limit_bytes = round(MEMORY_SHARE * model.profile.device.memory_bytes)
         limited = replace(costs, memory_limit_bytes=limit_bytes)
@@ -114,13 +196,8 @@ def _predicted_ms(
     return found.predicted_ms
 
 
-def _filled(
-    parallel: ParallelConfig, modules: Sequence[ModuleDescription], found: Partition
-) -> ParallelConfig:
+def _filled(parallel: ParallelConfig, divided: Divided) -> ParallelConfig:
     values = parallel.model_dump(exclude_none=True)
-    for module in modules:
-        own = values.setdefault(module.name, {})
-        own["segments"] = found.segments[module.name]
-        if module.name in found.sub_microbatch_images:
-            own["sub_microbatch_images"] = found.sub_microbatch_images[module.name]
+    for (name, key), value in divided.items():
+        values.setdefault(name, {})[key] = value
     return ParallelConfig.model_validate(values)

@@ -57,13 +57,12 @@ class ModuleParallelConfig(Section):
     """Stages of this module per rank, for colocated encoders and under schedules with separated
     modules ("separated", "searched", "csv:..."). Default: `parallel.virtual_stages` for the
     LLM, 1 for encoders; one for each layer of colocated encoders, whose stages have to fit into
-    bubbles; under "searched" the number for which stages of all modules take similar times."""
+    bubbles; under "searched" what makes the first step fastest in simulation."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
     """Encoders and generator: most images processed together; a microbatch is cut into groups of
     nearly equal size. Smaller groups fill gaps in the pipeline better, larger ones keep the device
     busier. Default: 4 under a schedule with separated modules, all images of a microbatch under
-    others; under "searched" the fewest that the cost model finds nearly as efficient as any
-    number."""
+    others; under "searched" what makes the first step fastest in simulation."""
 
 
 class ParallelConfig(Section):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 
 import pytest
 from pipeline_cases import LAYERS, Case, step_of
@@ -13,16 +14,23 @@ from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import plan_searched
 from torchmm.balance.order_search.search import Budget
 from torchmm.common.errors import ConfigError
-from torchmm.planning.executions import run_costs
+from torchmm.planning import segments
+from torchmm.planning.executions import run_costs, simulated_profile
+from torchmm.planning.forecast import Forecaster
 from torchmm.planning.resolved import resolve
 from torchmm.planning.segments import (
+    MOST_PARTITIONS,
     STAGES,
+    _divided,
+    _filled,
+    _partition,
     _predicted_ms,
     leaves_segments_open,
     with_segments,
 )
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
 CASE = Case("segments in a recipe")
@@ -97,3 +105,42 @@ def test_what_fits_is_judged_as_the_run_shards_it(shard, fits):
     own = chosen(pipeline=2, schedule="searched", shard=shard, search={"stages": "megatron"})
     costs = run_costs(resolve(Recipe(parallel=own), 2 * shard), modules, small)
     assert isfinite(_predicted_ms(own, modules, metas, costs)) == fits
+
+
+@pytest.fixture(scope="module")
+def paper() -> tuple:
+    """PipeWeaver's VLM-M, whose rule gives segments that its own simulator can better."""
+    given = ["--parallel.schedule=searched"]
+    path = Path(__file__).parents[3] / "recipes/papers/pipeweaver_vlm_m.toml"
+    recipe = load_recipe(path, given, None).recipe
+    forecaster = Forecaster(recipe, 32, simulated_profile(recipe))
+    parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
+    metas = forecaster.workload.microbatches
+    return parallel, forecaster.modules, metas, forecaster._costs(parallel)
+
+
+def test_segments_are_those_of_a_faster_simulated_step(paper, monkeypatch):
+    parallel, modules, metas, costs = paper
+    ruled = _filled(parallel, _divided(_partition(*paper)))
+    tried = []
+    counted = segments._predicted_ms
+    monkeypatch.setattr(
+        segments, "_predicted_ms", lambda *given: (tried.append(given[0]), counted(*given))[1]
+    )
+    found = with_segments(*paper)
+    assert found != ruled and len(tried) <= MOST_PARTITIONS
+    assert counted(found, *paper[1:]) < 0.98 * counted(ruled, *paper[1:])
+    assert with_segments(*paper) == found  # as every rank finds for itself
+    own = {name: own.model_dump() for name, own in ruled.modules.items()}
+    fixed = ParallelConfig.model_validate(parallel.model_dump(exclude_none=True) | own)
+    tried.clear()
+    kept = with_segments(fixed, modules, metas, costs)
+    assert {name: kept.segments(name) for name in own} == {n: ruled.segments(n) for n in own}
+    assert tried == []  # nothing is open
+
+
+def test_slower_neighbours_are_not_taken(paper, monkeypatch):
+    """Where every change costs time, the rule's numbers stay."""
+    ruled = _filled(paper[0], _divided(_partition(*paper)))
+    monkeypatch.setattr(segments, "_predicted_ms", lambda tried, *_: 1.0 + (tried != ruled))
+    assert with_segments(*paper) == ruled
