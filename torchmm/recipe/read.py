@@ -108,7 +108,14 @@ def what_was_trained(recipe: Recipe) -> str:
     """TOML of what a recipe says of model and training, and not of places, data or trackers."""
     told = {"model", "freeze", "adapters", "training", "optimizer", "parallel", "float8"}
     table = recipe.model_dump(mode="json", include=told, exclude_defaults=True, exclude_none=True)
-    return tomli_w.dumps(table)
+    # Checkpoints keep recipes as JSON, whose tables have lost the order that a file had.
+    return tomli_w.dumps({name: _sorted(section) for name, section in table.items()})
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return value
 
 
 # --- reading -------------------------------------------------------------------------------------
