@@ -66,4 +66,6 @@ def held_in_a_step(model: nn.Module, batch: Sequence[Microbatch]) -> list[Tensor
     for m in batch:
         found += [m.input_ids_T, m.targets_T, m.position_ids, m.target_positions_L]
         found += [t for e in m.encoders.values() for t in (e.pixels, e.positions_K)]
+        if (drawn := m.generator) is not None:
+            found += [drawn.patches_PV, drawn.noise_PV, drawn.context_positions_K]
     return found

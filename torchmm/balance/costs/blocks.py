@@ -287,7 +287,7 @@ class Projection(Block):
         """Rows that it is computed for."""
         return {
             "embedding": sizes.inputs_N,
-            "context": sizes.contexts_N,
+            "context": sizes.given_N,
             "output": sizes.outputs_N,
         }[self.role]
 

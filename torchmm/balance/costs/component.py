@@ -93,6 +93,12 @@ class Component:
         """Gradients of their weights that a rank computes, added to those of other microbatches."""
         return sum(a * b for a, b in self.local_linears(setting.execution.tensor).values())
 
+    def largest_gradient(self, setting: Setting) -> float:
+        """Of them, those of the largest weight."""
+        return max(
+            (a * b for a, b in self.local_linears(setting.execution.tensor).values()), default=0
+        )
+
     def replicated(self, tensor: int) -> tuple[str, ...]:
         """Linears whose weights every tensor-parallel rank has; their gradients are summed."""
         return ()
@@ -324,6 +330,12 @@ class Experts(FeedForward):
         each = chosen / layer.experts_per_token
         router = layer.hidden_size * layer.experts
         return router + self._experts(setting) * each
+
+    def largest_gradient(self, setting: Setting) -> float:
+        """One tensor holds gates and what they are for, of all experts."""
+        layer = self.layer
+        inner = layer.ffn_size / layer.experts_per_token
+        return self._experts(setting) * layer.hidden_size * (1 + layer.gated_ffn) * inner
 
     def _casts_router(self, setting: Setting) -> bool:
         """Whether the router's weights and what it reads are copied to float32."""

@@ -34,8 +34,13 @@ from torchmm.balance.costs.operators import (
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.layers import LayerDescription
+from torchmm.common.layers import LayerDescription, ModuleDescription
 
+TIME_WIDTH = 7
+"""Features of an image's embedded time in a generator, by features of its layers: a shift, a scale
+and a gate for both parts of a layer, and one for the output."""
+MODULATIONS = 8
+"""The same of what a layer keeps of them: the first six, and both scales once more."""
 SCORE_FLOPS = 48
 """What a score's softmax takes on CPUs, in FLOPs of attention's products: measured on lengths of
 100 to 512 and heads of 32 to 128. Efficiencies are measured with heads of 64."""
@@ -303,15 +308,17 @@ class CrossAttention(Attention):
         return Operators([forward], [backward], [], [])
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
-        """Queries, keys, values, the result, and the norm before it with the linears' inputs."""
+        """Queries, keys, values, the result and its statistic. Where weights are trained, also what
+        a linear reads here, and what the time scales: results of both norms, and of attention and
+        feed-forward part. For each image, the shifts, scales and gates of the time. For every head,
+        masks, which there are if images differ."""
         own = self.linears()
         query, key = (own[name][1] / setting.execution.tensor for name in ("query", "key"))
-        kept_N = sizes.units_N * (2 * query + 3 * self.layer.hidden_size)
-        return setting.element_bytes * (kept_N + sizes.contexts_N * 2 * key)
-
-    def _result_bytes(self, sizes: TaskSizes, setting: Setting) -> Array | float:
-        query, _ = head_widths(self.layer, setting.execution)
-        return setting.element_bytes * sizes.units_N * query
+        kept_N = sizes.units_N * (2 * query + 5 * weights * self.layer.hidden_size)
+        kept_N = kept_N + MODULATIONS * sizes.images_N * self.layer.hidden_size
+        kept_N = setting.element_bytes * (kept_N + sizes.contexts_N * 2 * key)
+        masks_N = setting.element_bytes * (sizes.units_N + sizes.contexts_N)
+        return kept_N + self.layer.heads * (4 * sizes.units_N + masks_N)
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """Never more than those of the first attention."""
@@ -394,6 +401,25 @@ LAYER_COMPONENTS: list[type[Component]] = [
 def components_of(layer: LayerDescription) -> list[Component]:
     """A layer's components."""
     return [kind(layer) for kind in LAYER_COMPONENTS if kind.is_in(layer)]
+
+
+def around_generator_bytes(
+    module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
+) -> Array:
+    """What the stage with layers [start, stop) of a generator keeps beside its layers and linears,
+    by task: the context that all layers read, unless it is the message that was received; masks;
+    where it ends, both sides of the last norm, and errors in float32."""
+    hidden = module.layers[0].hidden_size
+    size = setting.element_bytes
+    copied_N = (start == 0) | (sizes.contexts_N > sizes.given_N)
+    kept_N = size * (copied_N * sizes.contexts_N * hidden + sizes.units_N + sizes.contexts_N)
+    if start == 0:
+        kept_N = kept_N + size * TIME_WIDTH * hidden * sizes.images_N
+    if stop == len(module.layers):
+        values = module.post_linears[-1][1] if module.post_linears else 0
+        norm_N = (1 + module.trainable) * sizes.units_N + 2 * sizes.images_N
+        kept_N = kept_N + size * hidden * norm_N + (8 + 4 * values) * sizes.units_N
+    return kept_N
 
 
 def head_widths(layer: LayerDescription, execution: Execution) -> tuple[float, float]:

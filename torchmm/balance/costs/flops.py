@@ -207,7 +207,9 @@ def task_durations(
         tasks = by_name[stage.module]
         blocks = stage_blocks(tasks.module, stage.start, stage.stop)
         arrives_N = tasks.gradient_arrives_N(graph, stage.index)
-        found = pass_flops(blocks, tasks.useful, arrives_N)
+        # A generator's padding differs from task to task, and takes time as all else does.
+        sizes = tasks.sizes if tasks.module.kind == "generator" else tasks.useful
+        found = pass_flops(blocks, sizes, arrives_N)
         backward_N = found.inputs_N + found.weights_N
         values = (found.forward_N, backward_N, found.inputs_N, found.weights_N)
         for kind, values_N in zip(_KINDS, values, strict=True):

@@ -410,7 +410,7 @@ def _weight_gradient_bytes(layer: LayerDescription, setting: Setting) -> float:
     element_bytes = setting.element_bytes
     if layer.adapters:
         return (element_bytes + 4) * Adapters(layer).parameters(execution.tensor)
-    largest = max(a * b for a, b in local_linears(layer, execution.tensor).values())
+    largest = max(component.largest_gradient(setting) for component in components_of(layer))
     if execution.shard * execution.replicate == 1 and element_bytes == 4:
         return element_bytes * largest
     whole = layer_parameters(layer, execution.tensor, execution.expert)

@@ -25,6 +25,7 @@ from torchmm.balance.costs.blocks import (
     gradients,
     stage_blocks,
 )
+from torchmm.balance.costs.components import around_generator_bytes
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
@@ -108,6 +109,15 @@ class StageCosts(NamedTuple):
 
         backward = longer(self.backward, gather_ms + reduce_ms_N)
         return self._replace(forward=longer(self.forward, gather_ms), backward=backward)
+
+
+def _beside_layers(
+    module: ModuleDescription, start: int, stop: int, sizes: TaskSizes, setting: Setting
+) -> Array:
+    """What the layers of a stage keep together, by task."""
+    if module.kind == "generator":
+        return around_generator_bytes(module, start, stop, sizes, setting)
+    return shared_bytes(module, sizes, setting.element_bytes)
 
 
 def _workspace(held: Sequence[tuple[Array, Array]]) -> Array:
@@ -269,7 +279,7 @@ class CostModel:
             found_N = block.count * block.kept_bytes(sizes, setting, needs_weights) * has_backward
             kept_N += found_N
             if block is first_layers:
-                beside_N = shared_bytes(module, sizes, self.element_bytes)
+                beside_N = _beside_layers(module, start, stop, sizes, setting)
                 if block is blocks[0]:
                     beside_N += received_bytes(block.layer, sizes, setting, weights=needs_weights)
                 kept_N += has_backward * beside_N

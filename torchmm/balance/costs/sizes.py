@@ -42,6 +42,7 @@ class TaskSizes:
         lengths_S: positions in the layers, by segment in which attention works, task after task.
         task_S: which task a segment belongs to; rises.
         contexts_S: generators: tokens a segment attends to besides its own; else zeros.
+        given_N: generators: of these tokens, those that come from the LLM: all but padding.
         share: of the positions, and in attention of the heads, that a rank has of all segments,
             where several divide them (`inputs_N` and `outputs_N` are a rank's).
     """
@@ -52,6 +53,7 @@ class TaskSizes:
     lengths_S: Array
     task_S: NDArray[np.int64]
     contexts_S: Array
+    given_N: Array
     share: float = 1.0
 
     @property
@@ -184,15 +186,29 @@ def llm_sizes(
     )
 
 
-def generator_sizes(tasks: Sequence[Sequence[GeneratedMeta]]) -> TaskSizes:
-    """Sizes of a generator's tasks from what each has to draw."""
+def generator_sizes(
+    tasks: Sequence[Sequence[GeneratedMeta]], *, padding: bool = False
+) -> TaskSizes:
+    """Sizes of a generator's tasks from what each has to draw.
+
+    Args:
+        padding: whether padding counts: the images of a task are rows of a batch, all as long as
+            the longest, and so are their contexts.
+    """
     lengths = [[image.patches for image in images] for images in tasks]
+    contexts = [[image.context for image in images] for images in tasks]
+    given = [sum(own) for own in contexts]
+    if padding:
+        lengths, contexts = (
+            [[max(own)] * len(own) if own else [] for own in each] for each in (lengths, contexts)
+        )
     return _sizes(
         inputs=[sum(own) for own in lengths],
         outputs=[sum(own) for own in lengths],
         images=[len(own) for own in lengths],
         lengths=lengths,
-        contexts=[[image.context for image in images] for images in tasks],
+        contexts=contexts,
+        given=given,
     )
 
 
@@ -233,6 +249,7 @@ def _sizes(
     images: Sequence[int],
     lengths: Sequence[Sequence[int]],
     contexts: Sequence[Sequence[int]],
+    given: Sequence[int] = (),
 ) -> TaskSizes:
     return TaskSizes(
         np.array(inputs, float),
@@ -241,6 +258,7 @@ def _sizes(
         np.array([n for own in lengths for n in own], float),
         np.repeat(np.arange(len(lengths)), [len(own) for own in lengths]),
         np.array([n for own in contexts for n in own], float),
+        np.array(given or [0] * len(lengths), float),
     )
 
 
@@ -307,8 +325,9 @@ def module_tasks(
             return ModuleTasks(module, keys, encoder_sizes(module, most), useful)
         sizes = encoder_sizes(module, _groups(module.name, seen, parts))
     else:
-        drawn = [meta.generated for meta in microbatches]
-        sizes = generator_sizes(_groups(module.name, drawn, parts))
+        drawn = _groups(module.name, [meta.generated for meta in microbatches], parts)
+        sizes = generator_sizes(drawn, padding=True)
+        return ModuleTasks(module, keys, sizes, generator_sizes(drawn))
     return ModuleTasks(module, keys, sizes, sizes)
 
 

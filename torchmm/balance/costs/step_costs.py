@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from torchmm.balance.costs.components import TIME_WIDTH
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
@@ -216,6 +217,8 @@ def _keep_features(
                     task = Task(destination, *key)
                     kept[task] = kept.get(task, 0) + round(element_bytes * values)
             continue
+        if module.kind == "llm":
+            _keep_context(kept, graph, (source, destination), tasks, element_bytes)
         if module.kind != "encoder":
             continue
         own = tasks[module.name]
@@ -228,13 +231,32 @@ def _keep_features(
                 kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
 
 
+def _keep_context(
+    kept: dict[Task, int],
+    graph: StageGraph,
+    edge: tuple[int, int],
+    tasks: Mapping[str, ModuleTasks],
+    element_bytes: int,
+) -> None:
+    """Adds what a generator's first stage gets from the LLM, where no linear keeps it."""
+    own = tasks[graph.layout.stages[edge[1]].module]
+    if own.module.connector_trainable:
+        return
+    width = tasks[graph.layout.stages[edge[0]].module].module.layers[0].hidden_size
+    for key, tokens in zip(own.keys, own.sizes.given_N.tolist(), strict=True):
+        if graph.differentiates(Message(*edge, *key)):
+            task = Task(edge[1], *key)
+            kept[task] = kept.get(task, 0) + round(element_bytes * tokens * width)
+
+
 def _input_bytes(tasks: ModuleTasks) -> int:
     """What a step's microbatches take on a rank: ids, targets and positions, or pixels."""
     module = tasks.module
     if module.kind == "llm":
         return round(TOKEN_BYTES * tasks.sizes.inputs_N.sum())
     values = module.pre_linears[0][0] if module.pre_linears else 0
-    return round(module.value_bytes * values * tasks.sizes.inputs_N.sum())
+    sizes = tasks.useful if module.kind == "generator" else tasks.sizes  # padded when it computes
+    return round(module.value_bytes * values * sizes.inputs_N.sum())
 
 
 def _transfers(
@@ -275,12 +297,18 @@ def _beside(
     layout: StageLayout, edge: tuple[int, int], tasks: Mapping[str, ModuleTasks]
 ) -> dict[tuple[int, int], float]:
     """Values that travel beside hidden states over an edge within a module, by task: the outputs of
-    tapped layers, or what later layers add to the hidden states."""
+    tapped layers, what later layers add to the hidden states, a generator's context and times."""
     source, destination = (layout.stages[i] for i in edge)
     module = tasks[source.module].module
-    if source.module != destination.module or not module.taps:
+    if source.module != destination.module:
         return {}
     hidden = module.layers[0].hidden_size
+    if module.kind == "generator":
+        own = tasks[source.module]
+        values_N = (own.sizes.given_N + TIME_WIDTH * own.sizes.images_N) * hidden
+        return dict(zip(own.keys, values_N.tolist(), strict=True))
+    if not module.taps:
+        return {}
     if module.kind == "encoder":
         tapped = sum(tap < source.stop for tap in module.taps)
         own = tasks[source.module]
@@ -303,12 +331,12 @@ def _message_bytes(
     sizes = tasks.sizes
     hidden = module.layers[0].hidden_size
     if source.module == destination.module:
-        values_N = (sizes.units_N + sizes.contexts_N) * hidden  # generators pass their context on
+        values_N = sizes.units_N * hidden
     elif module.kind == "encoder":
         width = module.post_linears[-1][1] if module.post_linears else hidden
         values_N = sizes.outputs_N * width * (1 + len(module.taps))
     else:  # from the LLM to a generator
-        values_N = sizes.contexts_N * hidden
+        values_N = sizes.given_N * hidden
     return (model.element_bytes * values_N).tolist()
 
 

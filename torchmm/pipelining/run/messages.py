@@ -44,6 +44,7 @@ class MessageSizes:
         taps: encoders: layers whose outputs travel on; LLMs: those that add blocks.
         dummy: encoders: the image that stands in for none.
         time_features: generators: size of an embedded time.
+        learns_times: whether embedded times get gradients.
     """
 
     kind: Literal["encoder", "llm", "generator"]
@@ -53,6 +54,7 @@ class MessageSizes:
     taps: tuple[int, ...] = ()
     dummy: ImageMeta | None = None
     time_features: int = 0
+    learns_times: bool = True
 
 
 def message_sizes(module: LayeredModule) -> MessageSizes:
@@ -79,6 +81,7 @@ def message_sizes(module: LayeredModule) -> MessageSizes:
             spec.hidden_size,
             llm_hidden_size=spec.llm_hidden_size,
             time_features=module.time_features(),
+            learns_times=module.describe().trainable,
         )
     raise TypeError(f"{module.name}: messages of a {type(module).__name__} are not known")
 
@@ -120,6 +123,9 @@ def message_specs(
         for message in graph.outgoing(task):
             shapes = _shapes(graph, message, sizes, meta)
             specs[message] = tuple(TensorSpec(shape, dtype) for shape in shapes)
+            source = sizes[graph.layout.stages[message.source].module]
+            if source.kind == "generator" and not source.learns_times:
+                specs[message] = *specs[message][:-1], TensorSpec(shapes[-1], dtype, False)
     return specs
 
 

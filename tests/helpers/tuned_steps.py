@@ -1,0 +1,116 @@
+"""What tuned steps use on a CPU, at every single allocation, against the limits they were given."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from support.allocations import CountPeak, held_in_a_step
+from support.memory_needs import memory_needs
+
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.flops import module_layers
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.models.registry import build_model
+from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.runtime import PipelineRuntime
+from torchmm.pipelining.run.stage import PipelineStage, make_stage
+from torchmm.pipelining.schedules.layouts import Cut, build_layout
+from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+
+SHARES = (1.0, 0.5, 0.0)
+"""Of the way from the least that a plan can do with to the most that it can use."""
+
+
+class Peaks(NamedTuple):
+    """Of a step, in bytes."""
+
+    limit: int
+    predicted: int
+    measured: int
+
+
+class TunedStep:
+    """A model in a pipeline of one rank, whatever order its tasks run in.
+
+    Args:
+        model: on the CPU, with weights, cut into `stages`, whose layers may choose.
+        layout: of the stages.
+    """
+
+    def __init__(
+        self, model: MultimodalModel, stages: Mapping[int, PipelineStage], layout: StageLayout
+    ) -> None:
+        self.model, self.stages, self.layout = model, stages, layout
+        self.modules = model.modality_modules()
+        self.descriptions = [module.describe() for module in self.modules]
+        self.names = frozenset(module.name for module in self.modules)
+        executions = {name: Execution() for name in self.names}
+        self.costs = CostModel(load_profile("cpu"), "float32", executions)
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer_bytes = sum(8 * p.numel() for p in self.trained)
+
+    def plan(
+        self, schedule: str, batch: Sequence[Microbatch], parts: Mapping[str, tuple[int, ...]]
+    ) -> PipelinePlan:
+        """Args:
+        parts: sub-microbatches of each microbatch, by module.
+        """
+        graph = StageGraph(self.layout, len(batch), parts)
+        metas = [m.meta for m in batch]
+        specs = message_specs(graph, {m.name: m for m in self.modules}, metas, torch.float32)
+        return lower_plan(ORDERS[schedule](graph), graph, specs)
+
+    def tuned(
+        self, plan: PipelinePlan, batch: Sequence[Microbatch], shares: Sequence[float] = SHARES
+    ) -> Iterator[Peaks]:
+        """With limits from the loosest to the tightest."""
+        given = [m.meta for m in batch]
+        targets = [m.target_count for m in batch]
+        tuning = LayerTuning(self.costs, self.names, 0)
+        (needs,) = memory_needs(plan, self.descriptions, given, tuning, targets)
+        for share in shares:
+            limit = round(needs.least_bytes + share * (needs.most_bytes - needs.least_bytes))
+            limited = replace(tuning, memory_limit_bytes=limit)
+            found = tune_layers(plan, self.descriptions, given, limited, targets)
+            yield Peaks(limit, found.peak_bytes[0], self.peak_bytes(found.plan, batch))
+
+    def peak_bytes(self, plan: PipelinePlan, batch: Sequence[Microbatch]) -> int:
+        """Of a step, with the state of an optimizer."""
+        for parameter in self.trained:
+            parameter.grad = torch.zeros_like(parameter)
+        with CountPeak(held_in_a_step(self.model, batch)) as counter:
+            PipelineRuntime(0, self.stages, None).step(plan, batch)
+        return counter.peak_bytes + self.optimizer_bytes
+
+
+def cut_in_two(
+    config: Mapping, metas: Sequence[MicrobatchMeta], freeze: Sequence[str] = ()
+) -> TunedStep:
+    """All modules in stages of two and two layers, of four.
+
+    Args:
+        config: of the model section.
+        metas: that stages are cut for.
+    """
+    model = build_model(ModelConfig.model_validate(config), FreezeConfig(modules=list(freeze)))
+    modules = module_layers([m.describe() for m in model.modality_modules()], metas)
+    cuts = {module.name: [Cut(n, (0,)) for n in (2, 2)] for module in modules}
+    layout = build_layout(modules, cuts)
+    parts = cut_for_rank(model, layout, 0)
+    for module in parts.values():
+        apply_activation_checkpoint(module, "tuned")
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    return TunedStep(model, {index: make_stage(part) for index, part in parts.items()}, layout)
