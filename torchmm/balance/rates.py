@@ -11,9 +11,10 @@ rank, as a rank that is slow for good is to be replaced, not planned around.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -22,6 +23,10 @@ from torchmm.pipelining.plan.plan import ActionRecord, Durations
 
 SMOOTHING = 0.5
 """Share of the newest step in a rate."""
+SPREAD_STEPS, LEAST_STEPS = 20, 5
+"""Steps whose predictions are compared with what was measured: at most, and at least."""
+FINEST_GAIN, COARSEST_GAIN = 0.001, 0.05
+"""Between these is what an order has to promise."""
 NEGLIGIBLE = 0.01
 """Share of a step's time below which a kind of action drifts unnoticed."""
 
@@ -83,6 +88,33 @@ class Rates:
             for half in (ActionType.I, ActionType.W):
                 found[module, half] = self.ms_per_flop.get((module, half), backward)
         return found
+
+
+@dataclass
+class Spread:
+    """How exact predictions of steps are: what a searched order has to promise to be taken.
+
+    A prediction that is always wrong by the same share ranks orders as well as a right one, so the
+    spread counts, not the error: the standard deviation of measured over predicted times in the
+    latest steps, as a share of their mean. Rejected: a fixed share, which is too much where steps
+    repeat to a thousandth, and too little on a busy host.
+    """
+
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))
+    """Measured over predicted times."""
+
+    def observe(self, predicted_ms: float, measured_ms: float) -> None:
+        """Takes in a step."""
+        if predicted_ms > 0 and measured_ms > 0:
+            self.ratios.append(measured_ms / predicted_ms)
+
+    @property
+    def least_gain(self) -> float | None:
+        """Share by which an order has to be faster than others; None: too few steps to say."""
+        if len(self.ratios) < LEAST_STEPS:
+            return None
+        share = stdev(self.ratios) / mean(self.ratios)
+        return min(max(share, FINEST_GAIN), COARSEST_GAIN)
 
 
 @dataclass

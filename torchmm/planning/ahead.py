@@ -45,7 +45,11 @@ import torch
 
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.order_search.best_order import SearchedOrder, search_within_memory
+from torchmm.balance.order_search.best_order import (
+    LEAST_GAIN,
+    SearchedOrder,
+    search_within_memory,
+)
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.search import Budget, SearchResult, search
 from torchmm.balance.rates import ActionKind
@@ -119,12 +123,14 @@ class PlanRequest:
         microbatches: of this data-parallel rank.
         rates: milliseconds per FLOP, of all kinds of actions; empty: nothing was measured yet.
         seconds: to plan in; None: as long as all evaluations take.
+        least_gain: share by which a searched order has to be faster than natural and static ones.
     """
 
     step: int
     microbatches: tuple[MicrobatchMeta, ...]
     rates: Mapping[ActionKind, float]
     seconds: float | None
+    least_gain: float = LEAST_GAIN
 
 
 @dataclass(frozen=True)
@@ -429,7 +435,7 @@ class _Planning:
             layerwise=layerwise,
             rates=request.rates,
         )
-        self.step = search_within_memory(self.graph, costs)
+        self.step = search_within_memory(self.graph, costs, request.least_gain)
         self._left, self._left_s = inf, 0.0
         self._order: ComputeOrder = ()
         self._made: Int32s | None = None

@@ -47,9 +47,18 @@ import torch.distributed as dist
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.order_search.best_order import LEAST_GAIN
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import search_by_costs
-from torchmm.balance.rates import ActionKind, Change, DriftMonitor, Rates, Total, step_totals
+from torchmm.balance.rates import (
+    ActionKind,
+    Change,
+    DriftMonitor,
+    Rates,
+    Spread,
+    Total,
+    step_totals,
+)
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.parallel.gather import exchange_device
@@ -204,7 +213,7 @@ class StepPlanner:
         totals = self._of_all_ranks(step_totals(outcome.result.records or (), graph, flops))
         self._rates.learn(totals)
         if self._ahead is not None:
-            self._ahead.remember(step_ms)
+            self._ahead.remember(step_ms, self.figures.predicted_ms, outcome.span_ms)
         if self._monitor is not None and (changes := self._monitor.observe(totals)):
             self._report_drift(step, changes)
 
@@ -266,6 +275,7 @@ class _PlannedAhead:
         self._mesh, self._logger, self._steps = mesh, logger, steps
         self._time_share = pipeline.config.search.time_share
         self._spans_s: list[float] = []
+        self._spread = Spread()
         self._asked: tuple[MicrobatchMeta, ...] = ()
         self._group, self._leader, leaders = _pipeline_group(mesh)
         self._process: KeptPlanning | None = None
@@ -311,7 +321,9 @@ class _PlannedAhead:
         if metas is not None:
             seconds = self._time_share * median(self._spans_s) if self._spans_s else None
             self._asked = tuple(metas[self._mesh.data_parallel_rank])
-            process.submit(PlanRequest(step, self._asked, rates, seconds))
+            gain = self._spread.least_gain
+            least_gain = LEAST_GAIN if gain is None else gain
+            process.submit(PlanRequest(step, self._asked, rates, seconds, least_gain))
 
     def _fitting(
         self, step: int, planned: PlannedStep | None, as_asked: bool
@@ -355,8 +367,11 @@ class _PlannedAhead:
         )
         return status, _Received(received.numpy(), known)
 
-    def remember(self, step_ms: float) -> None:
-        """How long a step took: so long may the next one be planned."""
+    def remember(self, step_ms: float, predicted_ms: float | None, measured_ms: float) -> None:
+        """How long a step took: so long may the next one be planned. And how long its plan was
+        predicted to take and took: so exact is the next prediction."""
+        if predicted_ms is not None:
+            self._spread.observe(predicted_ms, measured_ms)
         self._spans_s = [*self._spans_s, step_ms / 1e3][-REMEMBERED:]
 
     def close(self) -> None:

@@ -5,7 +5,15 @@ import random
 import pytest
 
 from torchmm.balance.planners import PLANNERS, relative_costs
-from torchmm.balance.rates import Change, DriftMonitor, Rates, Total, scaled, step_totals
+from torchmm.balance.rates import (
+    Change,
+    DriftMonitor,
+    Rates,
+    Spread,
+    Total,
+    scaled,
+    step_totals,
+)
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
@@ -147,3 +155,29 @@ def test_totals_are_sums_by_module_and_type():
         ("vision", F): Total(5.0, 5.0),
         ("llm", B): Total(4.0, 8.0),
     }
+
+
+def test_orders_have_to_promise_more_where_predictions_scatter():
+    exact, noisy, biased = Spread(), Spread(), Spread()
+    rng = random.Random(0)
+    for step in range(30):
+        assert (exact.least_gain is None) == (step < 5)
+        exact.observe(100.0, 100.0 + 0.001 * rng.random())
+        noisy.observe(100.0, 100.0 + rng.gauss(0, 3))
+        biased.observe(100.0, 2 * (100.0 + rng.gauss(0, 1)))
+    assert exact.least_gain == 0.001
+    assert 0.015 < noisy.least_gain < 0.05
+    assert 0.005 < biased.least_gain < 0.02  # twice as long, each time
+    wild = Spread()
+    for ms in (10.0, 200.0, 30.0, 400.0, 50.0):
+        wild.observe(100.0, ms)
+    assert wild.least_gain == 0.05
+    wild.observe(0.0, 100.0)  # nothing was predicted
+    assert len(wild.ratios) == 5
+
+
+def test_what_was_long_ago_does_not_count():
+    spread = Spread()
+    for ms in (50.0, 200.0, *[100.0] * 20):
+        spread.observe(100.0, ms)
+    assert spread.least_gain == 0.001

@@ -29,8 +29,8 @@ from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b
 from torchmm.pipelining.schedules.separated import separated
 
 LEAST_GAIN = 0.01
-"""A searched order is taken if it promises at least this much more than the best natural
-or static one: predictions are not more exact than that."""
+"""A searched order is taken if it promises at least this much more than the best natural or static
+one, as long as nobody knows how exact predictions are (`balance.rates.Spread`)."""
 SEPARATED = "separated"
 """How names of the natural order with a bound on microbatches in flight begin."""
 
