@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node N train.py --config recipes/quickstart.toml [--section.key value ...]
 
-`--print-config` shows the resolved recipe; `--dry-run` builds the model without weights, plans and
-simulates the first step on `--world-size` devices, without starting any, and draws it. Exit codes:
-0 done, 2 bad recipe or layout, 3 too much bad data, 4 checkpoint unusable, 5 non-finite numbers,
-6 peer lost, 75 preempted (saved).
+`--list-recipes` says what there is; `--print-config` shows the resolved recipe; `--dry-run` builds
+the model without weights, plans and simulates the first step on `--world-size` devices, without
+starting any, and draws it. Exit codes: 0 done, 2 bad recipe or layout, 3 too much bad data, 4
+checkpoint unusable, 5 non-finite numbers, 6 peer lost, 75 preempted (saved).
 """
 
 import argparse
@@ -13,10 +13,11 @@ import faulthandler
 import os
 import sys
 from pathlib import Path
+from textwrap import fill
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.processes import launched
-from torchmm.recipe.read import dump_recipe, load_recipe
+from torchmm.recipe.read import dump_recipe, list_recipes, load_recipe
 
 
 def main() -> int:
@@ -25,7 +26,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, help="recipe (TOML)")
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--config", help="recipe (TOML)")
+    wanted.add_argument("--list-recipes", action="store_true", help="show all recipes and exit")
     parser.add_argument("--print-config", action="store_true", help="show the recipe and exit")
     parser.add_argument("--dry-run", action="store_true", help="show what would run and exit")
     parser.add_argument("--world-size", type=int, help="devices to assume with --dry-run")
@@ -39,6 +42,11 @@ def main() -> int:
 
 
 def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    if arguments.list_recipes:
+        for file, told in list_recipes(Path(__file__).parent / "recipes"):
+            print(f"{file.relative_to(Path(__file__).parent)}")
+            print(fill(told, 100, initial_indent="    ", subsequent_indent="    ") + "\n")
+        return 0
     if arguments.print_config:
         print(dump_recipe(load_recipe(arguments.config, overrides).recipe))
         return 0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ __all__ = [
     "MeshSizes",
     "check_recipe",
     "dump_recipe",
+    "list_recipes",
     "load_recipe",
     "resolve_sizes",
 ]
@@ -102,6 +104,18 @@ def check_recipe(recipe: Recipe, world_size: int | None) -> list[str]:
 def dump_recipe(recipe: Recipe) -> str:
     """Every key with its value as TOML (keys that are None are left out); loads back equal."""
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
+
+
+def list_recipes(folder: Path) -> list[tuple[Path, str]]:
+    """The recipes below a folder, by name, and what each says of itself: the comment that its file
+    begins with, up to the first blank line. Those without a name are bases of others."""
+    found = []
+    for file in sorted(folder.rglob("*.toml")):
+        text = file.read_text()
+        if re.search(r'^name = "', text, re.MULTILINE):
+            told = takewhile(lambda line: line.startswith("# "), text.splitlines())
+            found.append((file, " ".join(line[2:].strip() for line in told)))
+    return found
 
 
 def what_was_trained(recipe: Recipe) -> str:

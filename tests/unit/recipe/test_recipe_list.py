@@ -1,0 +1,24 @@
+"""What `train.py --list-recipes` shows."""
+
+from pathlib import Path
+
+from torchmm.recipe.read import list_recipes, load_recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+def test_every_recipe_says_what_it_is_for():
+    found = dict(list_recipes(RECIPES))
+    assert RECIPES / "quickstart.toml" in found and RECIPES / "zoo/base.toml" not in found
+    assert {file for file, told in found.items() if len(told) < 40} == set()
+    assert all(load_recipe(file, [], None).recipe.name for file in list(found)[:5])
+
+
+def test_the_first_paragraph_is_what_is_told(tmp_path):
+    (tmp_path / "a.toml").write_text('# One,\n# two.\n#\n# How to start it.\nname = "a"\n')
+    (tmp_path / "base.toml").write_text("# A base.\n[model]\n")
+    (tmp_path / "silent.toml").write_text('name = "silent"\n')
+    assert list_recipes(tmp_path) == [
+        (tmp_path / "a.toml", "One, two."),
+        (tmp_path / "silent.toml", ""),
+    ]
