@@ -74,6 +74,7 @@ CASES = {
     "quickstart_omni": Case("quickstart_omni.toml", figures=WRITTEN),
     "quickstart_generation": Case("quickstart_generation.toml", figures=DRAWN),
     "quickstart_video": Case("quickstart_video.toml", figures=DRAWN),
+    "quickstart_video_searched": Case("quickstart_video_searched.toml", figures=DRAWN),
     "quickstart_video_captions": Case("quickstart_video_captions.toml", figures=WRITTEN),
     "quickstart_video_captions_blind": Case(
         "quickstart_video_captions_blind.toml", figures=WRITTEN
