@@ -17,7 +17,7 @@ from typing import Any
 
 import datasets
 import torch
-from generation import written
+from likeliest_text import written
 from model_cases import COMPOSITES, ENCODERS, LLMS, build
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer

@@ -138,7 +138,7 @@ def test_layers_that_see_slices_alone_are_found():
 def _compare_without_exchange():
     class SlicesAlone(Segments):
         @classmethod
-        def from_starts(cls, cu_seqlens, device, blocks_T, only_windows, row_heads):
+        def from_starts(cls, cu_seqlens, device, blocks_T, only_windows, row_heads, cache=None):
             if row_heads is not None:  # the reference has whole rows
                 own = slice_ranges(cu_seqlens[-1], 2)[dist.get_rank()]
                 inside = [start - own.start for start in cu_seqlens if start in own]

@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
+from torchmm.data.prepare import tiny_qwen
 from torchmm.models.hf.export import PARTS_FILE, export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -77,9 +78,13 @@ def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_hugging_face_writes_what_torchmm_writes(name, tmp_path, real_data):
-    directory = real_data / "tiny_qwen2_5_vl"
     if name == "llava":
         directory = write_export(tmp_path / "hf", real_data, "mlp")
+    else:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "tokenizer").symlink_to(real_data / "tokenizer")
+        tiny_qwen.prepare(tmp_path / "data", tmp_path, {})
+        directory = tmp_path / "data" / tiny_qwen.NAME
     questions = write_questions(tmp_path / "questions")
     (found,) = run_distributed(write_all, 1, directory, questions, tmp_path / "index")
     assert found["together"] == found["alone"] == found["torchmm"]

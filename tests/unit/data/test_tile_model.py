@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 import torch
 from data_cases import data_config, png, through_messages, training, write_parquet
-from generation import written, written_by
+from likeliest_text import written, written_by
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
 from test_multimodal import our_hf_name, plain_composite

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from generation import as_prompt, written, written_by
+from likeliest_text import as_prompt, written, written_by
 from model_cases import (
     COMPOSITES,
     IMAGE_TOKEN_ID,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat_templates import TEMPLATES, with_template
-from generation import as_prompt, written, written_by
+from likeliest_text import as_prompt, written, written_by
 from model_cases import (
     ENCODERS,
     LLMS,

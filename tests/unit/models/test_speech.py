@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from generation import as_prompt, written, written_by
+from likeliest_text import as_prompt, written, written_by
 from model_cases import (
     COMPOSITES,
     SOUND_TOKEN_ID,
