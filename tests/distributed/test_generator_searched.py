@@ -113,7 +113,7 @@ def search_all() -> list[tuple[list[str], int, int, int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_searched_orders_with_a_generator_equal_one_process():
     for rank, found in enumerate(run_distributed(search_all, 2)):
         assert len(found) == len(FREEZES)

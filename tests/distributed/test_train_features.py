@@ -224,6 +224,7 @@ def test_compiled_layers_have_two_graphs_of_a_kind(train, losses):
     assert not (run_dir / "logs/rank-0.log").exists(), "no warning"
 
 
+@pytest.mark.campaign
 def test_compiled_code_gives_the_same_loss_and_is_kept(tmp_path, real_data, train_server, train):
     """One step of one microbatch: a single graph, as the compiler takes seconds for each."""
     short = {**COMMON, "training__steps": 1, "training__global_batch_size": 1}

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 CHANGES = {"training__steps": 2, "training__global_batch_size": 4}
 
 
+@pytest.mark.campaign
 def test_planned_recipes_train_as_they_are(tmp_path, real_data, train_server):
     plan = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
     out = tmp_path / "planned.toml"

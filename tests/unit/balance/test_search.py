@@ -219,6 +219,7 @@ def test_with_little_memory_fewer_microbatches_are_in_flight():
     assert max(planned.peak_bytes) <= 6
 
 
+@pytest.mark.campaign
 def test_there_is_a_plan_whenever_one_microbatch_at_a_time_fits():
     """Limits from there to what the natural order needs: priorities alone often run out."""
     unlucky = 0

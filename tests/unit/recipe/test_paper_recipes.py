@@ -180,6 +180,7 @@ def test_print_config_shows_a_recipe_whole(tmp_path, train_server) -> None:
     assert "hidden_size = 12288" in output and 'schedule = "megatron_balanced"' in output
 
 
+@pytest.mark.campaign
 def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> None:
     tables = load("paper_tables")
     monkeypatch.setattr(tables.paper_steps, "sections", lambda quick: [])  # below
