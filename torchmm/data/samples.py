@@ -159,7 +159,7 @@ def find_samples(
         # Before it is asked: what has to be measured is measured here, where progress is shown.
         records = open_records(data, training, reader, tokenizer, validation)
         client = ReaderClient(streams, validation, data.timeout_s)
-        names, _, told = client.describe()
+        names, told = client.describe()
         decoder = StepDecoder(reader, records, training.sequence_length)
         return SamplesElsewhere(names, decoder, told, "", client.part, client)
     differences = partial(_differences, data, training, reader, tokenizer, validation)

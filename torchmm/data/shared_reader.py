@@ -31,7 +31,6 @@ from torchmm.common.errors import DataError, TorchmmError
 from torchmm.common.processes import describe_state, fork_server, make_worker_setup
 from torchmm.data.sources.open import Samples, open_samples
 from torchmm.data.steps.elsewhere import Asked, SharedSteps, StepPart, UnknownStateError
-from torchmm.data.steps.step_packs import Position, StepSequence
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -52,10 +51,9 @@ class ReaderAddress(NamedTuple):
 
 
 class StreamsDescribed(NamedTuple):
-    """What the reader has opened: names, identity and digest as of `Samples`."""
+    """What the reader has opened: names of sources, and digest as of `Samples`."""
 
     names: list[str]
-    identity: dict[str, Any]
     digest: tuple[str, str]
 
 
@@ -180,7 +178,7 @@ class _Reader:
         self, data: DataConfig, training: TrainingConfig, specs: Mapping[str, Any]
     ) -> None:
         self._data = data
-        self._training = training.model_copy(update={"microbatch_size": 1})  # ranks place packs
+        self._training = training
         self._specs = specs
         self._lock = threading.Lock()
         self._opened: dict[bool, tuple[Samples, SharedSteps]] = {}
@@ -189,7 +187,7 @@ class _Reader:
         """What is sent back."""
         samples, steps = self._open(held_out)
         if kind == "describe":
-            return StreamsDescribed(list(samples.feeds()), samples.identity, samples.digest())
+            return StreamsDescribed(list(samples.feeds()), samples.digest())
         if kind == "part":
             return steps.part(*values)
         return samples.pictures(*values) if kind == "pictures" else samples.references(*values)
@@ -197,20 +195,14 @@ class _Reader:
     def _open(self, held_out: bool) -> tuple[Samples, SharedSteps]:
         with self._lock:
             if held_out not in self._opened:
-                samples = open_samples(
-                    self._data, self._training, validation=held_out, **self._specs
-                )
-                self._opened[held_out] = samples, self._shared(samples, held_out)
+                data, training = self._data, self._training
+                samples = open_samples(data, training, validation=held_out, **self._specs)
+                prefetched = data.workers * data.prefetch
+                kept = HELD_OUT_STEPS if held_out else prefetched + SLACK_STEPS
+                # One sequence, as two would read the same stream in turns.
+                steps = samples.shared(data, training, kept=kept, sequences=1)
+                self._opened[held_out] = samples, steps
             return self._opened[held_out]
-
-    def _shared(self, samples: Samples, held_out: bool) -> SharedSteps:
-        def make(state: dict[str, Any] | None, resume_changed: bool) -> StepSequence:
-            position = Position(state=state, resume_changed=resume_changed)
-            return samples.sequence(self._data, self._training, position)
-
-        prefetched = self._data.workers * self._data.prefetch
-        kept = HELD_OUT_STEPS if held_out else prefetched + SLACK_STEPS
-        return SharedSteps(make, kept, sequences=1)  # as two would read the same stream in turns
 
 
 def _read_for_all(

@@ -161,8 +161,8 @@ class StepPlanner:
             return self._pipeline.plan_training(microbatches, factors=factors, tuning=self._tuning)
         evaluations = self._config.search.evaluations
         rates: dict[ActionKind, float] = {}
+        metas = [m.meta for m in microbatches]
         if self._ahead is not None:
-            metas = [m.meta for m in microbatches]
             rates = self._rates.complete(module.name for module in self._pipeline.descriptions)
             status, planned = self._ahead.plan(step, metas, upcoming, rates)
             if planned is not None:
@@ -170,7 +170,6 @@ class StepPlanner:
                 return self._pipeline.read_plan(planned.numbers, metas)
             if rates and status != SEARCH_HERE:
                 evaluations = 1  # no time; only the first step, unplanned so far, is worth all
-        metas = [m.meta for m in microbatches]
         search = partial(self._search, metas, rates, Budget(evaluations), time.perf_counter())
         return self._pipeline.plan_training(
             microbatches, factors=rates, search=search, tuning=self._tuning

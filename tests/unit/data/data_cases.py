@@ -145,3 +145,10 @@ def through_messages(microbatch: Microbatch) -> Microbatch:
     known = {name: inputs.byte_values for name, inputs in microbatch.encoders.items()}
     arrived = map(from_arrow, chunks)  # type: ignore[arg-type]
     return unpack_step(arrived, [packs], microbatch.meta.tokens, known).microbatches[0]
+
+
+def largest_first(packs: list) -> list:
+    """To the first of two ranks the packs with most tokens."""
+    order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
+    half = len(packs) // 2
+    return [[[n] for n in order[:half]], [[n] for n in order[half:]]]

@@ -6,9 +6,9 @@ from itertools import islice
 from types import SimpleNamespace
 
 import pytest
-from data_cases import CLIP, caption_rows, data_config, training, write_parquet
+from data_cases import CLIP, caption_rows, data_config, largest_first, training, write_parquet
 from pyarrow import flight
-from test_producers import DRAWN, content
+from test_producers import DRAWN, content, take
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.loader import build_loader
@@ -67,17 +67,6 @@ def site(tmp_path, tokenizer, text_spec):
     yield SimpleNamespace(start=start, loader=loader, data=data, specs=specs, opened=opened)
     for producer in opened:
         producer.close()
-
-
-def take(loader, count=6):
-    return [(content(batch), batch.skipped, batch.state) for batch in islice(loader, count)]
-
-
-def largest_first(packs):
-    """To the first rank the packs with most tokens."""
-    order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
-    half = len(packs) // 2
-    return [[[n] for n in order[:half]], [[n] for n in order[half:]]]
 
 
 @pytest.mark.parametrize(("arrange", "workers"), [(None, 2), (largest_first, 0)])

@@ -126,7 +126,7 @@ def site(tmp_path, tokenizer, text_spec):
         found.stop()
 
 
-def take(loader, count):
+def take(loader, count=6):
     return [(content(batch), batch.skipped, batch.state) for batch in islice(loader, count)]
 
 

@@ -16,11 +16,12 @@ from data_cases import (
     caption,
     caption_rows,
     data_config,
+    largest_first,
     training,
     write_jsonl,
     write_parquet,
 )
-from test_producers import content
+from test_producers import content, take
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data import shared_reader
@@ -79,16 +80,6 @@ def site(tmp_path, tokenizer, text_spec):
     )
     for reader in started:
         reader.close()
-
-
-def take(loader, count=6):
-    return [(content(batch), batch.skipped, batch.state) for batch in islice(loader, count)]
-
-
-def largest_first(packs):
-    order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
-    half = len(packs) // 2
-    return [[[n] for n in order[:half]], [[n] for n in order[half:]]]
 
 
 @pytest.mark.parametrize(("workers", "arrange"), [(0, None), (2, None), (0, largest_first)])

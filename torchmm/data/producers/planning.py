@@ -30,8 +30,7 @@ from torchmm.data.items import Item, PackItems
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.producers.ask import Asking, OtherDataError
 from torchmm.data.sources.open import Samples
-from torchmm.data.steps.elsewhere import Asked, SharedSteps, StepPart, UnknownStateError
-from torchmm.data.steps.step_packs import Position, StepSequence
+from torchmm.data.steps.elsewhere import Asked, StepPart, UnknownStateError
 from torchmm.recipe.data_section import DataConfig, ProducersConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -76,10 +75,7 @@ class Plans:
     ) -> None:
         self._training = training
         self._samples = {False: samples} | ({True: held_out} if held_out else {})
-        self._steps = {
-            kind: SharedSteps(partial(_sequence, each, data, training))
-            for kind, each in self._samples.items()
-        }
+        self._steps = {kind: each.shared(data, training) for kind, each in self._samples.items()}
 
     def answer(self, kind: str, body: bytes) -> bytes:
         """What is sent back; raises ValueError if that was no question."""
@@ -142,18 +138,6 @@ def _png(image: Image.Image) -> str:
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return base64.b64encode(stream.getvalue()).decode()
-
-
-def _sequence(
-    samples: Samples,
-    data: DataConfig,
-    training: TrainingConfig,
-    state: dict[str, Any] | None,
-    resume_changed: bool,
-) -> StepSequence:
-    training = training.model_copy(update={"microbatch_size": 1})  # who asks places packs
-    position = Position(state=state, resume_changed=resume_changed)
-    return samples.sequence(data, training, position)
 
 
 class ProducersPlans:

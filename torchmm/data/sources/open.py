@@ -39,6 +39,7 @@ from torchmm.data.sources.local_and_hub import (
 )
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
+from torchmm.data.steps.elsewhere import SharedSteps
 from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
 from torchmm.data.steps.step_packs import Position, StepSequence
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
@@ -109,6 +110,19 @@ class Samples:
             content=self.identity,
             resume_changed=position.resume_changed,
         )
+
+    def shared(
+        self, data: DataConfig, training: TrainingConfig, *, kept: int = 64, sequences: int = 4
+    ) -> SharedSteps:
+        """The same for many ranks, which place the packs themselves; `kept` and `sequences` as of
+        `SharedSteps`."""
+        alone = training.model_copy(update={"microbatch_size": 1})
+
+        def begin(state: dict[str, Any] | None, resume_changed: bool) -> StepSequence:
+            position = Position(state=state, resume_changed=resume_changed)
+            return self.sequence(data, alone, position)
+
+        return SharedSteps(begin, kept, sequences)
 
     def pictures(self, feed: int, index: int) -> list[Image.Image]:
         """Images and frames of a sample, to be shown; none for streams."""
@@ -207,17 +221,28 @@ def open_buildings(
         DataError: a source cannot be read.
     """
     seed = seed_of(training, validation)
-    length = training.sequence_length
     reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
     configs = data.validation if validation else data.sources
     found = []
     for name, config in zip(unique_names(configs), configs, strict=True):
         if not config.streaming:
-            records = open_map_source(config, data.index_cache, storage_of(config, data))
-            key = cache_key(records, config, data, length, reader, tokenizer)
+            records, key = _records_of(config, data, training, reader, tokenizer)
             directory = Path(data.index_cache) / key
             found.append(Building(name, records, reader, directory, data.workers))
     return found
+
+
+def _records_of(
+    config: SourceConfig,
+    data: DataConfig,
+    training: TrainingConfig,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[MapSource, str]:
+    """A source with random access, and the name of its index in the cache."""
+    records = open_map_source(config, data.index_cache, storage_of(config, data))
+    length = training.sequence_length
+    return records, cache_key(records, config, data, length, reader, tokenizer)
 
 
 def open_records(
@@ -238,8 +263,7 @@ def open_records(
         if config.streaming:
             found.append(None)
             continue
-        records = open_map_source(config, data.index_cache, storage_of(config, data))
-        key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
+        records, key = _records_of(config, data, training, reader, tokenizer)
         load_or_build(name, records, reader, Path(data.index_cache) / key, data.workers)
         found.append(records)
     return found
@@ -293,16 +317,15 @@ def _open_sources(
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
         tiles = data.max_tiles_per_sequence is not None
         options = FeedOptions(number, name, seed, shuffle, validation, config.filter, tiles)
-        storage = storage_of(config, data)
         if config.streaming:
+            storage = storage_of(config, data)
             stream = open_stream(name, config, data.index_cache, storage)
             check_stream(name, config, stream, reader, data.max_corrupt_samples)
             make = partial(StreamFeed, options, stream, reader, data.shuffle_window)
             content = stream_content(config, resolve_files(config, storage)[1], settings)
             opened.append(OpenSource(name, config, None, make, "", content))
             continue
-        records = open_map_source(config, data.index_cache, storage)
-        key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
+        records, key = _records_of(config, data, training, reader, tokenizer)
         directory = Path(data.index_cache) / key
         index = load_or_build(name, records, reader, directory, data.workers)
         check_usable(name, config, index)

@@ -98,8 +98,8 @@ class SharedSteps:
     def __init__(
         self,
         make: Callable[[dict[str, Any] | None, bool], Steps],
-        kept: int = 64,
-        sequences: int = 4,
+        kept: int,
+        sequences: int,
     ) -> None:
         self._make = make
         self._kept = kept
