@@ -22,6 +22,7 @@ import torch
 from defects import DEFECTS
 
 from torchmm.parallel.compilation import Compilation
+from torchmm.parallel.health import preflight
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optimizers import compact
@@ -72,14 +73,14 @@ def watch(directory: Path, steps: set[int]) -> None:
 
     plain_save = CheckpointManager.save
 
-    def save(self, step, *args):
+    def save(self, step, *args, **options):
         """Of a logged step; a file of its own, as steps and what follows are looked at apart."""
         if step not in steps:
-            return plain_save(self, step, *args)
+            return plain_save(self, step, *args, **options)
         device.set_label("saving")
         device.start_log()
         try:
-            return plain_save(self, step, *args)
+            return plain_save(self, step, *args, **options)
         finally:
             device.stop_log()
             file = directory / f"save-{step}-rank-{os.environ.get('RANK', '0')}.json"
@@ -104,6 +105,9 @@ def main() -> None:
     trace_only()
     # By default small models have several portions of states, too.
     compact.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
+    # A GPU's milliseconds are minutes on a processor without products of bfloat16.
+    for sizes in (preflight.WIDTH, preflight.COPIED, preflight.GATHERED):
+        sizes["cuda"] = sizes["cpu"]
     for defect in filter(None, os.environ.get("FAKECUDA_DEFECT", "").split("+")):
         DEFECTS[defect]()
     script, sys.argv = sys.argv[1], sys.argv[1:]
