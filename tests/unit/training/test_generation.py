@@ -8,7 +8,15 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from model_cases import COMPOSITES, build, composite_config, microbatch, plain_causal_lm, text_model
+from model_cases import (
+    COMPOSITES,
+    LLMS,
+    build,
+    composite_config,
+    microbatch,
+    plain_causal_lm,
+    text_model,
+)
 from test_multimodal import two_samples_with_images
 from text_writing import DRAWN, GREEDY, differences, prompts_of, written_again
 from transformers import GenerationConfig
@@ -125,6 +133,23 @@ def test_images_are_encoded_once(mesh) -> None:
     encoder.register_forward_pre_hook(lambda _, args: calls.append(len(args[0].grids_thw)))
     generate_tokens(pipeline_of(model, mesh), prompts, mesh, GREEDY, ())
     assert calls == [2]
+
+
+@pytest.mark.parametrize("name", LLMS)
+def test_a_model_that_wrote_trains_like_one_that_did_not(name: str, mesh) -> None:
+    """Later tokens are computed in inference mode, whose tensors cannot be trained with."""
+    gradients = []
+    for writes in (False, True):
+        model = text_model(name)
+        if writes:
+            generate_tokens(pipeline_of(model, mesh), text_prompts([5, 9]), mesh, GREEDY, ())
+        model.train()
+        batch = microbatch([6, 7], seed=1)
+        model(batch).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and gradients[0]
+    for key, wanted in gradients[0].items():
+        assert torch.equal(gradients[1][key], wanted), key
 
 
 def test_draws_depend_on_the_seed_and_on_no_other_prompt(mesh) -> None:

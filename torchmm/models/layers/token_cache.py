@@ -106,10 +106,14 @@ class PackedCache(DynamicCache):
         Returns:
             Of whole prompts: the same. Of their next tokens: all so far, (B, G, S, D).
         """
-        rows = [x[0].transpose(0, 1) for x in (key_states, value_states)]
+        row = key_states, value_states
+        if not self.whole_prompts:  # a token of each is a prompt's row, without further ado
+            keys, values = (x_1GBD.transpose(0, 2) for x_1GBD in row)
+            return super().update(keys, values, layer_idx, *args, **kwargs)
+        rows = [x[0].transpose(0, 1) for x in row]
         keys, values = (self.by_prompt(x_TGD).transpose(1, 2) for x_TGD in rows)
-        every = super().update(keys, values, layer_idx, *args, **kwargs)
-        return (key_states, value_states) if self.whole_prompts else every
+        super().update(keys, values, layer_idx, *args, **kwargs)
+        return row
 
     def by_prompt(self, x_TX: Tensor) -> Tensor:
         """(B, L, ...) of a row's values: right-aligned, zeros where there is none."""
@@ -150,16 +154,16 @@ def cached_attention(
         softcap: scores s become `softcap` tanh(s / `softcap`); None: they stay.
         sinks_H: a further score for every query, whose weight is of no value.
     """
-    groups = key_BGSD.shape[1]
+    prompts, groups, _, width = key_BGSD.shape
     # Query heads of a group are as many queries of one head: nothing is repeated.
-    query_BGRD = query_1HBD[0].transpose(0, 1).unflatten(1, (groups, -1))
+    query_BGRD = query_1HBD.transpose(0, 2).reshape(prompts, groups, -1, width)
     seen_BS = lengths.visible(key_BGSD.shape[2], window)
     seen = None if seen_BS is None else seen_BS[:, None, None]
     if softcap is None and sinks_H is None:
         out = functional.scaled_dot_product_attention(
             query_BGRD, key_BGSD, value_BGSD, seen, scale=scale
         )
-        return out.flatten(1, 2)[None]
+        return out.reshape(1, prompts, -1, out.shape[3])
     scores = query_BGRD @ key_BGSD.transpose(-1, -2) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -171,4 +175,5 @@ def cached_attention(
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
     if sinks_H is not None:
         weights = weights[..., :-1]
-    return (weights.to(value_BGSD.dtype) @ value_BGSD).flatten(1, 2)[None]
+    out = weights.to(value_BGSD.dtype) @ value_BGSD
+    return out.reshape(1, prompts, -1, out.shape[3])

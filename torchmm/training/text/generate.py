@@ -16,6 +16,10 @@ stop.
 Where layers cannot keep what they need (families that are not listed, rows that ranks share), the
 whole text is computed again for each token, one prompt after the other.
 
+One rank alone computes later tokens in inference mode, which saves some 5 % of a small model's
+time. FSDP2 and DTensor do not know that mode; and encoders, in the first step, may keep tables that
+training uses too, which must not be tensors of inference.
+
 Rejected: Hugging Face's own `generate` loop, which wants a whole model on one rank.
 
 Shape legend: B prompts, T tokens of all prompts, V vocabulary.
@@ -79,8 +83,9 @@ def generate_tokens(
     written: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
     with pipeline.writing():
-        for _ in range(sampling.max_new_tokens):
-            logits_BV = pipeline.next_token_logits(row)
+        for step in range(sampling.max_new_tokens):
+            with torch.inference_mode(mesh.world_size == 1 and step > 0):
+                logits_BV = pipeline.next_token_logits(row)
             tokens_B = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device)
             if logits_BV is not None:
                 tokens_B = choose(logits_BV)
@@ -154,11 +159,10 @@ def _joined(parts: Sequence[EncoderInputs]) -> EncoderInputs:
 def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
     """A row of the next token of each prompt, behind a row of whole prompts or of such tokens."""
     prompts = len(tokens_B)
-    if row.cu_seqlens[-1] == prompts:  # one token of each, whose three positions are the same
-        positions_B = row.position_ids.view(-1, prompts)[0] + 1
-    else:
-        last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
-        positions_B = torch.stack(last) + 1
+    if row.cu_seqlens[-1] == prompts and not row.encoders:  # a token of each already
+        return replace(row, input_ids_T=tokens_B, position_ids=row.position_ids + 1)
+    last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
+    positions_B = torch.stack(last) + 1  # the same in all three of those that have three
     return Microbatch(
         input_ids_T=tokens_B,
         targets_T=torch.full_like(tokens_B, IGNORE_TARGET),
