@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchmm.balance.bubbles.optimus import optimus
-from torchmm.balance.order_search.best_order import SearchedOrder, search_within_memory
-from torchmm.balance.order_search.search import Budget, search
+from torchmm.balance.compiled import Uint32s
+from torchmm.balance.order_search.best_order import (
+    LEAST_GAIN,
+    SearchedOrder,
+    StepSearch,
+    search_within_memory,
+)
+from torchmm.balance.order_search.search import Budget, Settings
+from torchmm.balance.recomputation.joint import TunedSearch
+from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -26,8 +34,12 @@ from torchmm.pipelining.schedules.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
 from torchmm.recipe.schedules import registered
+
+EVALUATIONS = 4000
+"""Orders tried for a step, where neither the recipe nor the time of a step says how many: a few
+seconds for the largest steps of PipeWeaver."""
 
 
 class Planner(NamedTuple):
@@ -130,30 +142,76 @@ def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> 
     return separated_layout(modules, config.pipeline, segments)
 
 
+def search_budget(section: SearchConfig, seconds: float | None = None) -> Budget:
+    """How long a step's order is searched.
+
+    Args:
+        seconds: where the step before takes as long; None: nothing bounds the time.
+    """
+    evaluations = section.evaluations
+    if evaluations is None and seconds is None:
+        evaluations = EVALUATIONS
+    return Budget(evaluations, seconds)
+
+
+def search_settings(
+    section: SearchConfig, workers: int | None = None, starts: Sequence[Uint32s] = ()
+) -> Settings:
+    """How a step's order is searched.
+
+    Args:
+        workers: threads; None: the recipe's.
+        starts: orders that are tried first.
+    """
+    return Settings(section.strategy, section.seed, workers or section.workers, starts)
+
+
+def step_search(
+    graph: StageGraph,
+    costs: PlanCosts,
+    least_gain: float = LEAST_GAIN,
+    tuner: Tuner | None = None,
+) -> StepSearch | TunedSearch:
+    """A step to be searched: what runs, the process beside them and forecasts search alike.
+
+    Args:
+        costs: `torchmm.planning.step.searched_costs`.
+        least_gain: see `StepSearch`.
+        tuner: of the step, where layers are tuned. If no order is found that fits then, ranks may
+            use what the separated schedule would.
+
+    Raises:
+        SimulationError: a cost is missing or no number.
+    """
+    if tuner is not None:
+        tuned = TunedSearch(graph, costs, tuner, least_gain)
+        if tuned.fits:
+            return tuned
+    return search_within_memory(graph, costs, least_gain)
+
+
 def search_by_costs(
-    config: ParallelConfig, graph: StageGraph, costs: PlanCosts, budget: Budget | None = None
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    budget: Budget | None = None,
+    tuner: Tuner | None = None,
 ) -> SearchedOrder:
     """PipeWeaver's schedule of one step, as [parallel.search] says: transfers count, and memory is
     that of the device.
 
     Args:
         costs: `torchmm.planning.step.searched_costs`, in runs and forecasts alike.
-        budget: None: the recipe's evaluations.
+        budget: None: the recipe's.
+        tuner: see `step_search`.
 
     Raises:
         ValueError: nothing fits into memory.
         SimulationError: a cost is missing or no number.
     """
     section = config.search
-    step = search_within_memory(graph, costs)
-    found = search(
-        step.dispatcher,
-        budget or Budget(evaluations=section.evaluations),
-        strategy=section.strategy,
-        seed=section.seed,
-        workers=section.workers,
-    )
-    return step.best(found)
+    step = step_search(graph, costs, tuner=tuner)
+    return step.search(budget or search_budget(section), search_settings(section))
 
 
 def plan_by_search(

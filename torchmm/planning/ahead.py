@@ -9,10 +9,11 @@
 The process leaves what it has where training finds it (`handover`) as soon as it is better than
 what it left before: natural and static orders first, then what the search finds. They are whole:
 lowered, validated and, where layers are tuned, with what they recompute; taking one is all that is
-left for the training process. A new request ends the search for an older one; so does an order that
-none can be faster than. Neither waits for the other, however large requests and plans are, even if
-the other one was stopped: plans are a file that is replaced, requests are sent by a thread, which
-knows the newest one only.
+left for the training process. A search begins with what was good for steps like this one
+(`remembered`) and ends with its share of the step's time; a new request ends it sooner, and so does
+an order that none can be faster than. Neither waits for the other, however large requests and plans
+are, even if the other one was stopped: plans are a file that is replaced, requests are sent by a
+thread, which knows the newest one only.
 
 The process runs only when nothing else wants its core: training goes first, and where cores are
 scarce plans are less good. `KeptPlanning` starts another one in the place of a process that died,
@@ -34,7 +35,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf, isnan, nan
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,23 +45,19 @@ import torch
 
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.order_search.best_order import (
-    LEAST_GAIN,
-    SearchedOrder,
-    search_within_memory,
-)
-from torchmm.balance.order_search.bounds import lower_bound_ms
-from torchmm.balance.order_search.search import Budget, SearchResult, search
+from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder
+from torchmm.balance.order_search.remembered import RememberedOrders
+from torchmm.balance.planners import search_budget, search_settings, step_search
 from torchmm.balance.rates import ActionKind
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.files import Arrays, Handover
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import fork_server, ignore_signals
-from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.numbers import encode_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, PipelinePlan
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, MessageSpecs, PipelinePlan
 from torchmm.pipelining.run.messages import MessageSizes, message_specs
 from torchmm.planning.step import plan_step, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -366,12 +362,13 @@ def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: P
     ignore_signals()  # launchers send them to whole groups; the training process ends this one
     _yield_to_others(setup.idle)
     plans = _plans_in(directory)
+    remembered = RememberedOrders()
     try:
         while True:
             request = connection.recv()
             while connection.poll():
                 request = connection.recv()
-            plan_request(connection, plans, setup, request)
+            plan_request(connection, plans, setup, request, remembered)
     except (EOFError, ConnectionError):
         return
     except (OSError, ValueError, PlanError) as error:
@@ -392,24 +389,24 @@ def _yield_to_others(idle: bool) -> None:
 
 
 def plan_request(
-    connection: Connection, plans: Handover, setup: PlanningSetup, request: PlanRequest
+    connection: Connection,
+    plans: Handover,
+    setup: PlanningSetup,
+    request: PlanRequest,
+    remembered: RememberedOrders,
 ) -> None:
     """Plans one step and leaves what it finds, until a newer request comes."""
     planning = _Planning(connection, plans, setup, request)
-    planning.leave(None, finished=False)
-    section = setup.config.search
+    planning.leave(planning.step.best(), finished=False)
     seconds = None
     if request.seconds is not None:
         seconds = max(1e-3, request.seconds - planning.elapsed_s - planning.making_s)
-    found = search(
-        planning.step.dispatcher,
-        Budget(section.evaluations, seconds),
-        strategy=section.strategy,
-        seed=section.seed,
-        workers=setup.workers,
-        bound_ms=lower_bound_ms(planning.step.dispatcher),
-        on_round=planning.on_round,
-    )
+    section = setup.config.search
+    starts = remembered.starts(planning.step.dispatcher)
+    settings = search_settings(section, setup.workers, starts)
+    found = planning.step.search(search_budget(section, seconds), settings, planning.seen)
+    if found.segments is not None:
+        remembered.add(planning.step.dispatcher, found.segments)
     if not connection.poll():
         planning.leave(found, finished=True)
         connection.send(request.step)
@@ -428,14 +425,14 @@ class _Planning:
         self.graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
         layerwise = setup.sharding == "layer"
         costs = searched_costs(
-            self.graph,
-            setup.modules,
-            metas,
-            setup.model,
-            layerwise=layerwise,
-            rates=request.rates,
-        )
-        self.step = search_within_memory(self.graph, costs, request.least_gain)
+            self.graph, setup.modules, metas, setup.model,
+            layerwise=layerwise, rates=request.rates,
+        )  # fmt: skip
+        tuner = None
+        if setup.tuning is not None:
+            specs = self._specs(self.graph)
+            tuner = Tuner(self.graph, setup.modules, metas, setup.tuning, specs=specs)
+        self.step = step_search(self.graph, costs, request.least_gain, tuner)
         self._left, self._left_s = inf, 0.0
         self._order: ComputeOrder = ()
         self._made: Int32s | None = None
@@ -446,17 +443,17 @@ class _Planning:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._begin_s
 
-    def on_round(self, found: SearchResult) -> bool:
+    def seen(self, best_ms: float, make: Callable[[], SearchedOrder]) -> bool:
         """Whether the search may go on."""
         pause_s = max(LEAVE_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
-        if found.makespan_ms < self._left and self.elapsed_s - self._left_s > pause_s:
-            self.leave(found, finished=False)
+        if best_ms < self._left and self.elapsed_s - self._left_s > pause_s:
+            self.leave(make(), finished=False)
+            self._left = best_ms
         return not self._connection.poll()
 
-    def leave(self, found: SearchResult | None, *, finished: bool) -> None:
-        best: SearchedOrder = self.step.best(found)
+    def leave(self, best: SearchedOrder, *, finished: bool) -> None:
         numbers = self._make(best.order)
-        self._left = best.predicted_ms if found is None else found.makespan_ms
+        self._left = best.predicted_ms
         self._left_s = self.elapsed_s
         gain = best.gain_over_natural
         planned = {
@@ -480,16 +477,19 @@ class _Planning:
             self.making_s = time.perf_counter() - begin_s
         return self._made
 
+    def _specs(self, graph: StageGraph) -> MessageSpecs:
+        sizes = self._setup.sizes
+        metas = self._request.microbatches
+        return message_specs(graph, sizes, metas, self._setup.dtype) if sizes else {}
+
     def _plan(self, order: ComputeOrder) -> PipelinePlan:
         setup = self._setup
-        metas = self._request.microbatches
-        specs = partial(message_specs, modules=setup.sizes, microbatches=metas, dtype=setup.dtype)
         return plan_step(
             setup.layout,
             setup.config,
             setup.modules,
-            metas,
-            specs=specs if setup.sizes else lambda graph: {},
+            self._request.microbatches,
+            specs=self._specs,
             sharding=setup.sharding,
             factors=self._request.rates,
             search=lambda graph, durations: order,

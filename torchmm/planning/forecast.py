@@ -24,6 +24,7 @@ from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.step_costs import slowest_update_ms
 from torchmm.balance.planners import search_by_costs
 from torchmm.balance.recomputation.costs import costs_of_plan
+from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import MicrobatchMeta
@@ -171,18 +172,25 @@ class Forecaster:
         parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
         metas = self.workload.microbatches
         if leaves_segments_open(parallel):
-            parallel = with_segments(parallel, self.modules, metas, self._costs(parallel))
+            model = self._costs(parallel)
+            tuning = layer_tuning(self.recipe, self.modules, model, layerwise=False)
+            parallel = with_segments(parallel, self.modules, metas, model, tuning)
         dtype = DTYPES[self.recipe.training.dtype]
+        specs = partial(message_specs, modules=self._layered, microbatches=metas, dtype=dtype)
         alone = self.run.llm.pipeline * parallel.mirrors == 1 and not self.run.units
         layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
+        tuning = layer_tuning(self.recipe, self.modules, model, layerwise=layerwise)
         search = None
         if parallel.schedule == "searched" and parallel.pipeline > 1:
 
             def search(graph: StageGraph, _: Durations) -> ComputeOrder:
                 costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
-                return search_by_costs(parallel, graph, costs).order
+                tuner = None
+                if tuning is not None:
+                    tuner = Tuner(graph, self.modules, metas, tuning, specs=specs(graph))
+                return search_by_costs(parallel, graph, costs, tuner=tuner).order
 
         try:
             plan = plan_step(
@@ -190,12 +198,10 @@ class Forecaster:
                 parallel,
                 self.modules,
                 metas,
-                specs=partial(
-                    message_specs, modules=self._layered, microbatches=metas, dtype=dtype
-                ),
+                specs=specs,
                 sharding=("layer" if layerwise else "step") if sharded else "none",
                 search=search,
-                tuning=layer_tuning(self.recipe, self.modules, model, layerwise=layerwise),
+                tuning=tuning,
             )
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))

@@ -25,8 +25,10 @@ from math import inf
 
 from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.order_search.best_order import plan_searched
-from torchmm.balance.order_search.search import Budget
+from torchmm.balance.order_search.best_order import StepSearch
+from torchmm.balance.order_search.search import Budget, Settings
+from torchmm.balance.recomputation.joint import TunedSearch
+from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
 from torchmm.balance.segments import MOST_SEGMENTS, Partition, partition
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
@@ -58,6 +60,7 @@ def with_segments(
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
     model: CostModel,
+    tuning: LayerTuning | None = None,
 ) -> ParallelConfig:
     """The recipe's section with every module's segments and sub-microbatches.
 
@@ -66,6 +69,7 @@ def with_segments(
         modules: encoders, LLM and generator, whole.
         microbatches: typical ones.
         model: costs of the modules as they are run (`run_costs`).
+        tuning: how plans choose what layers recompute; None: they do not.
 
     Raises:
         ConfigError: a module has fewer layers than ranks.
@@ -76,7 +80,7 @@ def with_segments(
         raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
 
     def predicted_ms(tried: ParallelConfig) -> float:
-        return _predicted_ms(tried, modules, microbatches, model)
+        return _predicted_ms(tried, modules, microbatches, model, tuning)
 
     found = _improved(parallel, modules, microbatches, _divided(ruled), predicted_ms)
     if parallel.search.stages != "auto":
@@ -179,21 +183,26 @@ def _predicted_ms(
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
     model: CostModel,
+    tuning: LayerTuning | None = None,
 ) -> float:
     """Time of the first step in searched order; infinite where modules cannot be cut like this, or
     the step does not fit into the device's memory."""
     own = list(microbatches[:MOST_TRIED])
+    budget = Budget(evaluations=min(EVALUATIONS, parallel.search.evaluations or EVALUATIONS))
+    settings = Settings(seed=parallel.search.seed)
     try:
         layout = plan_layout(parallel, modules, own)
         graph = step_graph(layout, parallel, own)
         costs = searched_costs(graph, modules, own, model)
-        budget = Budget(evaluations=min(EVALUATIONS, parallel.search.evaluations))
+        if tuning is not None:
+            return TunedSearch(graph, costs, Tuner(graph, modules, own, tuning)).estimate_ms(
+                budget, settings
+            )
         limit_bytes = round(MEMORY_SHARE * model.profile.device.memory_bytes)
-        limited = replace(costs, memory_limit_bytes=limit_bytes)
-        found = plan_searched(graph, limited, budget, seed=parallel.search.seed)
+        limited = StepSearch(graph, replace(costs, memory_limit_bytes=limit_bytes))
+        return limited.search(budget, settings).predicted_ms
     except (ConfigError, ValueError):
         return inf
-    return found.predicted_ms
 
 
 def _filled(parallel: ParallelConfig, divided: Divided) -> ParallelConfig:

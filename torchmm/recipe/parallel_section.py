@@ -22,8 +22,9 @@ class SearchConfig(Section):
     """How modules are cut. "separated": each into segments over all ranks; "megatron": whole
     encoders in front of the LLM's first stage; "balanced": all layers in one chain of equally
     costly stages; "auto": the one with the fastest first step according to the cost model."""
-    evaluations: int = Field(default=2000, ge=1)
-    """Most orders tried for a step."""
+    evaluations: int | None = Field(default=None, ge=1)
+    """Most orders tried for a step. Default: as many as `time_share` allows while the step before
+    trains; 4000 where a step is planned before it begins, and in forecasts."""
     seed: int = Field(default=0, ge=0)
     """Seed of the search."""
     workers: int = Field(default=1, ge=1)

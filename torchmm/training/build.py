@@ -52,7 +52,13 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.executions import module_executions, run_costs, run_profile, run_tuning
+from torchmm.planning.executions import (
+    layer_tuning,
+    module_executions,
+    run_costs,
+    run_profile,
+    run_tuning,
+)
 from torchmm.planning.forecast import first_step
 from torchmm.planning.reordering import arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
@@ -178,7 +184,9 @@ def cut_model(
     microbatches = _typical_microbatches(run, model, tokenizer)
     if leaves_segments_open(parallel):
         costs = run_costs(run, descriptions, run_profile(run.recipe, device))
-        parallel = with_segments(parallel, descriptions, microbatches, costs)
+        # By the profile's memory, which all ranks know alike.
+        tuning = layer_tuning(run.recipe, descriptions, costs, layerwise=False)
+        parallel = with_segments(parallel, descriptions, microbatches, costs, tuning)
     layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
     stops = [stage.stop for stage in layout.stages if stage.module == LLM]
     if problems := cut_problems(model.llm, parallel.context, stops[:-1]):

@@ -49,7 +49,7 @@ from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.order_search.best_order import LEAST_GAIN
 from torchmm.balance.order_search.search import Budget
-from torchmm.balance.planners import search_by_costs
+from torchmm.balance.planners import search_budget, search_by_costs
 from torchmm.balance.rates import (
     ActionKind,
     Change,
@@ -59,13 +59,14 @@ from torchmm.balance.rates import (
     Total,
     step_totals,
 )
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.parallel.gather import exchange_device
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations, PipelinePlan
+from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.ahead import (
     KeptPlanning,
     PlannedStep,
@@ -159,7 +160,7 @@ class StepPlanner:
         if not self._searches:
             factors = self._monitor.factors if self._monitor else None
             return self._pipeline.plan_training(microbatches, factors=factors, tuning=self._tuning)
-        evaluations = self._config.search.evaluations
+        budget = search_budget(self._config.search)
         rates: dict[ActionKind, float] = {}
         metas = [m.meta for m in microbatches]
         if self._ahead is not None:
@@ -169,8 +170,10 @@ class StepPlanner:
                 self.figures = planned.figures
                 return self._pipeline.read_plan(planned.numbers, metas)
             if rates and status != SEARCH_HERE:
-                evaluations = 1  # no time; only the first step, unplanned so far, is worth all
-        search = partial(self._search, metas, rates, Budget(evaluations), time.perf_counter())
+                budget = Budget(
+                    evaluations=1
+                )  # no time; only the first step, unplanned so far, is worth all
+        search = partial(self._search, metas, rates, budget, time.perf_counter())
         return self._pipeline.plan_training(
             microbatches, factors=rates, search=search, tuning=self._tuning
         )
@@ -188,7 +191,13 @@ class StepPlanner:
         modules = self._pipeline.descriptions
         layerwise = self._pipeline.sharding == "layer"
         costs = searched_costs(graph, modules, metas, self._costs, layerwise=layerwise, rates=rates)
-        found = search_by_costs(self._config, graph, costs, budget)
+        tuner = None
+        if self._tuning is not None:
+            # Of whole microbatches, as ranks that share their tokens have to agree.
+            sizes = self._pipeline.message_sizes
+            specs = message_specs(graph, sizes, metas, self._pipeline.dtype)
+            tuner = Tuner(graph, modules, metas, self._tuning, specs=specs)
+        found = search_by_costs(self._config, graph, costs, budget, tuner)
         planner_ms = (time.perf_counter() - begin_s) * 1e3
         self.figures = PlanFigures(
             None, found.planner, planner_ms, found.evaluations, found.gain_over_natural

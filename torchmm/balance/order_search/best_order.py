@@ -12,16 +12,19 @@ even if no priorities do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 import numpy as np
 
+from torchmm.balance.compiled import Uint32s
 from torchmm.balance.costs.devices import MEMORY_SHARE
+from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import OrderTime, time_order
-from torchmm.balance.order_search.search import Budget, SearchResult, search
+from torchmm.balance.order_search.search import Budget, SearchResult, Settings, search
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
@@ -48,6 +51,7 @@ class SearchedOrder:
         planner: "search", "natural", or the static planner that the order comes from.
         peak_bytes: by rank.
         evaluations: of the search.
+        segments: priorities that the order comes from; None for that of a static planner.
     """
 
     order: ComputeOrder
@@ -57,6 +61,7 @@ class SearchedOrder:
     planner: str
     peak_bytes: tuple[int, ...]
     evaluations: int
+    segments: Uint32s | None = field(default=None, compare=False)
 
     @property
     def gain_over_natural(self) -> float | None:
@@ -64,6 +69,11 @@ class SearchedOrder:
         if self.natural_ms == inf or self.predicted_ms == 0:
             return None
         return self.natural_ms / self.predicted_ms - 1
+
+
+Seen = Callable[[float, Callable[[], SearchedOrder]], bool]
+"""Is told between rounds of a search how long the best order so far takes, and how to make it;
+whether to go on."""
 
 
 class StepSearch:
@@ -82,6 +92,7 @@ class StepSearch:
     def __init__(self, graph: StageGraph, costs: PlanCosts, least_gain: float = 0.0) -> None:
         self.dispatcher = Dispatcher(graph, costs)
         self.least_gain = least_gain
+        self._bound_ms = lower_bound_ms(self.dispatcher)
         fitting = _fitting_static(self.dispatcher)
         self._static = min(fitting, key=lambda each: each[2].makespan_ms, default=None)
         bounded = (each[2].makespan_ms for each in fitting if each[0].startswith(SEPARATED))
@@ -91,6 +102,31 @@ class StepSearch:
     def fits(self) -> bool:
         """Whether anything fits into memory."""
         return self._static is not None or self.dispatcher.evaluate() < inf
+
+    def search(self, budget: Budget, settings: Settings, seen: Seen | None = None) -> SearchedOrder:
+        """The best order that is found within a budget, which is the search's alone.
+
+        Args:
+            seen: may end the search.
+
+        Raises:
+            ValueError: nothing fits into memory.
+        """
+
+        def on_round(found: SearchResult) -> bool:
+            return seen is None or seen(found.makespan_ms, partial(self.best, found))
+
+        found = search(
+            self.dispatcher,
+            budget,
+            strategy=settings.strategy,
+            seed=settings.seed,
+            workers=settings.workers,
+            bound_ms=self._bound_ms,
+            starts=settings.starts,
+            on_round=on_round,
+        )
+        return self.best(found)
 
     def best(self, found: SearchResult | None = None) -> SearchedOrder:
         """The best of static orders, the natural one and what a search has found so far.
@@ -110,8 +146,10 @@ class StepSearch:
             best = dispatcher.dispatch(segments)
             order = best.order
             peak_bytes = best.peak_bytes
+            segments = dispatcher.natural_order if segments is None else segments
         elif self._static is not None:
             name, order, (makespan_ms, peak_bytes, _) = self._static
+            segments = None
         else:
             blocked = "; ".join(dispatcher.dispatch(segments).blocked)
             raise ValueError(
@@ -121,7 +159,7 @@ class StepSearch:
         if natural_ms == inf:
             natural_ms = self._bounded_ms
         return SearchedOrder(
-            order, makespan_ms, natural_ms, static_ms, name, peak_bytes, evaluations
+            order, makespan_ms, natural_ms, static_ms, name, peak_bytes, evaluations, segments
         )
 
 
@@ -164,8 +202,8 @@ def plan_searched(
         ValueError: not even one microbatch at a time fits into memory.
         SimulationError: a cost is missing or no number.
     """
-    step = StepSearch(graph, costs, least_gain)
-    return step.best(search(step.dispatcher, budget, strategy=strategy, seed=seed, workers=workers))
+    settings = Settings(strategy, seed, workers)
+    return StepSearch(graph, costs, least_gain).search(budget, settings)
 
 
 def _fitting_static(dispatcher: Dispatcher) -> list[tuple[str, ComputeOrder, OrderTime]]:

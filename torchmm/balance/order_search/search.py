@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -70,6 +70,30 @@ class Budget:
             shares.append(seconds / self.seconds)
         return max(shares)
 
+    def part(self, share: float) -> Budget:
+        """A share of it."""
+        return Budget(
+            None if self.evaluations is None else max(1, round(share * self.evaluations)),
+            None if self.seconds is None else share * self.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to search.
+
+    Attributes:
+        strategy: one of `STRATEGIES`.
+        seed: of all that is random.
+        workers: threads; at most half of the machine's cores are used.
+        starts: orders of segments that are tried first, such as what was good in steps like this.
+    """
+
+    strategy: str = "annealing"
+    seed: int = 0
+    workers: int = 1
+    starts: Sequence[Uint32s] = ()
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -101,6 +125,7 @@ def search(
     seed: int = 0,
     workers: int = 1,
     bound_ms: float = 0.0,
+    starts: Sequence[Uint32s] = (),
     on_round: Callable[[SearchResult], bool] | None = None,
 ) -> SearchResult:
     """The best order of segments that a strategy finds.
@@ -112,6 +137,7 @@ def search(
         seed: of all that is random.
         workers: threads; at most half of the machine's cores are used.
         bound_ms: a time that no order undercuts (`lower_bound_ms`): the search ends there.
+        starts: orders of segments that are tried first.
         on_round: called between rounds with what was found so far; the search ends if it returns
             False.
 
@@ -125,6 +151,8 @@ def search(
     run = _Run(dispatcher, budget, bound_ms)
     count = min(workers, max(1, (os.cpu_count() or 1) // 2))
     evaluators = [Evaluator(dispatcher) for _ in range(count)]
+    for order in starts:
+        evaluators[0].score(order)
     seeds = np.random.SeedSequence(seed).spawn(count)
     made: list[Strategy] = [
         STRATEGIES[strategy](evaluator, np.random.default_rng(own))

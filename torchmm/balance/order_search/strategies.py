@@ -269,6 +269,11 @@ class Annealing(Strategy):
         self.by_segment = False
         self.current = np.arange(len(self.dispatcher.groups))
         self.score = evaluator.best_score
+        if evaluator.evaluations > 1:  # orders were given to begin with
+            place = np.argsort(evaluator.best)
+            means = [place[list(group)].mean() for group in self.dispatcher.groups]
+            self.current = np.argsort(means, kind="stable")
+            self.score = evaluator.score(self.dispatcher.order_of_groups(self.current.tolist()))
 
     def advance(self, evaluations: int, share: float) -> None:
         """See `Strategy`."""

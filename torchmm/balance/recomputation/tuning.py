@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -43,7 +44,7 @@ from torchmm.common.errors import PlanError
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan
 
 Solver = Callable[[TuningProblem], TuningSolution | None]
 HOST_SHARE = 0.5
@@ -177,41 +178,90 @@ def tune_layers(
     Raises:
         PlanError: a rank cannot stay within the limit; all such are listed.
     """
-    limit_bytes = tuning.memory_limit_bytes
-    given = plan.graph, modules, microbatches
-    costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
-    choices = tuning.choices(*given, targets)
-    problems = rank_problems(plan, costs, choices, limit_bytes, tuning.candidates)
-    solutions = [tuning.solver(each.problem) for each in problems]
-    if short := [
-        _shortage(rank, each, limit_bytes)
-        for rank, (each, found) in enumerate(zip(problems, solutions, strict=True))
-        if found is None
-    ]:
-        raise PlanError(short)
-    recompute: dict[Task, Modes] = {}
-    peaks, extra, bounds, hosts = [], [], [], []
-    for each, solution in zip(problems, solutions, strict=True):
-        assert solution is not None
-        recompute |= each.recompute(solution.choice_N)
-        free_T = each.problem.free_bytes_T
-        room = free_T - each.problem.used_bytes_T(solution.choice_N)
-        peaks.append(limit_bytes - int(room.min()))
-        extra.append(solution.extra_ms)
-        bounds.append(solution.bound_ms)
-        hosts.append(each.host_bytes(solution.choice_N))
-    if any(hosts) and max(hosts) > tuning.host_limit_bytes:
-        return tune_layers(
-            plan, modules, microbatches, replace(tuning, offloads=frozenset()), targets
+    return Tuner(plan.graph, modules, microbatches, tuning, targets).tune(plan)
+
+
+class Tuner:
+    """Tunes any number of plans of one step.
+
+    Args:
+        graph: of the plans, for training.
+        modules, microbatches, targets: as for `tune_layers`.
+        specs: tensors of the messages of plans that are yet to be made; none: they take no memory.
+
+    Attributes:
+        costs: of keeping everything.
+        choices: by stage, where tasks may choose.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        modules: Sequence[ModuleDescription],
+        microbatches: Sequence[MicrobatchMeta],
+        tuning: LayerTuning,
+        targets: Sequence[int] | None = None,
+        specs: MessageSpecs | None = None,
+    ) -> None:
+        self.tuning = tuning
+        self.specs: MessageSpecs = specs or {}
+        self._step = graph, modules, microbatches, targets
+        self.costs = replace(
+            plan_costs(
+                graph,
+                modules,
+                microbatches,
+                tuning.model,
+                targets=targets,
+                layerwise=tuning.layerwise,
+            ),
+            memory_limit_bytes=tuning.memory_limit_bytes,
         )
-    return TunedPlan(
-        replace(plan, recompute=recompute),
-        charged(replace(costs, memory_limit_bytes=limit_bytes), recompute, choices),
-        tuple(peaks),
-        tuple(extra),
-        tuple(bounds),
-        tuple(hosts),
-    )
+        self.choices = tuning.choices(graph, modules, microbatches, targets)
+        self.rows = Rows(self.costs, self.choices, tuning.candidates)
+
+    def tune(self, plan: PipelinePlan) -> TunedPlan:
+        """A plan of the step with what its tasks recompute.
+
+        Raises:
+            PlanError: a rank cannot stay within the limit; all such are listed.
+        """
+        limit_bytes = self.tuning.memory_limit_bytes
+        problems = _problems(plan, self.costs, self.rows, limit_bytes)
+        solutions = [self.tuning.solver(each.problem) for each in problems]
+        if short := [
+            _shortage(rank, each, limit_bytes)
+            for rank, (each, found) in enumerate(zip(problems, solutions, strict=True))
+            if found is None
+        ]:
+            raise PlanError(short)
+        recompute: dict[Task, Modes] = {}
+        peaks, extra, bounds, hosts = [], [], [], []
+        for each, solution in zip(problems, solutions, strict=True):
+            assert solution is not None
+            recompute |= each.recompute(solution.choice_N)
+            free_T = each.problem.free_bytes_T
+            room = free_T - each.problem.used_bytes_T(solution.choice_N)
+            peaks.append(limit_bytes - int(room.min()))
+            extra.append(solution.extra_ms)
+            bounds.append(solution.bound_ms)
+            hosts.append(each.host_bytes(solution.choice_N))
+        if any(hosts) and max(hosts) > self.tuning.host_limit_bytes:
+            return self._without_offloads.tune(plan)
+        return TunedPlan(
+            replace(plan, recompute=recompute),
+            charged(self.costs, recompute, self.choices),
+            tuple(peaks),
+            tuple(extra),
+            tuple(bounds),
+            tuple(hosts),
+        )
+
+    @cached_property
+    def _without_offloads(self) -> Tuner:
+        graph, modules, microbatches, targets = self._step
+        tuning = replace(self.tuning, offloads=frozenset())
+        return Tuner(graph, modules, microbatches, tuning, targets)
 
 
 def rank_problems(
@@ -227,15 +277,20 @@ def rank_problems(
         costs: of keeping everything.
         choices: by stage.
     """
-    open_tasks = {task for own in choices.values() for task in own.tasks}
+    return _problems(plan, costs, Rows(costs, choices, candidates), memory_limit_bytes)
+
+
+def _problems(
+    plan: PipelinePlan, costs: PlanCosts, rows: Rows, memory_limit_bytes: int
+) -> list[RankProblem]:
+    """`rank_problems` with what is the same for all plans of a step."""
     fixed = replace(
         costs,
-        kept_bytes={t: n for t, n in costs.kept_bytes.items() if t not in open_tasks},
+        kept_bytes={t: n for t, n in costs.kept_bytes.items() if t not in rows.of_task},
         kept_for_weights_bytes={
-            t: n for t, n in costs.kept_for_weights_bytes.items() if t not in open_tasks
+            t: n for t, n in costs.kept_for_weights_bytes.items() if t not in rows.of_task
         },
     )
-    rows = _Rows(costs, choices, candidates)
     static = costs.static_bytes or (0,) * len(plan.actions)
     return [
         _rank_problem(program, changes, memory_limit_bytes - own, rows)
@@ -245,7 +300,7 @@ def rank_problems(
     ]
 
 
-class _Rows:
+class Rows:
     """Times and bytes of every task's candidates."""
 
     def __init__(
@@ -295,7 +350,7 @@ class _Rows:
 
 
 def _rank_problem(
-    program: Sequence[Action], changes: Int64s, available_bytes: int, rows: _Rows
+    program: Sequence[Action], changes: Int64s, available_bytes: int, rows: Rows
 ) -> RankProblem:
     """One rank's pairs; what the rest of its memory holds is taken off what is free."""
     used = np.cumsum(changes)[::2]  # while each action runs
