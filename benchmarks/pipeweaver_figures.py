@@ -28,6 +28,13 @@ Figure 10: for each size of sub-microbatches the best order that is found, and t
 longest of as many random orders as the search tries, which is less bad than the paper's worst, for
 which a search was inverted.
 
+Figure 9a: table 4's five models, on one step of their recipes' data and not on 100 of the paper's.
+Printed are the least and the most gain over any baseline. Our generators are split over
+tensor-parallel ranks there, as in figure 14; the paper has no *module after module* for T2V.
+
+Figure 11: memory of VLM-M's first rank. The paper does not say what a fluctuation is; here it is
+the least to the most in use in the middle half of a step.
+
 Figure 14: table 6's models of 102 and 197 billion parameters on 3,072 to 16,384 H100, one pipeline
 of 32 microbatches, with gathers and reductions of data parallelism. Printed are one MFU for each
 model, not for each size, and the most that any baseline is slower (82.8 %); the rest is a picture.
@@ -44,6 +51,10 @@ import torch
 from support.harness import Row, describe_machine, make_parser, report
 from support.papers.paper_figures import (
     PIPEWEAVER_ABLATION,
+    PIPEWEAVER_COARSE_GAIN,
+    PIPEWEAVER_COARSE_PEAK,
+    PIPEWEAVER_FLUCTUATION,
+    PIPEWEAVER_GAINS,
     PIPEWEAVER_LARGE_GAIN,
     PIPEWEAVER_LARGE_MFU,
     PRINTED_SIZES,
@@ -56,6 +67,15 @@ from torchmm.balance.recomputation.costs import LAYER_MODES
 
 MICROBATCHES = 32
 SIZES = (4, 8, 12, 16, 24, 32)
+BASELINES = ("Megatron-LM", "static plan", COARSE)
+MEASURED = {
+    "VLM-S": Model("pipeweaver_vlm_s", 1, 4, 4),
+    "VLM-M": Model("pipeweaver_vlm_m", 1, 4, 8),
+    "VLM-L": Model("pipeweaver_vlm_l", 1, 8, 8),
+    "T2V-S": Model("pipeweaver_t2v_s", 1, 4, 4),
+    "T2V-L": Model("pipeweaver_t2v_l", 1, 8, 8),
+}
+"""Table 4."""
 LARGE = {
     sizes.source.split(", ")[-1]: Model(sizes.recipe, sizes.data, sizes.pipeline, sizes.tensor)
     for sizes in PRINTED_SIZES
@@ -165,6 +185,61 @@ def dynamic_rows(setting: Setting, every: int, evaluations: int) -> list[Row]:
     return rows
 
 
+def average_rows(names: Sequence[str], microbatches: int, evaluations: int) -> list[Row]:
+    """Figure 9a: throughput against what is static, by kind of model."""
+    rows = []
+    gains: dict[str, list[float]] = {}
+    for name in names:
+        setting = Setting(microbatches, model=MEASURED[name])
+        found = systems(setting, evaluations)
+        if "tuned" not in found:
+            continue
+        kind = name.split("-")[0]
+        for system in BASELINES if kind == "VLM" else BASELINES[:2]:
+            if system in found:
+                gain = found[system].ms / found["tuned"].ms - 1
+                gains.setdefault(kind, []).append(gain)
+                case = f"figure 9a, {name}: {system}"
+                rows.append(Row(case, "ours faster by", "share", gain, kind="simulated"))
+    for kind, own in gains.items():
+        least, most = PIPEWEAVER_GAINS[kind]
+        case = f"figure 9a, {kind}"
+        rows += [
+            Row(case, "least over a baseline", "share", min(own), None, least.value,
+                kind="simulated"),
+            Row(case, "most over a baseline", "share", max(own), None, most.value,
+                kind="simulated"),
+        ]  # fmt: skip
+    return rows
+
+
+def memory_rows(microbatches: int, evaluations: int) -> list[Row]:
+    """Figure 11: memory of the first rank, and what using it is worth."""
+    found = systems(Setting(microbatches, model=MEASURED["VLM-M"]), evaluations)
+    chain = found["Megatron-LM"]
+    rows = []
+    for name in ("Megatron-LM", COARSE, "searched", "tuned"):
+        if name not in found:
+            continue
+        own = found[name]
+        over = PIPEWEAVER_COARSE_PEAK.value if name == COARSE else None
+        fewer = PIPEWEAVER_FLUCTUATION.value if name == "tuned" else None
+        case = f"figure 11, {name}"
+        rows += [
+            Row(case, "peak over Megatron-LM's", "share",
+                own.first_peak_bytes / chain.first_peak_bytes - 1, None, over, better="lower",
+                kind="simulated"),
+            Row(case, "fewer fluctuations than Megatron-LM", "share",
+                1 - own.fluctuation_bytes / chain.fluctuation_bytes, None, fewer,
+                kind="simulated"),
+        ]  # fmt: skip
+    if COARSE in found and "tuned" in found:
+        gain = found[COARSE].ms / found["tuned"].ms - 1
+        rows.append(Row("figure 11, tuned", f"faster than {COARSE} by", "share", gain, None,
+                        PIPEWEAVER_COARSE_GAIN.value, kind="simulated"))  # fmt: skip
+    return rows
+
+
 def large_rows(models: Sequence[str], microbatches: int, evaluations: int) -> list[Row]:
     """Figure 14: MFU of thousands of devices, and throughput against what is static."""
     rows, gains = [], []
@@ -189,7 +264,7 @@ def large_rows(models: Sequence[str], microbatches: int, evaluations: int) -> li
             if step is not ours:
                 gain = step.ms / ours.ms
                 rows.append(Row(case, "ours faster", "x", gain, 1.0, kind="simulated"))
-                gains += [gain] * (system in ("Megatron-LM", "static plan", COARSE))
+                gains += [gain] * (system in BASELINES)
     return [*rows, Row("figure 14, all", "most over a baseline", "x", max(gains), 1.0,
                        1 + PIPEWEAVER_LARGE_GAIN.value, kind="simulated")]  # fmt: skip
 
@@ -203,6 +278,8 @@ def main() -> None:
     rows = ablation_rows(Setting(count), evaluations, fixed=not quick)
     rows += size_rows(count, (4, 12, 32) if quick else SIZES, evaluations)
     rows += dynamic_rows(Setting(count), 10 if quick else 1, evaluations // 4)
+    rows += average_rows(list(MEASURED)[:1] if quick else list(MEASURED), count, evaluations // 4)
+    rows += memory_rows(count, evaluations // 4)
     rows += large_rows(list(LARGE)[:1] if quick else list(LARGE), count, evaluations // 4)
     machine = describe_machine(torch.device("cpu"))
     report(f"PipeWeaver, {count} microbatches, seed {SEED}; {machine}", rows, arguments.json)

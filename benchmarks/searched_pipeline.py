@@ -5,9 +5,11 @@
     model         an image-text model on two ranks of one thread each, each with the best choice
     small_model   the same with a smaller LLM; not with --quick
     sleep         eight ranks whose layers sleep: the schedule alone decides
+    varied        the same, 20 batches whose microbatches have 0 to 48 images
     planning      `planning_beside`: whether planning the next step slows the one that trains
 
-Numbers of images per microbatch are those of real documents (`documents`). All sides run the same
+Numbers of images per microbatch are those of real documents (`documents`), 6 to 16 in most, but
+for *varied*, where each is equally likely. All sides run the same
 weights on the same microbatches in the same processes, and the same step in each run. Compared are
 
     1F1B                  Megatron-LM's placement: the whole tower in front of the LLM's first stage
@@ -27,8 +29,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from bubble_runtime import Planned, PlannedSleep, played_s
 from documents import load_documents
@@ -65,6 +69,13 @@ EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
 """Of orders that run; of those that candidates are compared with."""
 SLEEP: dict[str, dict[str, Any]] = {"full": {"patience_s": 30}, "quick": {"layer_s": 1e-3}}
 """What differs from the settings of `pipeline_sleep_case`."""
+VARIED = {
+    "full": sleep_case.Setting(8e-3, 12, steps=20, runs=1, patience_s=30, tried=2),
+    "quick": sleep_case.Setting(1e-3, 8, steps=4, runs=1, patience_s=0, tried=1),
+    "tiny": sleep_case.Setting(2e-4, 8, steps=2, runs=1, patience_s=0, tried=1),
+}
+MOST_IMAGES, TYPICAL = 48, 3
+"""Of a microbatch; batches by which choices are made."""
 CHAINS = ("megatron", "balanced")
 """Stages of static planners, on which orders are searched too."""
 
@@ -296,6 +307,49 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
         yield compared(case, found["comparison"], sleep_case.GOAL)
 
 
+def varied_work(setting: sleep_case.Setting) -> sleepers.Work:
+    """Batches that differ: any number of images that fits into a sequence of PipeWeaver's."""
+    rng = np.random.default_rng(SEED)
+    steps = rng.integers(0, MOST_IMAGES + 1, (setting.steps, setting.microbatches)).tolist()
+    layer_s = setting.layer_s
+    share = sleep_case.TOWER_SHARE
+    per_tower = share / (1 - share) * sleepers.LLM_LAYERS * layer_s
+    image_s = per_tower / sleepers.TOWER_LAYERS / (MOST_IMAGES / 2)
+    return sleepers.Work(steps, layer_s, image_s)
+
+
+def run_varied(size: str) -> Iterator[list[Row]]:
+    """Eight ranks that sleep, on batches that differ. All sides choose by the first batches."""
+    setting = VARIED[size]
+    work = varied_work(setting)
+    typical = replace(work, images=work.images[:TYPICAL])
+    candidates = sleep_candidates(typical, setting.tried)
+    found = run_ranks(run_sleep_rank, sleepers.RANKS, setting, work, *candidates)
+    print_choices("varied", found)
+    case = (
+        f"{sleepers.RANKS} sleeping ranks, {setting.steps} batches of {setting.microbatches} "
+        f"microbatches of 0 to {MOST_IMAGES} images"
+    )
+    comparison = found["comparison"]
+    yield [*compared(case, comparison, sleep_case.GOAL), *batch_rows(case, comparison)]
+
+
+def batch_rows(case: str, comparison: Comparison) -> list[Row]:
+    """Searched orders against the static plan that is the fastest over all batches, by batch."""
+    static = min((MEGATRON, SEPARATED, STOCK), key=comparison.wall_s)
+    by_step: dict[int, list[float]] = {}
+    pairs = zip(comparison.times[static], comparison.times[SEARCHED], strict=True)
+    for step, (theirs, ours) in zip(comparison.steps, pairs, strict=True):
+        by_step.setdefault(step, []).append(theirs.wall_s / ours.wall_s)
+    ratios = [median(own) for own in by_step.values()]
+    found = {"least": min(ratios), "median": median(ratios), "most": max(ratios)}
+    return [
+        Row(case, f"speed ratio of a batch, {name}, best static plan ({static})", "x", value, 1.0,
+            goal=1.0 if name == "median" else None)
+        for name, value in found.items()
+    ]  # fmt: skip
+
+
 def run_planning(size: str) -> Iterator[list[Row]]:
     """Two ranks alongside a planning process."""
     yield from planning_beside.measure(planning_beside.SETTINGS[size])
@@ -314,6 +368,7 @@ CASES = {
     "model": run_model,
     "small_model": run_small_model,
     "sleep": run_sleep,
+    "varied": run_varied,
     "planning": run_planning,
 }
 

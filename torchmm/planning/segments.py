@@ -42,6 +42,8 @@ EVALUATIONS, MOST_TRIED = 200, 64
 """Orders and microbatches with which they are compared."""
 MOST_PARTITIONS = 24
 """Compared; of each the first step is searched, in some tenths of a second."""
+MOST_TUNED = 12
+"""The same where layers are tuned, which takes seconds for the largest models."""
 WORTH = 0.995
 """Share of the time before that a change has to reach: smaller gains are those of a search that was
 cut short."""
@@ -82,7 +84,8 @@ def with_segments(
     def predicted_ms(tried: ParallelConfig) -> float:
         return _predicted_ms(tried, modules, microbatches, model, tuning)
 
-    found = _improved(parallel, modules, microbatches, _divided(ruled), predicted_ms)
+    most = MOST_PARTITIONS if tuning is None else MOST_TUNED
+    found = _improved(parallel, modules, microbatches, _divided(ruled), predicted_ms, most)
     if parallel.search.stages != "auto":
         return found
     searches = [found.search.model_copy(update={"stages": stages}) for stages in STAGES]
@@ -97,8 +100,9 @@ def _improved(
     microbatches: Sequence[MicrobatchMeta],
     divided: Divided,
     predicted_ms: Callable[[ParallelConfig], float],
+    tries: int,
 ) -> ParallelConfig:
-    """The section with what is the fastest of some ways to divide modules."""
+    """The section with what is the fastest of some ways to divide modules, `tries` at most."""
     most = _most(parallel, modules, microbatches, divided)
     best = _filled(parallel, divided)
     if not most:
@@ -109,7 +113,7 @@ def _improved(
     while better:
         better = False
         for tried in _neighbours(divided, most):
-            if tuple(tried.items()) in seen or len(seen) >= MOST_PARTITIONS:
+            if tuple(tried.items()) in seen or len(seen) >= tries:
                 continue
             seen.add(tuple(tried.items()))
             candidate = _filled(parallel, tried)

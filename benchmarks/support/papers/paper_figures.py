@@ -214,6 +214,20 @@ PIPEWEAVER_LARGE_MFU = {
 }
 """One for each model; of which of its two sizes is not said. Figure 14 is a picture only."""
 PIPEWEAVER_LARGE_GAIN = Figure("PipeWeaver section 8.4, most over baselines", 0.828, "")
+PIPEWEAVER_GAINS = {
+    "VLM": (
+        Figure("PipeWeaver section 8.1, VLM, least over a baseline", 0.156, ""),
+        Figure("PipeWeaver section 8.1, VLM, most over a baseline", 0.762, ""),
+    ),
+    "T2V": (
+        Figure("PipeWeaver section 8.1, T2V, least over a baseline", 0.366, ""),
+        Figure("PipeWeaver section 8.1, T2V, most over a baseline", 0.973, ""),
+    ),
+}
+"""Of figure 9a, which is a picture, the text has these."""
+PIPEWEAVER_COARSE_PEAK = Figure("PipeWeaver figure 11, Optimus' peak over Megatron-LM's", 0.253, "")
+PIPEWEAVER_FLUCTUATION = Figure("PipeWeaver figure 11, fewer fluctuations", 0.529, "")
+PIPEWEAVER_COARSE_GAIN = Figure("PipeWeaver figure 11, over Optimus", 0.122, "")
 PIPEWEAVER_MAX_IMAGES = Figure("PipeWeaver section 8, images per sequence", 48, "images")
 """Of 169 tokens each, in 8192."""
 

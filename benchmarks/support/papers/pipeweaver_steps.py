@@ -21,8 +21,9 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.order_search.search import Budget, search
-from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.order_search.search import Budget, Settings, search
+from torchmm.balance.recomputation.joint import TunedSearch
+from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.balance.step_costs import PlanCosts
@@ -182,6 +183,10 @@ class Timed(NamedTuple):
     bubbles: float
     flops: float
     """Of the model, without what is recomputed."""
+    first_peak_bytes: int
+    """Of the first rank."""
+    fluctuation_bytes: int
+    """Between the least and the most that the first rank uses in the middle half of the step."""
 
 
 def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
@@ -189,7 +194,18 @@ def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
     step = simulate(plan, costs)
     shares = step.timeline.bubble_share
     bubbles = sum(shares.values()) - shares["tp"]
-    return Timed(step.makespan_ms, max(step.peak_bytes), bubbles, step.model_flops)
+    first = step.memory[0]
+    quarter_ms = step.makespan_ms / 4
+    steady = (first.times_ms >= quarter_ms) & (first.times_ms <= 3 * quarter_ms)
+    used = first.used_bytes[steady]
+    return Timed(
+        step.makespan_ms,
+        max(step.peak_bytes),
+        bubbles,
+        step.model_flops,
+        step.peak_bytes[0],
+        int(np.ptp(used)) if len(used) else 0,
+    )
 
 
 def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[str, Timed]]:
@@ -216,7 +232,12 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
     everything = setting.model(("none",) * len(setting.modules))
     tuned = frozenset(module.name for module in setting.modules)
     tuning = LayerTuning(everything, tuned, setting.limit_bytes, offloads=tuned)
-    layers = tune_layers(plan, setting.modules, setting.metas, tuning)
+    tuner = Tuner(graph, setting.modules, setting.metas, tuning)
+    step = TunedSearch(graph, tuner.costs, tuner)
+    if not step.fits:
+        return
+    best = step.search(Budget(evaluations=evaluations), Settings(seed=SEED, starts=[found.order]))
+    layers = tuner.tune(setting.lowered(graph, best.order))
     yield names[4], timed(layers.plan, layers.costs)
 
 

@@ -61,3 +61,20 @@ def test_large_models_have_the_printed_mfu_beside_ours_only(benchmark):
     assert best.paper == pytest.approx(1.828)
     assert benchmark.COARSE not in gains
     assert best.ours == max(gains[n] for n in ("Megatron-LM", "static plan"))
+
+
+def test_figure_9a_has_the_printed_range_of_gains(benchmark):
+    rows = benchmark.average_rows(["VLM-S"], microbatches=6, evaluations=20)
+    gains = [row.ours for row in rows if row.metric == "ours faster by"]
+    least, most = rows[-2:]
+    assert len(gains) == 3 and min(gains) > 0
+    assert (least.ours, most.ours) == (min(gains), max(gains))
+    assert (least.paper, most.paper) == (0.156, 0.762)
+
+
+def test_figure_11_compares_the_first_ranks_memory(benchmark):
+    rows = {(row.case, row.metric): row.ours for row in benchmark.memory_rows(8, 20)}
+    assert rows["figure 11, Megatron-LM", "peak over Megatron-LM's"] == 0
+    assert rows["figure 11, Megatron-LM", "fewer fluctuations than Megatron-LM"] == 0
+    # What is executed module after module keeps all images' outputs at once.
+    assert rows[f"figure 11, {benchmark.COARSE}", "peak over Megatron-LM's"] > 0

@@ -103,3 +103,19 @@ def test_searched_sleep_is_planned_no_slower_than_separated(load):
     searched = played_s(work, pipeline.SleepSearched(*size, evaluations=300))
     static = played_s(work, pipeline.SleepSeparated(*size))
     assert searched <= 1.01 * static < played_s(work, pipeline.SleepMegatron())
+
+
+def test_batches_that_differ_are_compared_one_by_one(load):
+    pipeline = load("searched_pipeline")
+    work = pipeline.varied_work(pipeline.VARIED["full"])
+    counts = [count for step in work.images for count in step]
+    assert len(work.images) >= 20 and min(counts) == 0 and max(counts) == pipeline.MOST_IMAGES
+    assert len({tuple(sorted(step)) for step in work.images}) == len(work.images)
+    ours = times(load, 1.0, 2.0, 1.0, 1.0)
+    walls = ((9.0,) * 4, (1.1, 2.0, 1.3, 1.2), (2.0,) * 4)
+    others = {name: times(load, *wall) for name, wall in zip(OTHERS, walls, strict=True)}
+    comparison = load("support.ranks").Comparison({"searched": ours, **others}, [0, 1, 2, 2], 8, 0)
+    least, middle, most = pipeline.batch_rows("a", comparison)
+    assert "(static separated)" in middle.metric
+    assert [row.ours for row in (least, middle, most)] == pytest.approx([1.0, 1.1, 1.25])
+    assert middle.met is True and most.goal is None
