@@ -2,6 +2,7 @@
 what it wrote for images.
 
 python scripts/show_run.py outputs/quickstart
+python scripts/show_run.py outputs/quickstart --page    # makes its index.html again
 """
 
 import argparse
@@ -16,8 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from torchmm.training.evaluation.results import read
+from torchmm.training.page.pages import write_run_page
 
 LABELS = {
+    "index.html": "all of this as a page, for a browser",
     "metrics.jsonl": "one line per step",
     "recipe.toml": "the resolved recipe",
     "loss.png": "loss curves",
@@ -36,11 +39,16 @@ def main() -> int:
     """Shows the run directory named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
-    run_dir = parser.parse_args().run_dir
+    parser.add_argument("--page", action="store_true", help="make index.html again, no more")
+    arguments = parser.parse_args()
+    run_dir = arguments.run_dir
     if not (run_dir / "metrics.jsonl").exists():
         print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
         return 2
     console = Console()
+    if arguments.page:
+        console.print(write_run_page(run_dir), highlight=False)
+        return 0
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     _show_captions(console, run_dir)
     _show_loss(console, records)

@@ -15,7 +15,7 @@ puzzles), deleting inherited keys (keep bases small instead).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -104,6 +104,28 @@ def check_recipe(recipe: Recipe, world_size: int | None) -> list[str]:
 def dump_recipe(recipe: Recipe) -> str:
     """Every key with its value as TOML (keys that are None are left out); loads back equal."""
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
+
+
+def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """By dotted key: what a recipe, as tables, sets to other values than the defaults; of another
+    version's, which cannot be read any more, all that it has."""
+    try:
+        recipe = Recipe.model_validate(tables)
+    except ValueError:
+        return dotted_values(tables)
+    return dotted_values(recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
+
+
+def dotted_values(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Values of nested tables by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            found |= dotted_values(value, f"{name}.")
+        else:
+            found[name] = value
+    return found
 
 
 def list_recipes(folder: Path) -> list[tuple[Path, str]]:

@@ -258,6 +258,9 @@ class MetricsConfig(Section):
 
     log_interval: int = Field(default=1, ge=1)
     """Steps between progress lines and tracker records."""
+    page: bool = True
+    """Write `index.html` to the run directory: curves, held-out samples, pictures, the recipe;
+    renewed while the run trains."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode. If the service cannot be reached, training continues without it."""
     wandb_project: str = "torchmm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import textwrap
@@ -10,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
@@ -18,7 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from torchmm.common.files import replace_atomically
+
 Record = Mapping[str, Any]
+THUMBNAIL_PX = 192
 
 
 def print_summary(console: Console, title: str, lines: Mapping[str, str]) -> None:
@@ -113,6 +118,25 @@ def describe_step(record: Record, eta_s: float) -> str:
         f"ETA {timedelta(seconds=round(eta_s))}",
     ]
     return " | ".join(p for p in parts if p is not None)
+
+
+def keep_thumbnail(
+    folder: Path, source: str, index: int, image: Image.Image | None = None
+) -> str | None:
+    """Name of a small PNG of a sample's picture in the folder, written when it is first shown;
+    None without a picture."""
+    if image is None:
+        return None
+    # Sources are named by users: not every name can be a file's.
+    name = f"{xxhash.xxh64_hexdigest(source.encode())[:8]}-{index}.png"
+    if not (folder / name).exists():
+        folder.mkdir(exist_ok=True)
+        small = image.convert("RGB")
+        small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+        buffer = io.BytesIO()
+        small.save(buffer, "PNG")
+        replace_atomically(folder / name, buffer.getvalue())
+    return name
 
 
 def plot_captions(

@@ -46,6 +46,7 @@ from torchmm.training.ending import (
     write_status,
 )
 from torchmm.training.exports.place import clear_unfinished
+from torchmm.training.page.pages import write_last_page
 from torchmm.training.trainer import Trainer
 
 
@@ -103,9 +104,16 @@ def train(recipe: Recipe) -> int:
             trainer.benchmarks.close()
         raise
     finally:
-        directory.release()
+        _leave(run_dir, directory, recipe.metrics.page and rank == 0)
     dist.destroy_process_group()
     return EXIT_DONE
+
+
+def _leave(run_dir: Path, directory: CheckpointDirectory, has_page: bool) -> None:
+    """The last that is done in a run's directory, which another run may claim then."""
+    if has_page and directory.is_of_this_run():
+        write_last_page(run_dir)
+    directory.release()
 
 
 @contextmanager

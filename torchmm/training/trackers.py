@@ -1,4 +1,4 @@
-"""Experiment trackers (Weights & Biases, TensorBoard) that can never stop or slow training.
+"""Trackers (the run's page, Weights & Biases, TensorBoard) that can never stop or slow training.
 
 Each tracker lives in a thread of its own behind a bounded queue: connecting, sending and closing
 happen there, and the first failure switches the tracker off with one warning. metrics.jsonl holds
@@ -16,6 +16,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ import wandb
 
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.training_section import MetricsConfig
+from torchmm.training.page.pages import PAGE, PageSink
 
 PROBE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 60.0
@@ -76,6 +78,8 @@ def make_trackers(
         ConfigError: TensorBoard is asked for and not installed.
     """
     trackers: list[Sink] = []
+    if config.page:
+        trackers.append(BackgroundSink(PAGE, partial(PageSink, run_dir), log))
     if config.wandb != "disabled":
         mode = config.wandb
         project = config.wandb_project

@@ -35,8 +35,9 @@ from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.training.build import RunParts, build_data
 from torchmm.training.evaluation.scores import Answer, score
 from torchmm.training.metrics import StepRecord
+from torchmm.training.page.contents import SAMPLES_FILE, SAMPLES_FOLDER
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.report import plot_captions, plot_pictures
+from torchmm.training.report import keep_thumbnail, plot_captions, plot_pictures
 from torchmm.training.step import torn_samples
 from torchmm.training.text.generate import generate_tokens
 from torchmm.training.text.prompts import Prompt, in_groups, prompts_of
@@ -408,11 +409,22 @@ class HeldOut:
         texts = with_references(texts, loader)
         if parts.mesh.rank > 0 or not texts:
             return texts
-        self._append_samples(step, [{"step": step, **asdict(t)} for t in texts])
+        pictures = [loader.images(text.source, text.index)[:1] for text in texts]
+        names = [
+            keep_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
+            for t, images in zip(texts, pictures, strict=True)
+        ]
+        self._append_samples(
+            step,
+            [
+                {"step": step, **asdict(text), "picture": name}
+                for text, name in zip(texts, names, strict=True)
+            ],
+        )
         shown = [
             (image, text.generated, text.truth)
-            for text in texts
-            for image in loader.images(text.source, text.index)[:1]
+            for text, images in zip(texts, pictures, strict=True)
+            for image in images
         ]
         if shown:
             title = f"held-out images after step {step}"
@@ -420,7 +432,7 @@ class HeldOut:
         return texts
 
     def _append_samples(self, step: int, samples: list[dict]) -> None:
-        file = self._parts.run_dir / "samples.json"
+        file = self._parts.run_dir / SAMPLES_FILE
         earlier = json.loads(file.read_text()) if file.exists() else []
         kept = [s for s in earlier if s["step"] < step]
         text = json.dumps(kept + samples, indent=1, ensure_ascii=False)

@@ -1,0 +1,356 @@
+"""Parts of a page, as HTML. Everything from files is escaped: a caption cannot write into it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from html import escape
+from statistics import mean, median
+from typing import Any
+
+import tomli_w
+
+from torchmm.recipe.read import changed_values, dotted_values
+from torchmm.training.page.contents import SAMPLES_FOLDER, RunContents, data_uri, thinned
+
+PERIODS = 4
+SHOWN_RANKS = 8
+SHOWN_SAMPLES = 24
+SHOWN_STEPS = 6
+"""At which a sample's text is shown: the first and the newest."""
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over the steps in one picture.
+
+    Attributes:
+        curves: key of a record, how the page calls it.
+        scale: factor of the values.
+        from_zero: whether the axis of values begins at 0.
+    """
+
+    title: str
+    unit: str
+    curves: Mapping[str, str]
+    scale: float = 1.0
+    from_zero: bool = True
+
+
+LOSSES = {
+    "loss": "training",
+    "validation_loss": "held out",
+    "loss_text": "text",
+    "validation_loss_text": "text, held out",
+    "loss_image": "drawings",
+    "validation_loss_image": "drawings, held out",
+}
+CHARTS = (
+    Chart("Loss", "nats per target", LOSSES, from_zero=False),
+    Chart("Tokens", "per second", {"tokens_per_s": "tokens"}),
+    Chart("Samples", "per second", {
+        "samples_per_s": "samples", "images_per_s": "images read", "generated_per_s": "drawn",
+    }),
+    Chart("Model FLOPs", "% of the devices' peak", {"mfu": "MFU"}, 100.0),
+    Chart("Time of a step, slowest rank", "ms", {
+        "step_ms": "step", "encoder_ms": "encoders", "llm_ms": "LLM", "generator_ms": "generator",
+        "data_wait_ms": "waiting for data",
+    }),
+    Chart("Pipeline, predicted and measured", "ms", {
+        "pipeline_ms": "measured", "predicted_ms": "predicted",
+    }),
+    Chart("Idle time of ranks", "% of the pipeline's time", {"bubble_fraction": "bubbles"}, 100.0),
+    Chart("Gain of the planned order", "% over the natural one", {
+        "gain_over_natural": "gain",
+    }, 100.0),
+    Chart("Time beyond the median rank's", "% of the slowest rank's", {
+        "straggler_share": "slowest rank",
+    }, 100.0),
+    Chart("Peak memory of the fullest rank", "GiB", {"peak_memory_bytes": "peak"}, 1 / GIB),
+    Chart("Norm of gradients", "before clipping", {"grad_norm": "norm"}),
+    Chart("Learning rate", "", {"lr": "rate"}),
+    Chart("Busiest expert", "of the mean", {"expert_load": "load"}),
+)  # fmt: skip
+"""In the order in which a reader needs them; those without values are left out."""
+
+
+def charts_of(runs: Sequence[RunContents]) -> str:
+    """All charts that have values, for `charts.js`; with several runs, a curve of each."""
+    scores = sorted({name for run in runs for name in run.score_names})
+    of_scores = Chart("Scores of held-out texts", "", {f"scores/{name}": name for name in scores})
+    parts = []
+    for chart in (CHARTS[0], of_scores, *CHARTS[1:]):
+        curves = list(_curves(chart, runs))
+        if curves:
+            told = {"unit": chart.unit, "zero": chart.from_zero, "curves": curves}
+            parts.append(
+                f'<figure class="chart"><figcaption>{escape(chart.title)}'
+                f"<small>{escape(chart.unit)}</small></figcaption>"
+                f'<script type="application/json">{_in_script(told)}</script></figure>'
+            )
+    return f'<div class="charts">{"".join(parts)}</div>' if parts else _nothing("no steps yet")
+
+
+def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any]]:
+    for key, label in chart.curves.items():
+        for number, run in enumerate(runs):
+            points = thinned(run.points(key, chart.scale))
+            if not points:
+                continue
+            own = len(runs) == 1
+            name = label if own else f"{run.name}: {label}" if len(chart.curves) > 1 else run.name
+            # In a comparison a run keeps its colour in all charts; its curves differ in style.
+            place = list(chart.curves).index(key)
+            yield {
+                "name": name,
+                "colour": place if own else number,
+                "dash": 0 if own else place,
+                "points": points,
+            }
+
+
+def headline(run: RunContents) -> str:
+    """How the run stands, in figures."""
+    status = run.status
+    state = status.state if status else "unknown"
+    step = max([status.step if status else 0, *(int(r["step"]) for r in run.records[-1:])])
+    shown = {"state": state, "step": f"{step:,} of {run.steps:,}"}
+    left = _time_left(run, step) if state == "running" else None
+    if left:
+        shown["time left"] = left
+    for label, key, form, scale in (
+        ("loss", "loss", "{:.4f}", 1.0),
+        ("held-out loss", "validation_loss", "{:.4f}", 1.0),
+        ("tokens/s", "tokens_per_s", "{:,.0f}", 1.0),
+        ("MFU", "mfu", "{:.1f} %", 100.0),
+        ("peak memory", "peak_memory_bytes", "{:.2f} GiB", 1 / GIB),
+        ("skipped samples", "skipped_samples", "{:,.0f}", 1.0),
+    ):
+        value = run.last(key)
+        if value is not None:
+            shown[label] = form.format(value * scale)
+    tiles = "".join(
+        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>'
+        for label, value in shown.items()
+    )
+    told = status.message.strip() if status else ""
+    message = f'<pre class="message {state}">{escape(told)}</pre>' if told else ""
+    progress = f'<progress max="{max(run.steps, 1)}" value="{step}"></progress>'
+    return f'{progress}<dl class="tiles {state}">{tiles}</dl>{message}'
+
+
+def _time_left(run: RunContents, step: int) -> str | None:
+    newest = [r["step_ms"] for r in run.records[-50:] if isinstance(r.get("step_ms"), float)]
+    if not newest:
+        return None
+    return str(timedelta(seconds=round(max(0, run.steps - step) * median(newest) / 1e3)))
+
+
+def samples_of(run: RunContents) -> str:
+    """Held-out samples with what was written for them over time."""
+    cards = [_sample(run, key, entries) for key, entries in list(run.samples.items())]
+    if not cards:
+        return _nothing("no held-out samples: validation.samples, validation.interval")
+    last = max(entries[-1]["step"] for entries in run.samples.values())
+    newest = [e[-1] for e in run.samples.values() if e[-1]["step"] == last]
+    right = sum(map(_is_right, newest))
+    told = (
+        f"<p>After step {last:,}: {right} of {len(newest)} are written exactly as they should.</p>"
+    )
+    more = len(cards) - SHOWN_SAMPLES
+    rest = f"<p>and {more} more in samples.json</p>" if more > 0 else ""
+    return f'{told}<div class="cards">{"".join(cards[:SHOWN_SAMPLES])}</div>{rest}'
+
+
+def _sample(run: RunContents, key: tuple[str, int], entries: Sequence[Mapping[str, Any]]) -> str:
+    shown = [*entries[:1], *entries[1:][-SHOWN_STEPS + 1 :]]
+    rows = "".join(
+        f'<tr class="{"right" if _is_right(entry) else ""}"><th>{int(entry["step"]):,}</th>'
+        f"<td>{escape(str(entry.get('generated', '')).strip()) or '<i>nothing</i>'}</td></tr>"
+        for entry in shown
+    )
+    picture = ""
+    if name := entries[-1].get("picture"):
+        uri = data_uri(run.directory / SAMPLES_FOLDER / str(name))
+        picture = f'<img alt="" src="{uri}">' if uri else ""
+    prompt = str(entries[-1].get("prompt", "")).strip()
+    asked = f'<p class="prompt">{escape(prompt)}</p>' if prompt else ""
+    return (
+        f'<article class="card">{picture}<div>{asked}<p class="truth">'
+        f"{escape(str(entries[-1].get('truth', '')).strip())}</p><table>{rows}</table>"
+        f"<small>{escape(key[0])}[{key[1]}]</small></div></article>"
+    )
+
+
+def _is_right(entry: Mapping[str, Any]) -> bool:
+    wanted = {entry.get("truth"), *(entry.get("references") or ())}
+    return str(entry.get("generated", "")).strip() in {str(text).strip() for text in wanted}
+
+
+def pictures_of(run: RunContents) -> str:
+    """Drawings and pipelines."""
+    parts = [
+        f'<figure><figcaption>{escape(file.stem)}</figcaption><img alt="{escape(file.stem)}" '
+        f'src="{data_uri(file)}"></figure>'
+        for file in run.drawings()[-1:]
+    ]
+    for name, picture in run.timelines():
+        what = "the searched order and the static one" if "schedules" in name else "measured"
+        parts.append(
+            f"<figure><figcaption>{escape(name)}: {what}<small>wheel: zoom, drag: move, "
+            f'double click: all</small></figcaption><div class="zoom">{picture}</div></figure>'
+        )
+    return "".join(parts)
+
+
+def ranks_of(run: RunContents) -> str:
+    """Which rank others waited for, over the quarters of the run; nothing for one rank."""
+    records = [r for r in run.records if isinstance(r.get("slowest_rank"), int)]
+    counts = Counter(r["slowest_rank"] for r in records)
+    if not any(counts):
+        return ""
+    size = -(-len(records) // PERIODS)
+    periods = [records[start : start + size] for start in range(0, len(records), size)]
+    head = "".join(f"<th>steps {p[0]['step']} to {p[-1]['step']}</th>" for p in periods)
+    rows = [
+        (str(rank), [mean(r["slowest_rank"] == rank for r in period) for period in periods])
+        for rank, _ in counts.most_common(SHOWN_RANKS)
+    ]
+    rows.append(("its time beyond the median's", [
+        mean(r.get("straggler_share") or 0.0 for r in period) for period in periods
+    ]))  # fmt: skip
+    body = "".join(
+        f"<tr><th>{label}</th>{''.join(f'<td>{share:.0%}</td>' for share in shares)}</tr>"
+        for label, shares in rows
+    )
+    return (
+        "<p>Share of steps in which a rank was the slowest:</p>"
+        f"<table class='figures'><tr><th>rank</th>{head}</tr>{body}</table>"
+    )
+
+
+def warnings_of(run: RunContents) -> str:
+    """What ranks' logs say; refused and skipped samples are among them, with reasons."""
+    lines = run.warnings()
+    if not lines:
+        return _nothing("none")
+    return f'<pre class="log">{escape(chr(10).join(lines))}</pre>'
+
+
+def evaluations_of(run: RunContents) -> str:
+    """Scores of exports."""
+    rows = "".join(
+        f"<tr><td>{escape(found.export)}</td><td>{escape(name)}</td><td>{value:.4f}</td></tr>"
+        for found in run.evaluations
+        for name, value in found.scores.items()
+    )
+    if not rows:
+        return ""
+    return f'<table class="figures"><tr><th>of</th><th>score</th><th>value</th></tr>{rows}</table>'
+
+
+def recipe_of(run: RunContents) -> str:
+    """What the recipe sets, and all of it, folded."""
+    rows = "".join(
+        f"<tr><th>{escape(key)}</th><td>{escape(_toml(value))}</td></tr>"
+        for key, value in changed_values(run.recipe).items()
+    )
+    whole = escape(tomli_w.dumps(run.recipe))
+    return (
+        f'<p>Other than the defaults:</p><table class="recipe">{rows}</table>'
+        f"<details><summary>All keys (recipe.toml)</summary><pre>{whole}</pre></details>"
+    )
+
+
+def commands_of(run: RunContents) -> str:
+    """How to go on."""
+    place = shlex.quote(str(run.directory))
+    lines = {
+        "go on from the newest checkpoint, with the same command or": (
+            f"torchrun --nproc-per-node N train.py --config {place}/recipe.toml"
+        ),
+        "let it write": f"python scripts/generate.py {place} PICTURE --prompt TEXT",
+        "export its newest checkpoint": f"python scripts/export.py {place}",
+        "score its export": f"python scripts/evaluate.py {place}",
+        "lay it beside another run": f"python scripts/compare_runs.py {place} OTHER",
+        "make this page again": f"python scripts/show_run.py {place} --page",
+    }
+    return "".join(
+        f"<p>{escape(what)}</p><pre>{escape(command)}</pre>" for what, command in lines.items()
+    )
+
+
+def compared(runs: Sequence[RunContents]) -> str:
+    """Figures of several runs in one table, and the keys in which their recipes differ."""
+    head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
+    figures = "".join(
+        f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
+        for label, values in comparison(runs).items()
+    )
+    differing = "".join(
+        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
+        for key, values in recipe_differences(runs).items()
+    )
+    return f'<table class="figures">{head}{figures}</table><h2>Recipes</h2>' + (
+        f'<table class="recipe">{head}{differing}</table>' if differing else _nothing("alike")
+    )
+
+
+def comparison(runs: Sequence[RunContents]) -> dict[str, list[str]]:
+    """A figure of each run by what it is called; those that no run has are left out."""
+
+    def best(values: Sequence[float]) -> float:
+        return min(values)
+
+    def newest(values: Sequence[float]) -> float:
+        return values[-1]
+
+    wanted = (
+        ("last loss", "loss", newest, "{:.4f}", 1.0),
+        ("best held-out loss", "validation_loss", best, "{:.4f}", 1.0),
+        ("tokens/s (median)", "tokens_per_s", median, "{:,.0f}", 1.0),
+        ("step (median)", "step_ms", median, "{:,.0f} ms", 1.0),
+        ("encoders (median)", "encoder_ms", median, "{:,.0f} ms", 1.0),
+        ("LLM (median)", "llm_ms", median, "{:,.0f} ms", 1.0),
+        ("generator (median)", "generator_ms", median, "{:,.0f} ms", 1.0),
+        ("waiting for data (median)", "data_wait_ms", median, "{:,.1f} ms", 1.0),
+        ("bubbles (median)", "bubble_fraction", median, "{:.1f} %", 100.0),
+        ("MFU (median)", "mfu", median, "{:.1f} %", 100.0),
+        ("peak memory", "peak_memory_bytes", max, "{:.2f} GiB", 1 / GIB),
+    )
+    found = {
+        "state": [run.status.state if run.status else "unknown" for run in runs],
+        "steps": [f"{len(run.records):,} of {run.steps:,}" for run in runs],
+    }
+    for label, key, of, form, scale in wanted:
+        columns = [[value for _, value in run.points(key, scale)] for run in runs]
+        if any(columns):
+            found[label] = [form.format(of(values)) if values else "" for values in columns]
+    return found
+
+
+def recipe_differences(runs: Sequence[RunContents]) -> dict[str, list[str]]:
+    """Values of the keys that are not the same in all runs; empty where one has none."""
+    own = [dotted_values(run.recipe) for run in runs]
+    keys = sorted({key for values in own for key in values})
+    rows = {key: [_toml(v[key]) if key in v else "" for v in own] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _toml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _in_script(told: Mapping[str, Any]) -> str:
+    """JSON that cannot end the element it stands in."""
+    text = json.dumps(told, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _nothing(why: str) -> str:
+    return f'<p class="none">{escape(why)}</p>'
