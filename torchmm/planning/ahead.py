@@ -493,5 +493,6 @@ class _Planning:
             sharding=setup.sharding,
             factors=self._request.rates,
             search=lambda graph, durations: order,
+            reduces_early=setup.model.profile.device.asynchronous,
             tuning=setup.tuning,
         )

@@ -201,6 +201,7 @@ class Forecaster:
                 specs=specs,
                 sharding=("layer" if layerwise else "step") if sharded else "none",
                 search=search,
+                reduces_early=self.profile.device.asynchronous,
                 tuning=tuning,
             )
         except (ConfigError, PlanError) as error:

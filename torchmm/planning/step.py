@@ -67,6 +67,10 @@ class Choices(TypedDict, total=False):
     """Finds the order, instead of the recipe's schedule."""
     tuning: LayerTuning | None
     """How to choose what layers recompute, where plans do."""
+    reduces_early: bool
+    """Whether gradients of a stage are reduced after its last backward, where ranks compute beside
+    that: on CUDA. Over gloo ranks wait in reductions, and others for them; left out, these come
+    after all computation."""
 
 
 Purpose = Literal["training", "losses", "text", "drawing"]
@@ -241,15 +245,11 @@ def plan_step(
             order_step(graph, config, costs) if search is None else (graph, search(graph, costs))
         )
 
+    # Ranks with parts of the experts meet in every layer: the same places have to be certain.
+    early = choices.get("reduces_early", False) and config.expert == 1
+
     def lowered(order: ComputeOrder) -> PipelinePlan:
-        plan = lower_plan(
-            order,
-            graph,
-            specs(graph),
-            sharding=sharding,
-            training=training,
-            reduces_early=config.expert == 1,  # ranks with parts of the experts meet in every layer
-        )
+        plan = lower_plan(order, graph, specs(graph), sharding, training, reduces_early=early)
         if config.tensor_bubbles and training and layout.rank_count > 1:
             plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
         validate_plan(plan).raise_for_problems()
