@@ -1,7 +1,8 @@
 """Plan a run on a cluster: devices and parallel sizes of every module, before anything is started.
 
-Prints the best plan of modules on devices of their own, what it is predicted to take, the next-best
-plans and those of simpler rules, and why they lose. Needs no GPU and no weights.
+Prints the best plan of modules on devices of their own, its simulated step, how far from the best
+of all plans it may be at most, the next-best plans and those of simpler rules, and why they lose.
+Needs no GPU and no weights.
 
 python scripts/plan.py --config recipes/papers/disttrain_mllm_72b.toml --gpus 1296 --device a800
 python scripts/plan.py --config my.toml --gpus 64 --device h100 --placement auto --out planned.toml
@@ -18,15 +19,10 @@ from rich.console import Console
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
-from torchmm.planning.placement import (
-    Candidate,
-    choose_placement,
-    fits,
-    plan_recipe,
-    simulated_plans,
-)
+from torchmm.planning.apart.search import EFFORT, Candidate, fits
+from torchmm.planning.placement import choose_placement, plan_recipe
 from torchmm.planning.placement_report import (
-    comparison_table,
+    certificate,
     placement_table,
     recipe_text,
     unit_table,
@@ -52,6 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--placement", choices=("disaggregated", "auto"), default="disaggregated",
         help="auto: simulate all placements and take the fastest")  # fmt: skip
     add("--alternatives", type=int, default=5, metavar="N", help="next-best plans to print (5)")
+    add(
+        "--effort",
+        type=float,
+        default=EFFORT / 1e6,
+        metavar="N",
+        help=f"millions of actions to simulate at most ({EFFORT / 1e6:g}, minutes on one core)",
+    )
     add("--out", type=Path, metavar="FILE", help="write the planned recipe there")
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -68,7 +71,8 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         overrides += ["--simulation.trials", options.trials]
     recipe = load_recipe(options.config, overrides).recipe
     devices = recipe.simulation.gpus if options.gpus is None else options.gpus
-    for name, value in (("--gpus", devices), ("--alternatives", options.alternatives)):
+    numbers = ("--gpus", devices), ("--alternatives", options.alternatives)
+    for name, value in (*numbers, ("--effort", options.effort)):
         if value < (name == "--gpus"):
             raise ConfigError(f"{name} {value}: must be a positive number")
     device = options.device or recipe.simulation.device
@@ -79,15 +83,16 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     recipe = recipe.model_copy(
         update={"simulation": recipe.simulation.model_copy(update={"device": device})}
     )
-    planned = plan_recipe(recipe, devices, profile, alternatives=options.alternatives)
+    planned = plan_recipe(recipe, devices, profile, effort=1e6 * options.effort)
     console = Console(width=170)
     console.print(unit_table(planned, profile.device.name))
-    console.print(comparison_table(planned))
+    console.print(certificate(planned.judged), soft_wrap=True)
     if options.placement == "auto":
         candidates = choose_placement(recipe, planned, profile)
     else:
-        candidates = simulated_plans(recipe, planned, profile)
-    console.print(placement_table(candidates))
+        candidates = list(planned.judged.candidates)
+    shown = candidates[: 1 + options.alternatives]
+    console.print(placement_table(shown, tuple(planned.baselines.items())))
     return _write(options, candidates[0], profile.device.name)
 
 

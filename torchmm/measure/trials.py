@@ -53,7 +53,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
-from torchmm.planning.placement import sampled_packs
+from torchmm.planning.apart.problem import sampled_packs
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
 

@@ -14,7 +14,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.planning.placement import leaves_units_open, orchestrated_units
+from torchmm.planning.placement import orchestrated_units
 from torchmm.planning.report import write_picture
 from torchmm.planning.resolved import resolve
 from torchmm.planning.summary import run_summary
@@ -35,7 +35,7 @@ def describe_run(
             a rank needs more memory than it has.
     """
     profile = simulated_profile(recipe)
-    if leaves_units_open(recipe):
+    if recipe.parallel.leaves_units_open:
         recipe = orchestrated_units(recipe, world_size)
     forecaster = Forecaster(recipe, world_size, profile)
     chosen: list[str] = []

@@ -16,6 +16,8 @@ from torchmm.balance.costs.execution import Execution, States
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.orchestration.trials import load_trials, trial_conditions, trials_run
+from torchmm.balance.orchestration.unit_costs import TrialRunner, cost_model_run
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
@@ -123,6 +125,31 @@ def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Prof
         return CostModel(profile, run.recipe.training.dtype, module_executions(run, modules))
     except ValueError as error:
         raise ConfigError(f"training.dtype: {error}") from error
+
+
+def trial_runner(
+    recipe: Recipe, modules: Sequence[ModuleDescription], profile: Profile
+) -> TrialRunner:
+    """What modules take on a device, alone: measured where the recipe has trials, else modelled.
+
+    Raises:
+        ValueError: nothing is known about the recipe's dtype, or trials are of something else.
+    """
+    parallel = recipe.parallel
+    dtype = recipe.training.dtype
+    recompute = {m.name: recipe.activation_checkpoint.fixed_mode(m.name) for m in modules}
+    run = cost_model_run(
+        profile,
+        dtype,
+        modules,
+        sequence_parallel=parallel.sequence_parallel,
+        async_tensor=parallel.async_tensor_parallel,
+        recompute=recompute,
+    )
+    if not recipe.simulation.trials:
+        return run
+    conditions = trial_conditions(modules, dtype, recompute, parallel.sequence_parallel)
+    return trials_run(load_trials(Path(recipe.simulation.trials)), conditions, run)
 
 
 def layer_tuning(

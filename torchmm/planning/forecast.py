@@ -9,34 +9,39 @@ PipeWeaver §4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import inf
 from typing import Any, NamedTuple
 
+import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.flops import gradients_arrive, microbatch_flops, module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
+from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.costs.step_costs import slowest_update_ms
 from torchmm.balance.planners import search_by_costs
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.simulation.workload import sample_microbatches
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.layers import ModuleDescription
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations
 from torchmm.pipelining.run.messages import message_specs
-from torchmm.planning.executions import layer_tuning, run_costs
+from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
 from torchmm.planning.reordering import arrangement, reordered
 from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
@@ -44,6 +49,7 @@ from torchmm.planning.step import plan_layout, plan_step, searched_costs
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
+from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 
 class Workload(NamedTuple):
@@ -101,12 +107,52 @@ class Forecast:
         }
 
 
+class StepSample:
+    """A recipe's model and the packs of its first step: what forecasts of it share, whatever sizes,
+    schedule and recomputation they are for.
+
+    Args:
+        model: the recipe's, if it has been built before.
+
+    Raises:
+        ConfigError: the model cannot be built.
+    """
+
+    def __init__(self, recipe: Recipe, model: MultimodalModel | None = None) -> None:
+        self.recipe = recipe
+        self.model = recipe_model(recipe) if model is None else model
+        self.layered = {module.name: module for module in self.model.modality_modules()}
+        self.modules = [module.describe() for module in self.layered.values()]
+
+    @cached_property
+    def packs(self) -> list[MicrobatchMeta]:
+        """Of the global batch, each as a microbatch of its own.
+
+        Raises:
+            ConfigError: there is nothing to draw them from.
+        """
+        training = self.recipe.training.model_copy(update={"microbatch_size": 1})
+        one_by_one = self.recipe.model_copy(update={"training": training})
+        return first_microbatches(one_by_one, self.model, 1)[0]
+
+    @cached_property
+    def layers(self) -> list[ModuleLayers]:
+        """The modules as they are cut for these packs."""
+        return module_layers(self.modules, self.packs)
+
+    @cached_property
+    def flops(self) -> float:
+        """Of the whole global batch."""
+        return sum(_flops(self.modules, pack) for pack in self.packs)
+
+
 class Forecaster:
     """Forecasts steps of one recipe on `world_size` devices; needs no process group, no weights.
 
     Args:
         profile: of the devices.
         model: the recipe's, if it has been built before.
+        sample: the recipe's, or that of one with other sizes, schedule or recomputation.
 
     Raises:
         ConfigError: the model cannot be built, or there is nothing to draw microbatches from.
@@ -118,29 +164,40 @@ class Forecaster:
         world_size: int,
         profile: Profile,
         model: MultimodalModel | None = None,
+        sample: StepSample | None = None,
     ) -> None:
         transformers.logging.set_verbosity_error()
         self.recipe, self.profile = recipe, profile
         self.run = resolve(recipe, world_size)
-        self.model = recipe_model(recipe) if model is None else model
-        modules = list(self.model.modality_modules())
-        self.modules = [module.describe() for module in modules]
-        self._layered = {module.name: module for module in modules}
-        self._costs(recipe.parallel)  # what is wrong with it, now
-        self.workload = _heaviest(self.modules, self._first_shares())
+        self.sample = StepSample(recipe, model) if sample is None else sample
+        self.model, self.modules = self.sample.model, self.sample.modules
+        costs = self._costs(recipe.parallel)  # what is wrong with it, now
+        shares = self._first_shares()
+        if self.run.units:
+            busiest = _busiest(self.modules, shares, self.run.units, costs)
+            own = sum(_flops(self.modules, meta) for meta in shares[busiest])
+            mean = self.sample.flops / len(shares)
+            self.workload = Workload(shares[busiest], mean / own if own else 1.0)
+        else:
+            self.workload = _heaviest(self.modules, shares)
 
     def _first_shares(self) -> list[list[MicrobatchMeta]]:
         """The first step's microbatches, by share of the global batch."""
         recipe = self.recipe
         if recipe.data.reorder == "none":
             return first_microbatches(recipe, self.model, self.run.shares)
-        training = recipe.training.model_copy(update={"microbatch_size": 1})
-        one_by_one = recipe.model_copy(update={"training": training})
-        packs = first_microbatches(one_by_one, self.model, 1)[0]
+        packs = self.sample.packs
         parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
-        layout = plan_layout(parallel, self.modules, packs, self.run.units or None)
+        layout = self._layout(parallel, packs)
         reorder = arrangement(recipe, self.modules, self._costs(parallel), layout, self.run.shares)
         return reordered(reorder, packs)
+
+    def _layout(self, parallel: ParallelConfig, metas: Sequence[MicrobatchMeta]) -> StageLayout:
+        """How modules are cut: apart, as the whole global batch says, as in a run."""
+        if not self.run.units:
+            return plan_layout(parallel, self.modules, metas)
+        sample = self.sample
+        return plan_layout(parallel, sample.modules, sample.packs, self.run.units, sample.layers)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
         return run_costs(self.run.with_parallel(parallel), self.modules, self.profile)
@@ -176,7 +233,7 @@ class Forecaster:
             tuning = layer_tuning(self.recipe, self.modules, model, layerwise=False)
             parallel = with_segments(parallel, self.modules, metas, model, tuning)
         dtype = DTYPES[self.recipe.training.dtype]
-        specs = partial(message_specs, modules=self._layered, microbatches=metas, dtype=dtype)
+        specs = partial(message_specs, modules=self.sample.layered, microbatches=metas, dtype=dtype)
         alone = self.run.llm.pipeline * parallel.mirrors == 1 and not self.run.units
         layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
@@ -194,7 +251,7 @@ class Forecaster:
 
         try:
             plan = plan_step(
-                plan_layout(parallel, self.modules, metas, self.run.units or None),
+                self._layout(parallel, metas),
                 parallel,
                 self.modules,
                 metas,
@@ -207,7 +264,45 @@ class Forecaster:
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))
         costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
+        costs = self._as_measured(costs, plan.graph.layout)
         return self.rate(name, simulate(plan, costs), model)
+
+    def _as_measured(self, costs: PlanCosts, layout: StageLayout) -> PlanCosts:
+        """Costs with each module's times scaled to what trials of it took, where the recipe has
+        trials and modules run alone, as in trials.
+
+        Raises:
+            ConfigError: trials are of something else.
+        """
+        if not self.recipe.simulation.trials or not self.run.units:
+            return costs
+        packs, modelled = (
+            self.sample.packs,
+            self.recipe.simulation.model_copy(update={"trials": ""}),
+        )
+        try:
+            runs = [
+                trial_runner(own, self.modules, self.profile)
+                for own in (self.recipe, self.recipe.model_copy(update={"simulation": modelled}))
+            ]
+        except ValueError as error:
+            raise ConfigError(f"simulation.trials: {error}") from error
+        factors = {}
+        for module in self.modules:
+            own = [packs[i] for i in pack_sizes(module, packs)[0]]
+            tensor = self.run.units[module.name].tensor
+            measured_s, modelled_s = (
+                float(run(module, tensor, own).seconds_N.sum()) if own else 1.0 for run in runs
+            )
+            factors[module.name] = measured_s / modelled_s
+        owners = [stage.module for stage in layout.stages]
+
+        def scaled(times_ms: Mapping[Action, float]) -> dict[Action, float]:
+            return {a: ms * factors[owners[a.stage]] for a, ms in times_ms.items()}
+
+        return replace(
+            costs, compute_ms=scaled(costs.compute_ms), tensor_ms=scaled(costs.tensor_ms)
+        )
 
     def rate(self, name: str, step: SimulatedStep, model: CostModel | None = None) -> Forecast:
         """MFU and throughput of a step of the workload, and what the optimizer adds to it.
@@ -288,12 +383,39 @@ def first_step(
     return [list(share) for share in loader.next_metas() or ()]
 
 
+def _flops(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> float:
+    return sum(f.forward + f.backward for f in microbatch_flops(modules, meta).values())
+
+
 def _heaviest(
     modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
 ) -> Workload:
-    flops = [
-        sum(f.forward + f.backward for meta in s for f in microbatch_flops(modules, meta).values())
-        for s in shares
-    ]
+    flops = [sum(_flops(modules, meta) for meta in share) for share in shares]
     most = max(flops)
     return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)
+
+
+def _busiest(
+    modules: Sequence[ModuleDescription],
+    shares: Sequence[list[MicrobatchMeta]],
+    units: Mapping[str, MeshSizes],
+    model: CostModel,
+) -> int:
+    """The share whose busiest rank has most to do: with modules apart, a step ends no earlier, and
+    the share with the most work may have it where ranks are many."""
+    metas = [meta for share in shares for meta in share]
+    share_N = np.repeat(np.arange(len(shares)), [len(share) for share in shares])
+    busiest_ms = np.zeros(len(shares))
+    for module in modules:
+        at, sizes = pack_sizes(module, metas)
+        if sizes is None:
+            continue
+        arrives_N = np.array([gradients_arrive(modules, metas[i])[module.name] for i in at], bool)
+        costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
+        whole_N = costs.forward.total_ms + costs.backward.total_ms
+        own = units[module.name]
+        fullest = -(-len(module.layers) // own.pipeline) / len(module.layers)
+        replicas = own.data_parallel // replica_groups(units)
+        rank_ms = np.bincount(share_N[at], whole_N, len(shares)) * fullest / replicas
+        busiest_ms = np.maximum(busiest_ms, rank_ms)
+    return int(busiest_ms.argmax())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchmm.planning.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecaster
-from torchmm.planning.placement import leaves_units_open, orchestrated_units
+from torchmm.planning.placement import orchestrated_units
 from torchmm.recipe.recipe import Recipe
 
 
@@ -15,7 +15,7 @@ def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
     Raises:
         ConfigError: nothing fits into memory, or the device is unknown.
     """
-    if leaves_units_open(recipe):
+    if recipe.parallel.leaves_units_open:
         return orchestrated_units(recipe, world_size)
     if not leaves_encoders_open(recipe):
         return recipe

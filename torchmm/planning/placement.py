@@ -1,48 +1,43 @@
-"""From a recipe to parallel sizes of its modules on devices of their own, and back to a recipe.
+"""Where a recipe's modules go: on devices of their own, or on the same ones, and what each takes.
 
     planned = plan_recipe(recipe, devices=1296, profile=load_profile("a800"))
-    recipe = planned_recipe(recipe, planned.found.best)
+    recipe = planned.judged.best.recipe
 
-The data are sampled, the modules profiled (`torchmm.balance.orchestration.unit_costs`) and the
-sizes searched (`torchmm.balance.orchestration.search`). The result is an ordinary recipe, which
-says what was found and can be changed by hand. `choose_placement` also simulates the schedules of
-the other placements and takes the fastest of all. DistTrain §3, §5.
+`apart.search` finds sizes of modules on devices of their own; here they are compared with simpler
+rules, and with the other placements, whose schedules are simulated too. The result is an ordinary
+recipe, which says what was found and can be changed by hand. DistTrain §3, §5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
-from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.orchestration.baselines import ratio_plan, rigid_plan
+from torchmm.balance.orchestration.baselines import ratio_shares, rigid_plan
 from torchmm.balance.orchestration.problem import OrchestrationProblem
-from torchmm.balance.orchestration.search import Orchestration, OrchestrationPlan, orchestrate
-from torchmm.balance.orchestration.trials import load_trials, trial_conditions, trials_run
-from torchmm.balance.orchestration.unit_costs import TENSOR_SIZES, Profiler, cost_model_run
-from torchmm.balance.simulation.simulator import SimulatedStep
-from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
-from torchmm.common.module_names import LLM
-from torchmm.models.multimodal import MultimodalModel
+from torchmm.planning.apart.problem import plan_variants
+from torchmm.planning.apart.search import (
+    EFFORT,
+    EFFORT_AT_START,
+    Candidate,
+    JudgedPlans,
+    fits,
+    judge,
+    search_plans,
+)
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
-from torchmm.planning.executions import parameter_states, simulated_profile
-from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.executions import simulated_profile
+from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
 from torchmm.recipe.sizes import AXES
 
-SAMPLED = 512
-"""Sequences of which the data's statistics are taken, at most."""
 RIGID_TENSOR = 8
-VIRTUAL_STAGES = (1, 2, 4)
-"""Stages of the LLM on each of its ranks that are tried."""
-EXACT_ALTERNATIVES = 63
-"""Next-best plans among which one that uses all ranks is looked for."""
+BASELINE_SHARE = 0.25
+"""Of the effort of the search, for the rule that is searched within."""
 
 
 @dataclass(frozen=True)
@@ -50,247 +45,120 @@ class PlannedRun:
     """What was found for a recipe.
 
     Attributes:
-        problem: that was solved.
-        found: the best plan, its bound and the next-best ones.
-        baselines: what other ways of placing modules give, by name; a text where nothing fits.
-        peak_flops: of a device, per second.
+        problem: that was solved, with the recipe's recomputation and one stage per rank.
+        judged: plans of modules apart.
+        baselines: what simpler rules give, by name: the fastest that fits, or the first that does
+            not; a text where there is none.
     """
 
     problem: OrchestrationProblem
-    found: Orchestration
-    baselines: Mapping[str, OrchestrationPlan | str]
-    peak_flops: float
-
-    def mfu(self, plan: OrchestrationPlan) -> float:
-        """MFU on the devices that a plan uses, 0..1."""
-        return plan.mfu(self.problem, self.peak_flops)
-
-
-def orchestration_problem(recipe: Recipe, devices: int, profile: Profile) -> OrchestrationProblem:
-    """What the recipe asks for, with costs of its modules on its data.
-
-    Args:
-        devices: of the cluster.
-        profile: of one of them.
-
-    Raises:
-        ConfigError: the model cannot be built, the data are empty or have nothing for a module, the
-            device has no peak for the dtype, trials are of something else, or sizes make no sense.
-    """
-    training = recipe.training
-    parallel = recipe.parallel
-    model = recipe_model(recipe)
-    modules = [module.describe() for module in model.modality_modules()]
-    if len(modules) == 1:
-        raise ConfigError("model: has no module besides the LLM, so there is nothing to place")
-    packs = sampled_packs(recipe, model)
-    recompute = {m.name: recipe.activation_checkpoint.fixed_mode(m.name) for m in modules}
-    try:
-        run = cost_model_run(
-            profile,
-            training.dtype,
-            modules,
-            sequence_parallel=parallel.sequence_parallel,
-            async_tensor=parallel.async_tensor_parallel,
-            recompute=recompute,
-        )
-        if recipe.simulation.trials:
-            conditions = trial_conditions(
-                modules, training.dtype, recompute, parallel.sequence_parallel
-            )
-            run = trials_run(load_trials(Path(recipe.simulation.trials)), conditions, run)
-        most = min(devices, profile.device.devices_per_node)
-        sizes = [size for size in TENSOR_SIZES if size <= most]
-        states = parameter_states(recipe)
-        units = Profiler(modules, packs, profile, training.dtype, run, sizes, states).units()
-        return OrchestrationProblem(
-            units,
-            devices,
-            MEMORY_SHARE * profile.device.memory_bytes,
-            training.global_batch_size,
-            training.microbatch_size,
-        )
-    except ValueError as error:
-        raise ConfigError(f"orchestration: {error}") from error
-
-
-def sampled_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta]:
-    """A sample of the recipe's data, each sequence as a microbatch of its own.
-
-    Raises:
-        ConfigError: a streamed source does not know its samples' sizes.
-    """
-    training = recipe.training
-    sampled = max(1, min(SAMPLED, 4 * training.global_batch_size))
-    one_by_one = training.model_copy(update={"global_batch_size": sampled, "microbatch_size": 1})
-    return first_microbatches(recipe.model_copy(update={"training": one_by_one}), model, 1)[0]
+    judged: JudgedPlans
+    baselines: Mapping[str, Candidate | str]
 
 
 def plan_recipe(
-    recipe: Recipe, devices: int, profile: Profile, *, alternatives: int = 5
+    recipe: Recipe, devices: int, profile: Profile, *, effort: float = EFFORT
 ) -> PlannedRun:
-    """The fastest parallel sizes of a recipe's modules on devices of their own.
+    """The fastest plan of a recipe's modules on devices of their own, and simpler rules.
 
     Args:
         devices: of the cluster.
         profile: of one of them.
-        alternatives: how many next-best plans to find.
+        effort: actions to simulate, at most.
 
     Raises:
         ConfigError: as `orchestration_problem`; nothing fits.
     """
-    problem = orchestration_problem(recipe, devices, profile)
-    try:
-        found = orchestrate(problem, alternatives=alternatives)
-    except ValueError as error:
-        raise ConfigError(f"orchestration: {error}") from error
-    peak = profile.device.peak_flops[recipe.training.dtype]
-    return PlannedRun(problem, found, _baselines(recipe, problem), peak)
+    sample = StepSample(recipe)
+    variants = plan_variants(recipe, devices, profile, sample)
+    search = {"sample": sample, "variants": variants}
+    judged = search_plans(recipe, devices, profile, effort=effort, **search)  # type: ignore[arg-type]
+    _check_found(judged, devices)
+    problem = variants[0].problem
+    baselines: dict[str, Candidate | str] = _rigid(recipe, problem, profile, sample)
+    within = search_plans(
+        recipe,
+        devices,
+        profile,
+        effort=BASELINE_SHARE * effort,
+        limits=ratio_shares(problem),
+        **search,  # type: ignore[arg-type]
+    )
+    baselines["FLOP ratio"] = within.best or "no plan within the shares fits"
+    return PlannedRun(problem, judged, baselines)
 
 
-def _baselines(recipe: Recipe, problem: OrchestrationProblem) -> dict[str, OrchestrationPlan | str]:
-    common = set.intersection(*(set(unit.seconds) for unit in problem.units))
-    tensor = max(size for size in common if size <= RIGID_TENSOR)
-    pipeline = recipe.parallel.pipeline
-    found: dict[str, OrchestrationPlan | str] = {}
-    for name, plan in {
-        f"rigid, tensor {tensor}, LLM pipeline {pipeline}": lambda: rigid_plan(
-            problem, tensor, pipeline
-        ),
-        f"rigid, tensor {tensor}, best pipeline": lambda: rigid_plan(problem, tensor),
-        "FLOP ratio": lambda: ratio_plan(problem),
-    }.items():
-        try:
-            found[name] = plan()
-        except ValueError as error:
-            found[name] = str(error)
-    return found
-
-
-def planned_recipe(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
-    """The recipe with a plan's sizes; its other keys stay, unless they contradict the placement.
-
-    Data-parallel ranks of a module are one FSDP2 group. Reordering is turned on, as without it the
-    encoders' ranks wait for each other.
-    """
-    sizes = {unit.name: unit.sizes for unit in plan.units}
-    own = {
-        name: dict(zip(AXES, (size.pipeline, 1, size.data, size.tensor), strict=True))
-        for name, size in sizes.items()
-    }
-    parallel = recipe.parallel.model_dump(exclude_none=True)
-    for name in own:
-        parallel.setdefault(name, {})
-        parallel[name].pop("segments", None)
-    parallel |= own.pop(LLM)
-    for name, size in own.items():
-        parallel[name] |= size
-    parallel.pop(LLM, None)
-    parallel |= {"placement": "disaggregated", "schedule": "1f1b", "virtual_stages": 1}
-    if parallel["reshard_after_forward"] == "always":
-        parallel["reshard_after_forward"] = "default"
-    if sizes[LLM].tensor == 1:
-        parallel |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
-    table = recipe.model_dump(exclude_none=True)
-    table["parallel"] = parallel
-    table["data"]["reorder"] = "both"
-    table["simulation"]["gpus"] = plan.devices
-    return Recipe.model_validate(table)
-
-
-def leaves_units_open(recipe: Recipe) -> bool:
-    """Whether a recipe asks for sizes of modules on ranks of their own."""
-    return recipe.parallel.orchestrate and recipe.parallel.placement == "disaggregated"
-
-
-def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
-    """The recipe with sizes of all modules on ranks of their own that use exactly these ranks.
-
-    The fastest of the best plans that leave no rank idle: a rank that is started is meant to work.
-
-    Raises:
-        ConfigError: as `plan_recipe`; no good plan uses all ranks.
-    """
-    profile = simulated_profile(recipe)
-    found = plan_recipe(recipe, world_size, profile, alternatives=EXACT_ALTERNATIVES).found
-    plans = [found.best, *found.alternatives]
-    for plan in plans:
-        if plan.devices == world_size:
-            own = planned_recipe(recipe, plan)
-            done = own.parallel.model_copy(update={"orchestrate": False})
-            return own.model_copy(update={"parallel": done})
-    counts = sorted({plan.devices for plan in plans}, reverse=True)
+def _check_found(judged: JudgedPlans, devices: int) -> None:
+    if judged.best is not None:
+        return
+    if not judged.candidates:
+        raise ConfigError(
+            f"orchestration: no plan fits on {devices} devices; use more devices, recompute "
+            "activations, or freeze modules"
+        )
+    steps = [c.forecast.step for c in judged.candidates if c.forecast.step is not None]
+    least = min((max(step.peak_bytes) for step in steps), default=0) / 2**30
+    problems = "; ".join(sorted({c.forecast.problem for c in judged.candidates} - {""}))
     raise ConfigError(
-        f"parallel.orchestrate: none of the best plans uses all {world_size} ranks; start "
-        f"{counts[0]} ranks, or give sizes in [parallel] and [parallel.NAME]"
+        f"orchestration: none of {len(judged.candidates)} plans that were simulated on {devices} "
+        f"devices fits (the leanest needs {least:.1f} GiB) {problems[:200]}: use more devices, "
+        "recompute activations, or freeze modules"
     )
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way of placing modules, simulated on the recipe's first step.
+def _rigid(
+    recipe: Recipe, problem: OrchestrationProblem, profile: Profile, sample: StepSample
+) -> dict[str, Candidate | str]:
+    """Megatron-LM's form, with the recipe's pipeline and with the best one, as freely scheduled as
+    ours."""
+    common = set.intersection(*(set(unit.seconds) for unit in problem.units))
+    tensor = max(size for size in common if size <= RIGID_TENSOR)
+    pipeline = recipe.parallel.pipeline
+    found: dict[str, Candidate | str] = {}
+    for name, size in (
+        (f"rigid, tensor {tensor}, LLM pipeline {pipeline}", pipeline),
+        (f"rigid, tensor {tensor}, best pipeline", None),
+    ):
+        try:
+            plan = rigid_plan(problem, tensor, size)
+        except ValueError as error:
+            found[name] = str(error)
+            continue
+        sizes = {unit.name: unit.sizes for unit in plan.units}
+        tried = [
+            judge(recipe, sizes, profile, sample, schedule=schedule, stages=stages)
+            for schedule, stages in FREE_SCHEDULES
+        ]
+        fine = [each for each in tried if each is not None]
+        key = lambda each: (each.step_ms, each.forecast.iteration_ms)  # noqa: E731
+        found[name] = min(fine, key=key) if fine else "cannot be run"
+    return found
 
-    Attributes:
-        placement: as in recipes.
-        recipe: that says so.
-        devices: that it uses.
-        sizes: tensor x data x pipeline, in words.
-    """
 
-    placement: str
-    recipe: Recipe
-    devices: int
-    sizes: str
-    forecast: Forecast
-
-    @property
-    def step_ms(self) -> float:
-        """Time of the first step; infinite where none fits."""
-        step = self.forecast.step
-        return float("inf") if step is None or not fits(step) else step.makespan_ms
+FREE_SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble", 1))
+"""With stages of the LLM per rank: what simpler rules may choose from."""
 
 
-def fits(step: SimulatedStep) -> bool:
-    """Whether every rank keeps to `MEMORY_SHARE` of its memory."""
-    limit = step.costs.memory_limit_bytes
-    return limit is None or max(step.peak_bytes) <= MEMORY_SHARE * limit
-
-
-def simulated_plans(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
-    """The best plans, simulated on the recipe's data, the fastest first.
-
-    A formula knows the mean and the spread of samples, a simulation which one comes when: plans
-    that the formula sees close together may be several per cent apart. Each is tried with 1F1B and
-    with several stages of the LLM per rank, the fastest also under all other schedules.
+def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
+    """The recipe with sizes of all modules on ranks of their own that use exactly these ranks: a
+    rank that is started is meant to work.
 
     Raises:
-        ConfigError: a plan's recipe cannot be run.
+        ConfigError: as `plan_recipe`; no plan uses all ranks.
     """
-    found = planned.found
-    candidates = []
-    model = recipe_model(recipe)
-    for plan in (found.best, *found.alternatives):
-        own = planned_recipe(recipe, plan)
-        forecaster = Forecaster(own, plan.devices, profile, model)
-        for stages in VIRTUAL_STAGES:
-            tried = own
-            if stages > 1:
-                changes = {"schedule": "interleaved_1f1b", "virtual_stages": stages}
-                tried = _with_parallel(own, **changes)
-            forecast = forecaster.forecast_parallel(tried.parallel)
-            if forecast.step is not None or stages == 1:
-                candidates.append(
-                    Candidate("disaggregated", tried, plan.devices, _sizes(plan), forecast)
-                )
-    candidates.sort(key=lambda candidate: candidate.step_ms)
-    best = candidates[0]
-    forecaster = Forecaster(best.recipe, best.devices, profile, model)
-    for name in schedules_for("disaggregated"):
-        if not name.endswith("1f1b"):
-            changed = _with_parallel(best.recipe, schedule=name, virtual_stages=1)
-            forecast = forecaster.forecast_parallel(changed.parallel)
-            candidates.append(replace(best, recipe=changed, forecast=forecast))
-    return sorted(candidates, key=lambda candidate: candidate.step_ms)
+    profile = simulated_profile(recipe)
+    sample = StepSample(recipe)
+    effort = EFFORT_AT_START
+    judged = search_plans(recipe, world_size, profile, exact=True, effort=effort, sample=sample)
+    if judged.best is not None:
+        return judged.best.recipe
+    fewer = search_plans(recipe, world_size, profile, effort=effort / 10, sample=sample)
+    _check_found(fewer, world_size)
+    assert fewer.best is not None
+    raise ConfigError(
+        f"parallel.orchestrate: no plan uses all {world_size} ranks; start {fewer.best.devices} "
+        "ranks, or give sizes in [parallel] and [parallel.NAME]"
+    )
 
 
 def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
@@ -306,7 +174,7 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
     Raises:
         ConfigError: none can be run.
     """
-    candidates = simulated_plans(recipe, planned, profile)
+    candidates = list(planned.judged.candidates)
     together = _best_together(recipe, planned, profile)
     usable = 0 if together is None else usable_devices(together, planned.problem.devices)
     if together is not None:
@@ -330,18 +198,13 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
     return candidates
 
 
-def _sizes(plan: OrchestrationPlan) -> str:
-    sizes = [(unit.name, unit.sizes) for unit in plan.units]
-    return ", ".join(f"{name} {s.tensor}x{s.data}x{s.pipeline}" for name, s in sizes)
-
-
 def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Recipe | None:
     """The recipe with the best sizes for all modules on the same ranks; None if none can be run."""
     layers = min(unit.layers for unit in planned.problem.units)
     tensors = set.intersection(*(set(unit.seconds) for unit in planned.problem.units))
     pipelines = [2**n for n in range(layers.bit_length()) if 2**n <= layers]
     found: list[tuple[float, int, Recipe]] = []
-    model = recipe_model(recipe)
+    model = StepSample(recipe).model
     plain = _with_parallel(recipe, placement="interleaved", schedule="1f1b", virtual_stages=1)
     tried = [plain] + [
         _with_parallel(plain, tensor=tensor, pipeline=pipeline, replicate=1, shard=-1)

@@ -1,4 +1,4 @@
-"""What orchestration found, as tables and as the comment of a recipe."""
+"""What orchestration found, as tables and as the comment of a recipe. All figures are simulated."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from torchmm.balance.costs.devices import MEMORY_SHARE
-from torchmm.balance.orchestration.search import OrchestrationPlan, compare_plans
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
-from torchmm.planning.placement import Candidate, PlannedRun, fits
+from torchmm.planning.apart.search import Candidate, JudgedPlans, fits
+from torchmm.planning.placement import PlannedRun
+from torchmm.recipe.placement_sizes import unit_sizes
 from torchmm.recipe.read import dump_recipe
 
 GIB = 2**30
@@ -18,80 +19,87 @@ GIB = 2**30
 
 def unit_table(planned: PlannedRun, device: str) -> Table:
     """The best plan, unit by unit."""
-    best = planned.found.best
-    problem = planned.problem
+    best = planned.judged.best
+    assert best is not None and best.forecast.step is not None
+    problem, step = planned.problem, best.forecast.step
     title = (
-        f"best of all plans on {problem.devices} x {device}, global batch "
-        f"{problem.global_batch_size}: {best.devices} devices, step {best.step_s:.3f} s, MFU "
-        f"{100 * planned.mfu(best):.1f} %\n"
-        f"(first microbatch {best.warmup_s:.3f} s, {best.microbatches - 1} more at "
-        f"{best.bottleneck.stage_s * 1e3:.1f} ms, gradients {best.sync_s:.3f} s; no plan can be "
-        f"below {planned.found.bound_s:.3f} s)"
+        f"best plan on {problem.devices} x {device}, global batch {problem.global_batch_size}: "
+        f"{best.devices} devices, {_schedule(best)}, step {best.step_ms / 1e3:.3f} s, MFU "
+        f"{100 * best.forecast.mfu:.1f} %"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("module", no_wrap=True)
-    for column in ("devices", "tensor", "data", "pipeline", "microbatch ms", "memory GiB"):
+    for column in ("devices", "tensor", "data", "pipeline", "busy %", "memory GiB"):
         table.add_column(column, justify="right")
-    for unit in best.units:
-        own = unit.sizes
-        table.add_row(
-            unit.name,
-            *(str(n) for n in (own.devices, own.tensor, own.data, own.pipeline)),
-            f"{1e3 * unit.stage_s:,.1f}",
-            f"{unit.used_bytes / GIB:.1f}",
-        )
+    timeline = step.timeline
+    for unit in problem.units:
+        own = unit_sizes(best.recipe.parallel, unit.name)
+        ranks = {
+            rank
+            for stage in step.plan.graph.layout.stages
+            if stage.module == unit.name
+            for rank in stage.ranks
+        }
+        data = own["replicate"] * own["shard"]
+        numbers = own["tensor"], data, own["pipeline"]
+        busy = max(timeline.busy_ms[rank] for rank in ranks) / step.makespan_ms
+        memory = max(step.peak_bytes[rank] for rank in ranks) / GIB
+        devices = own["tensor"] * data * own["pipeline"]
+        cells = (str(n) for n in (devices, *numbers))
+        table.add_row(unit.name, *cells, f"{100 * busy:.0f}", f"{memory:.1f}")
     return table
 
 
-def comparison_table(planned: PlannedRun) -> Table:
-    """Next-best plans and other ways of placing modules, and why they lose."""
-    found = planned.found
-    table = Table(title="sizes are tensor x data x pipeline", title_justify="left")
-    names = [unit.name for unit in planned.problem.units]
-    table.add_column("plan", no_wrap=True)
-    for column in (*names, "devices", "step s", "MFU %"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("against the best")
-    rows: list[tuple[str, OrchestrationPlan | str]] = [("best", found.best)]
-    rows += [(f"next {i}", other) for i, other in enumerate(found.alternatives, start=1)]
-    for name, plan in [*rows, *planned.baselines.items()]:
-        if isinstance(plan, str):
-            table.add_row(name, *[""] * (len(names) + 3), plan)
-            continue
-        sizes = [unit.sizes for unit in plan.units]
-        table.add_row(
-            name,
-            *(f"{own.tensor}x{own.data}x{own.pipeline}" for own in sizes),
-            str(plan.devices),
-            f"{plan.step_s:.3f}",
-            f"{100 * planned.mfu(plan):.1f}",
-            "" if plan is found.best else compare_plans(plan, found.best),
-        )
-    return table
+def certificate(judged: JudgedPlans) -> str:
+    """What is known of the best plan."""
+    tried = f"{len(judged.candidates)} plans simulated"
+    fit = f"fits into {MEMORY_SHARE:.0%} of a device"
+    if not judged.left:
+        return f"{fit}; no plan is faster: {tried}, all others have higher bounds"
+    return (
+        f"{fit}; within {100 * judged.within:.1f} % of any plan: {tried}, no other can be below "
+        f"{judged.bound_s:.3f} s"
+    )
 
 
-def placement_table(candidates: Sequence[Candidate]) -> Table:
-    """Simulated steps of all placements, the fastest first."""
+def _schedule(candidate: Candidate) -> str:
+    stages = candidate.recipe.parallel.virtual_stages
+    name = candidate.forecast.schedule
+    return f"{name}, {stages} per rank" if stages > 1 else name
+
+
+def placement_table(
+    candidates: Sequence[Candidate], others: Sequence[tuple[str, Candidate | str]] = ()
+) -> Table:
+    """Simulated steps of all placements, the fastest first, and of simpler rules.
+
+    Args:
+        others: with their names.
+    """
     table = Table(title="first step, simulated action by action", title_justify="left")
     table.add_column("placement", no_wrap=True)
     table.add_column("schedule", no_wrap=True)
+    table.add_column("recompute", no_wrap=True)
     table.add_column("tensor x data x pipeline")
     for column in ("devices", "step ms", "MFU %", "bubble %", "peak GiB"):
         table.add_column(column, justify="right")
     table.add_column("against the first")
     best = candidates[0]
-    for candidate in candidates:
+    rows: list[tuple[str, Candidate | str]] = [(each.placement, each) for each in candidates]
+    for title, candidate in [*rows, *others]:
+        if isinstance(candidate, str):
+            table.add_row(title, *[""] * 8, candidate)
+            continue
         forecast = candidate.forecast
         step = forecast.step
-        stages = candidate.recipe.parallel.virtual_stages
-        name = f"{forecast.schedule}, {stages} per rank" if stages > 1 else forecast.schedule
-        row = [candidate.placement, name, candidate.sizes, str(candidate.devices)]
+        mode = candidate.recipe.activation_checkpoint.mode
+        row = [title, _schedule(candidate), mode, candidate.sizes, str(candidate.devices)]
         if step is None:
             table.add_row(*row, "", "", "", "", forecast.problem)
             continue
         table.add_row(
             *row,
-            f"{step.makespan_ms:,.1f}",
+            f"{forecast.iteration_ms:,.1f}",
             f"{100 * forecast.mfu:.1f}",
             f"{100 * step.timeline.bubble_fraction:.1f}",
             f"{max(step.peak_bytes) / GIB:.1f}",
@@ -116,7 +124,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
         for name in more
         if ours[name] > theirs[name]
     )
-    ratio = step.makespan_ms / first.makespan_ms - 1
+    ratio = candidate.forecast.iteration_ms / best.forecast.iteration_ms - 1
     idle = best.devices - candidate.devices
     unused = f"; {idle} devices more stay idle" if idle > 0 else ""
     return f"{ratio:+.1%}: {parts}{unused}"
@@ -140,7 +148,8 @@ def recipe_text(candidate: Candidate, source: str, device: str) -> str:
     lines = [
         f"Planned by scripts/plan.py from {source}: modules are {candidate.placement} on",
         f"{candidate.devices} x {device}; a step is predicted to take "
-        f"{step.makespan_ms:,.1f} ms (MFU {100 * candidate.forecast.mfu:.1f} %).",
+        f"{candidate.forecast.iteration_ms:,.1f} ms (MFU {100 * candidate.forecast.mfu:.1f} %) and "
+        f"{max(step.peak_bytes) / GIB:.1f} GiB, simulated.",
         "",
         f"  torchrun ... train.py --config THIS_FILE      with {candidate.devices} ranks",
     ]

@@ -83,6 +83,7 @@ def plan_layout(
     modules: Sequence[ModuleDescription],
     microbatches: Sequence[MicrobatchMeta],
     units: Mapping[str, MeshSizes] | None = None,
+    layers: Sequence[ModuleLayers] | None = None,
 ) -> StageLayout:
     """How the recipe's schedule cuts the modules.
 
@@ -90,11 +91,12 @@ def plan_layout(
         modules: encoders, LLM and generator, whole.
         microbatches: typical ones, from which costs follow.
         units: sizes by module, where modules have ranks of their own.
+        layers: what `module_layers` makes of modules and microbatches, if it has been made before.
 
     Raises:
         ConfigError: the modules cannot be cut like this.
     """
-    layers = module_layers(modules, microbatches)
+    layers = module_layers(modules, microbatches) if layers is None else layers
     if config.pipeline * config.mirrors == 1 and units is None:
         return megatron_layout(layers, 1)
     sizes = None

@@ -38,6 +38,7 @@ from torchmm.recipe.placement_sizes import (
     resolve_sizes,
     resolve_units,
     unit_sizes,
+    with_planned_keys_closed,
 )
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.simulation_section import contradictions
@@ -47,6 +48,7 @@ from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
     """All value checks; `world_size` None: except those that need the number of ranks."""
+    recipe = with_planned_keys_closed(recipe)
     return [
         *_check_run(recipe),
         *check_model(recipe),
@@ -297,7 +299,13 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     layout = None
     apart = parallel.placement == "disaggregated"
     yield from check_units(parallel, modules)
-    if world_size is not None:
+    if world_size is not None and parallel.leaves_units_open:
+        if world_size < len(modules):
+            text = (
+                f"plans {len(modules)} modules apart, but there are {world_size} ranks; start more"
+            )
+            yield Problem("parallel.orchestrate", True, text, ("parallel.placement", "model"))
+    elif world_size is not None:
         try:
             if apart:
                 layout = resolve_units(parallel, modules, world_size)[LLM]

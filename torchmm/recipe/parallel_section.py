@@ -147,6 +147,12 @@ class ParallelConfig(Section):
         return dict(self.__pydantic_extra__ or {})
 
     @property
+    def leaves_units_open(self) -> bool:
+        """Whether sizes of modules on ranks of their own are still to be planned, whatever is
+        given: they and the schedule are no concern of checks until then."""
+        return self.orchestrate and self.placement == "disaggregated"
+
+    @property
     def separates_modules(self) -> bool:
         """Whether the schedule gives every module separate stages on all pipeline ranks."""
         schedule = find_schedule(self.schedule)

@@ -246,6 +246,20 @@ def _key(parallel: ParallelConfig, name: str, size: str) -> str:
     return f"parallel.{name}.{size}" if own else f"parallel.{size}"
 
 
+def with_planned_keys_closed(recipe: Recipe) -> Recipe:
+    """The recipe with any legal values in the place of those that planning modules apart will set,
+    so that only what stays is checked."""
+    if not recipe.parallel.leaves_units_open:
+        return recipe
+    table = recipe.parallel.model_dump(exclude_unset=True)
+    for name in recipe.parallel.modules:
+        table[name] = {k: v for k, v in table[name].items() if k not in (*AXES, "segments")}
+    table |= dict.fromkeys(AXES, 1)
+    table |= {"schedule": "1f1b", "virtual_stages": 1, "async_tensor_parallel": False}
+    table |= {"async_tensor_backend": "auto", "reshard_after_forward": "default"}
+    return recipe.model_copy(update={"parallel": ParallelConfig.model_validate(table)})
+
+
 def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Problems:
     """What is incompatible with disaggregated modules, whatever the number of ranks."""
     if parallel.placement != "disaggregated":

@@ -16,7 +16,7 @@ from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.orchestration.search import OrchestrationPlan
+from torchmm.balance.orchestration.search import OrchestrationPlan, orchestrate
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import tune_layers
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -25,10 +25,10 @@ from torchmm.common.errors import ConfigError, PlanError
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
+from torchmm.planning.apart.problem import orchestration_problem, sized_recipe
 from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.planning.placement import plan_recipe, planned_recipe
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
@@ -236,8 +236,9 @@ def disttrain(recipe: Recipe, gpus: int, profile: Profile) -> tuple[Result | Non
     full = ActivationCheckpointConfig(mode="full")
     for lean in (recipe, recipe.model_copy(update={"activation_checkpoint": full})):
         try:
-            found = plan_recipe(lean, gpus, profile, alternatives=ALTERNATIVES).found
-        except ConfigError:
+            problem = orchestration_problem(lean, gpus, profile)
+            found = orchestrate(problem, alternatives=ALTERNATIVES)
+        except (ConfigError, ValueError):
             continue
         plans += [found.best, *found.alternatives]
     first = [
@@ -259,7 +260,7 @@ def _apart(
     recipe: Recipe, plan: OrchestrationPlan, profile: Profile, schedule: tuple[str, int]
 ) -> Result | None:
     """A step of modules on devices of their own; None: it cannot be run."""
-    own = planned_recipe(recipe, plan)
+    own = sized_recipe(recipe, {unit.name: unit.sizes for unit in plan.units})
     changes = {"schedule": schedule[0], "virtual_stages": schedule[1]}
     try:
         forecaster = Forecaster(own, plan.devices, profile)

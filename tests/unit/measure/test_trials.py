@@ -20,7 +20,7 @@ from torchmm.balance.orchestration.trials import (
 )
 from torchmm.common.errors import ConfigError
 from torchmm.measure.trials import interpolation_errors, make_trials
-from torchmm.planning.placement import orchestration_problem, plan_recipe, sampled_packs
+from torchmm.planning.apart.problem import orchestration_problem, sampled_packs
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
 

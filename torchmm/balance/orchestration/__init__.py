@@ -9,6 +9,7 @@ __all__, __getattr__ = public(
     __name__,
     {
         "problem": ("OrchestrationProblem",),
-        "search": ("OrchestrationPlan", "compare_plans"),
+        "search": ("OrchestrationPlan",),
+        "space": ("PlanSpace",),
     },
 )

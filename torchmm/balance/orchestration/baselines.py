@@ -3,18 +3,14 @@
 - Rigid (Megatron-LM, DistTrain §2.1): one tensor- and data-parallel size for all units, one
   pipeline stage for every encoder and generator.
 - FLOP ratio (DistTrain §8.2.1): nodes in proportion to the FLOPs of a unit. Sizes within the
-  shares are the best ones, which flatters the baseline: the paper does not say how it chooses them.
+  shares are the best that are found, which flatters the baseline: the paper does not say how it
+  chooses them.
 """
 
 from __future__ import annotations
 
 from torchmm.balance.orchestration.problem import OrchestrationProblem
-from torchmm.balance.orchestration.search import (
-    OrchestrationPlan,
-    UnitSizes,
-    orchestrate,
-    plan_with,
-)
+from torchmm.balance.orchestration.search import OrchestrationPlan, UnitSizes, plan_with
 
 
 def rigid_plan(
@@ -52,8 +48,8 @@ def rigid_plan(
     return best
 
 
-def ratio_plan(problem: OrchestrationProblem, node: int = 8) -> OrchestrationPlan:
-    """The fastest plan with devices in proportion to `UnitCosts.flops`.
+def ratio_shares(problem: OrchestrationProblem, node: int = 8) -> dict[str, int]:
+    """Devices in proportion to `UnitCosts.flops`, by unit.
 
     Nodes are given whole: one to each unit, the others one by one to the unit that has least for
     its FLOPs. Devices that no sizes make use of stay idle.
@@ -62,7 +58,7 @@ def ratio_plan(problem: OrchestrationProblem, node: int = 8) -> OrchestrationPla
         node: devices of a node; less if there are not as many nodes as units.
 
     Raises:
-        ValueError: FLOPs are not given, or no plan within the shares fits.
+        ValueError: FLOPs are not given.
     """
     if not sum(unit.flops for unit in problem.units) > 0:
         raise ValueError("FLOPs of all units are 0: give UnitCosts.flops")
@@ -72,5 +68,4 @@ def ratio_plan(problem: OrchestrationProblem, node: int = 8) -> OrchestrationPla
     for _ in range(problem.devices // node - len(problem.units)):
         poorest = max(problem.units, key=lambda unit: unit.flops / nodes[unit.name])
         nodes[poorest.name] += 1
-    shares = {name: node * count for name, count in nodes.items()}
-    return orchestrate(problem, alternatives=0, limits=shares).best
+    return {name: node * count for name, count in nodes.items()}

@@ -98,8 +98,9 @@ def microbatches_in_flight(
     if not tables.keeps_U[unit]:
         return 1.0
     virtual = tables.virtual_U[unit]
-    more = (pipeline - 1) / virtual if virtual > 1 else 0.0
-    return min(depth + more, float(microbatches))
+    # Bursts of interleaved 1F1B, and once more where a unit after this one answers with another.
+    bursts = (virtual > 1) * (1 + (depth > pipeline))
+    return min(depth + bursts * (pipeline - 1) / virtual, float(microbatches))
 
 
 @loop
@@ -210,6 +211,43 @@ def list_options(
                 found[count, STAGE_S:] = times
                 count += 1
     return found[:count][np.argsort(found[:count, DEVICES], kind="mergesort")]
+
+
+@compiled
+def every_option(
+    tables: UnitTables, setting: PlanSetting, data: int, unit: int, most: int
+) -> Float64s:
+    """All sizes of a unit, as rows of `list_options`, whether they fit (a depth of 0: they do not)
+    or are of use.
+
+    Args:
+        most: devices that it may have.
+    """
+    virtual = tables.virtual_U[unit]
+    found = np.empty((64, 8))
+    count = 0
+    for tensor in range(len(tables.tensor_T)):
+        offered = tables.seconds_UT[unit, tensor] < np.inf
+        for own in range(data if unit == setting.llm else 1, data + 1 if offered else 0):
+            group = own * tables.tensor_T[tensor]
+            if group > most or data % own:
+                continue
+            samples = setting.microbatch_size * (data / own)
+            for pipeline in range(1, min(most // group, tables.layers_U[unit] // virtual) + 1):
+                depth = greatest_depth(
+                    tables,
+                    unit,
+                    (tensor, own, pipeline),
+                    samples,
+                    setting.batch // data,
+                    setting.memory_bytes,
+                )
+                if count == len(found):
+                    found = np.concatenate((found, np.empty_like(found)))
+                found[count, TENSOR : DEPTH + 1] = (tensor, own, pipeline, group * pipeline, depth)
+                found[count, STAGE_S:] = unit_seconds(tables, unit, tensor, own, pipeline, samples)
+                count += 1
+    return found[:count]
 
 
 @compiled

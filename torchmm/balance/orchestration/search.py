@@ -200,34 +200,6 @@ def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> Orch
     return OrchestrationPlan(tuple(units), microbatches, bool(fits))
 
 
-def compare_plans(plan: OrchestrationPlan, best: OrchestrationPlan) -> str:
-    """Where a plan loses time against a better one, and where it gains some."""
-    if not plan.fits:
-        most = max(plan.units, key=lambda unit: unit.used_bytes)
-        return f"does not fit: {most.name} needs {most.used_bytes / 2**30:.1f} GiB per device"
-    total = best.step_s
-    parts = [
-        ("steady phase", plan.steady_s - best.steady_s, _pace(plan, best)),
-        ("warm-up", plan.warmup_s - best.warmup_s, ""),
-        ("gradient reduction", plan.sync_s - best.sync_s, ""),
-    ]
-    texts = [
-        f"{name} {share / total:+.1%}{why}"
-        for name, share, why in sorted(parts, key=lambda part: -part[1])
-        if abs(share) >= 5e-4 * total
-    ]
-    return f"{plan.step_s / total - 1:+.2%}" + (": " + ", ".join(texts) if texts else "")
-
-
-def _pace(plan: OrchestrationPlan, best: OrchestrationPlan) -> str:
-    slow = plan.bottleneck
-    fast = best.bottleneck
-    return (
-        f" ({plan.microbatches - 1} x {slow.stage_s:.4g} s on {slow.name} against "
-        f"{best.microbatches - 1} x {fast.stage_s:.4g} s on {fast.name})"
-    )
-
-
 def _check_sizes(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> None:
     if len(sizes) != len(problem.units):
         raise ValueError(f"{len(sizes)} sizes for {len(problem.units)} units; give one for each")

@@ -1,0 +1,159 @@
+"""The orchestrator's search against all plans, each simulated: the fastest that fits, its bounds."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import tomli
+from test_orchestration import PROFILE, RECIPE
+
+from torchmm.balance.orchestration.search import UnitSizes, orchestrate
+from torchmm.balance.orchestration.space import PlanSpace
+from torchmm.common.errors import ConfigError
+from torchmm.planning.apart.problem import plan_variants, sized_recipe
+from torchmm.planning.apart.search import fits, search_plans
+from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.recipe.check import find_problems
+from torchmm.recipe.recipe import Recipe
+
+TRIED = {
+    ("1f1b", 1, "selective"), ("1f1b", 1, "none"), ("1f1b", 1, "tuned"),
+    ("interleaved_1f1b", 2, "none"), ("zero_bubble", 1, "none"), ("gpipe", 1, "full"),
+}  # fmt: skip
+FORMULA = ("1f1b", "selective")
+"""Schedule and recomputation that the formula was for."""
+DEVICES = 4
+
+
+def small(batch=4, memory_gib=None, images=(0, 8), layers=4):
+    """A recipe, and a device of so much memory."""
+    table = tomli.loads(RECIPE)
+    table["model"]["llm"]["config"]["num_hidden_layers"] = layers
+    table["model"]["encoders"]["vision"]["config"]["num_hidden_layers"] = 2
+    table["model"]["llm"]["config"]["num_key_value_heads"] = 2
+    table["model"]["llm"]["config"]["num_attention_heads"] = 2
+    table["model"]["encoders"]["vision"]["config"]["num_attention_heads"] = 2
+    table["training"]["global_batch_size"] = batch
+    table["simulation"]["sequences"][0]["images"] = list(images)
+    table["parallel"] = {"sequence_parallel": True}
+    table["activation_checkpoint"] = {"mode": "selective"}
+    profile = PROFILE
+    if memory_gib:
+        device = replace(PROFILE.device, memory_bytes=memory_gib * 2**30)
+        profile = replace(PROFILE, device=device)
+    return Recipe.model_validate(table), profile
+
+
+CASES = {
+    "roomy": {},
+    "tight": {"memory_gib": 4.0},
+    "many images": {"images": (6, 8), "batch": 6},
+}
+
+
+def every_plan(recipe, devices):
+    """All sizes of both modules, by a definition of its own: none is left out for being bad."""
+    batch = recipe.training.global_batch_size
+    layers = {"vision": 2, "llm": recipe.model.llm.config["num_hidden_layers"]}
+    numbers = range(1, devices + 1)
+    for llm, vision in product(product((1, 2), numbers, numbers), repeat=2):
+        total = math.prod(llm) + math.prod(vision)
+        divides = batch % llm[1] == 0 and llm[1] % vision[1] == 0
+        if total <= devices and divides and llm[2] <= layers["llm"] and vision[2] <= 2:
+            yield {"vision": UnitSizes(*vision), "llm": UnitSizes(*llm)}
+
+
+def simulated(recipe, profile, sample, sizes, variant):
+    """Seconds and whether it fits; None where it cannot be run."""
+    schedule, stages, mode = variant
+    own = sized_recipe(recipe, sizes, schedule=schedule, stages=stages, recompute=mode)
+    devices = sum(size.devices for size in sizes.values())
+    if find_problems(own, devices):
+        return None
+    try:
+        made = Forecaster(own, devices, profile, sample=sample).forecast_parallel(own.parallel)
+    except ConfigError:
+        return None
+    return None if made.step is None else (made.iteration_ms / 1e3, fits(made.step))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.campaign] * (name != "tight")) for name in CASES],
+)
+def case(request):
+    """A recipe with all its plans, simulated."""
+    recipe, profile = small(**CASES[request.param])
+    sample = StepSample(recipe)
+    variants = [
+        variant
+        for variant in plan_variants(recipe, DEVICES, profile, sample)
+        if (variant.schedule, variant.stages, variant.recompute) in TRIED
+    ]
+    assert len(variants) == len(TRIED)
+    every = {}
+    for sizes in every_plan(recipe, DEVICES):
+        for index, variant in enumerate(variants):
+            key = variant.schedule, variant.stages, variant.recompute
+            found = simulated(recipe, profile, sample, sizes, key)
+            if found is not None:
+                every[index, tuple(sizes.values())] = found
+    return recipe, profile, sample, variants, every
+
+
+def test_the_best_plan_is_the_best_of_all_that_fit(case):
+    recipe, profile, sample, variants, every = case
+    found = search_plans(recipe, DEVICES, profile, sample=sample, variants=variants, effort=1e9)
+    fitting = [seconds for seconds, fine in every.values() if fine]
+    assert len(fitting) > 10
+    assert len(fitting) < len(every) or profile.device == PROFILE.device, "memory is tight"
+    assert found.best.step_ms / 1e3 == pytest.approx(min(fitting), rel=1e-12)
+    assert not found.left and found.within == 0
+    assert len(found.candidates) < len(every), "bounds rule something out"
+
+
+def test_all_devices_are_used_where_that_is_asked_for(case):
+    recipe, profile, sample, variants, every = case
+    found = search_plans(
+        recipe, DEVICES, profile, exact=True, sample=sample, variants=variants, effort=1e9
+    )
+    fitting = [
+        seconds
+        for (_, sizes), (seconds, fine) in every.items()
+        if fine and sum(size.devices for size in sizes) == DEVICES
+    ]
+    assert found.best.step_ms / 1e3 == pytest.approx(min(fitting), rel=1e-12)
+    assert found.best.devices == DEVICES
+
+
+def test_no_step_is_shorter_than_its_bound_and_none_that_fits_is_ruled_out(case):
+    *_, variants, every = case
+    space = PlanSpace(variants)
+    assert sum(fine for _, fine in every.values()) > 10
+    for (index, sizes), (seconds, fine) in every.items():
+        plan = space.plan(index, sizes)
+        if fine:
+            assert plan is not None, f"{variants[index].schedule} {sizes} fits"
+        if plan is not None:
+            assert plan.bound_s <= seconds * (1 + 1e-9)
+
+
+def test_an_interrupted_search_says_how_far_from_the_best_it_may_be(case):
+    recipe, profile, sample, variants, every = case
+    found = search_plans(recipe, DEVICES, profile, sample=sample, variants=variants, effort=1)
+    assert len(found.candidates) == 1
+    best = min(seconds for seconds, fine in every.values() if fine)
+    assert found.bound_s <= best
+    if found.best is not None:
+        assert found.best.step_ms / 1e3 <= best * (1 + found.within) * (1 + 1e-12)
+
+
+def test_the_formula_alone_would_have_chosen_a_worse_plan(case):
+    """The control: its favourite is slower in simulation, or does not fit."""
+    recipe, profile, sample, variants, every = case
+    index = next(i for i, v in enumerate(variants) if (v.schedule, v.recompute) == FORMULA)
+    favourite = orchestrate(variants[index].problem).best
+    seconds, fine = every[index, tuple(unit.sizes for unit in favourite.units)]
+    best = min(seconds for seconds, fine in every.values() if fine)
+    assert not fine or seconds > 1.01 * best
