@@ -34,6 +34,7 @@ from torchmm.recipe.data_section import (
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
 from torchmm.recipe.placement_sizes import (
     check_colocated,
+    check_planned_units,
     check_units,
     resolve_sizes,
     resolve_units,
@@ -299,12 +300,8 @@ def _check_layout(recipe: Recipe, world_size: int | None) -> Problems:
     layout = None
     apart = parallel.placement == "disaggregated"
     yield from check_units(parallel, modules)
-    if world_size is not None and parallel.leaves_units_open:
-        if world_size < len(modules):
-            text = (
-                f"plans {len(modules)} modules apart, but there are {world_size} ranks; start more"
-            )
-            yield Problem("parallel.orchestrate", True, text, ("parallel.placement", "model"))
+    if parallel.leaves_units_open:
+        yield from check_planned_units(modules, world_size)
     elif world_size is not None:
         try:
             if apart:

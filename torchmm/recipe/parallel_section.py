@@ -88,9 +88,10 @@ class ParallelConfig(Section):
     "disaggregated": each module has separate ranks and sizes, with the LLM's in [parallel],
     under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
     orchestrate: bool = False
-    """Choose sizes for `simulation.device`. With colocated encoders: pipeline and tensor-parallel
-    sizes that are not given, by simulating the first step; with disaggregated modules: all sizes of
-    all modules, from costs on sampled data (`scripts/plan.py` shows them)."""
+    """Choose sizes for `simulation.device`, by simulating the first step. With colocated encoders:
+    pipeline and tensor-parallel sizes that are not given; with disaggregated modules: all sizes of
+    all modules for exactly the ranks there are, schedule and recomputation, whatever is given
+    (`scripts/plan.py` shows them)."""
     llm_schedule: LlmSchedule = "interleaved_1f1b"
     """Order of the LLM's own forwards and backwards under "optimus"."""
     bubbles: Literal["fine", "coarse"] = "fine"

@@ -277,6 +277,13 @@ def check_units(parallel: ParallelConfig, modules: Sequence[str]) -> Problems:
         yield Problem("parallel.reshard_after_forward", "always", text, placement)
 
 
+def check_planned_units(modules: Sequence[str], world_size: int | None) -> Problems:
+    """What planning modules apart needs of the ranks; None: not known."""
+    if world_size is not None and world_size < len(modules):
+        text = f"plans {len(modules)} modules apart for {world_size} ranks; start more"
+        yield Problem("parallel.orchestrate", True, text, ("parallel.placement", "model"))
+
+
 def unit_stages(parallel: ParallelConfig, name: str) -> int:
     """Stages of a module per pipeline rank."""
     if parallel.separates_modules:

@@ -21,7 +21,9 @@ from torchmm.balance.orchestration.trials import (
 from torchmm.common.errors import ConfigError
 from torchmm.measure.trials import interpolation_errors, make_trials
 from torchmm.planning.apart.problem import orchestration_problem, sampled_packs
+from torchmm.planning.apart.search import search_plans
 from torchmm.planning.resolved import recipe_model
+from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.recipe import Recipe
 
 PROFILE_MODULES = runpy.run_path(str(Path(__file__).parents[3] / "scripts/profile_modules.py"))[
@@ -113,8 +115,8 @@ def test_plans_follow_what_was_measured(recipe, trials, tmp_path):
         modelled = orchestration_problem(recipe, 8, profile).units[0].seconds
         assert set(vision.seconds) == set(modelled)
         assert vision.has_backward
-        best = plan_recipe(own, 8, profile).found.best
-        devices.append(next(u.sizes.devices for u in best.units if u.name == "vision"))
+        best = search_plans(own, 8, profile, effort=20_000).best
+        devices.append(units_of(best.recipe, best.devices)["vision"].ranks)
     assert devices[1] > devices[0]
 
 

@@ -1,4 +1,4 @@
-"""The orchestrator's search against all plans, each simulated: the fastest that fits, its bounds."""
+"""The orchestrator's search against all plans, each simulated: the fastest that fits, bounds."""
 
 import math
 from dataclasses import replace
@@ -151,7 +151,7 @@ def test_an_interrupted_search_says_how_far_from_the_best_it_may_be(case):
 
 def test_the_formula_alone_would_have_chosen_a_worse_plan(case):
     """The control: its favourite is slower in simulation, or does not fit."""
-    recipe, profile, sample, variants, every = case
+    *_, variants, every = case
     index = next(i for i, v in enumerate(variants) if (v.schedule, v.recompute) == FORMULA)
     favourite = orchestrate(variants[index].problem).best
     seconds, fine = every[index, tuple(unit.sizes for unit in favourite.units)]

@@ -14,9 +14,9 @@ whatever the schedule:
 
     max over units u:  max(n_u (fullest rank), n_u (last rank) + k (least chain to it)) + k (LLM)
 
-n_u are the samples of a replica, k those of a microbatch, (LLM) its chain in front of generators. Left out, so that the bound is one:
-transfers, gathering and reduction, waiting, and the chains inside of encoders and generators, whose
-samples may be empty.
+n_u are the samples of a replica, k those of a microbatch, (LLM) its chain in front of generators.
+Left out, so that the bound is one: transfers, gathering and reduction, waiting, and the chains
+inside of encoders and generators, whose samples may be empty.
 
 Memory is bounded as well: states, and activations of as many of the leanest samples as wait on the
 LLM's first rank, where the schedule says how many; of other units, and under other schedules, as

@@ -132,7 +132,7 @@ class _Options:
     def data(self) -> Int64s:
         return np.array([own.data for own in self.sizes], np.int64)
 
-    def only(self, chosen: Sequence[int]) -> _Options:
+    def only(self, chosen: Sequence[int] | Int64s) -> _Options:
         """Some of them."""
         rows = list(chosen)
         columns = (self.bound_s, self.stage_s, self.warmup_s, self.sync_s, self.depth)
@@ -364,7 +364,7 @@ class PlanSpace:
         )  # fmt: skip
         at = np.flatnonzero(wanted)
         order = np.lexsort((estimate_s.ravel()[at], ~likely.ravel()[at]))
-        found = []
+        found: list[PlanGuess] = []
         for place in at[order][:most].tolist():
             rows = np.unravel_index(place, shape)
             sizes = tuple(options[u].sizes[i] for u, i in enumerate(rows))
@@ -376,7 +376,7 @@ class PlanSpace:
 
 def _by_devices(options: _Options, most: int) -> Float64s:
     """The least bound with at most so many devices, from 0 on."""
-    found = np.full(most + 1, inf)
+    found: Float64s = np.full(most + 1, inf)
     devices = options.devices.astype(int)
     fine = devices <= most
     np.minimum.at(found, devices[fine], options.bound_s[fine])
@@ -385,7 +385,7 @@ def _by_devices(options: _Options, most: int) -> Float64s:
 
 def _shared(one_s: Float64s, other_s: Float64s) -> Float64s:
     """The least of the slower one of two units that share so many devices, from 0 on."""
-    found = np.full(len(one_s), inf)
+    found: Float64s = np.full(len(one_s), inf)
     faster = np.concatenate(([True], one_s[1:] < one_s[:-1])) & (one_s < inf)
     for count in np.flatnonzero(faster).tolist():
         slower_s = np.maximum(one_s[count], other_s[: len(found) - count])
