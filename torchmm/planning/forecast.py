@@ -170,7 +170,8 @@ class Forecaster:
         self.recipe, self.profile = recipe, profile
         self.run = resolve(recipe, world_size)
         self.sample = StepSample(recipe, model) if sample is None else sample
-        self.model, self.modules = self.sample.model, self.sample.modules
+        self.model = self.sample.model
+        self.modules = self.sample.modules
         costs = self._costs(recipe.parallel)  # what is wrong with it, now
         shares = self._first_shares()
         if self.run.units:
@@ -276,10 +277,8 @@ class Forecaster:
         """
         if not self.recipe.simulation.trials or not self.run.units:
             return costs
-        packs, modelled = (
-            self.sample.packs,
-            self.recipe.simulation.model_copy(update={"trials": ""}),
-        )
+        packs = self.sample.packs
+        modelled = self.recipe.simulation.model_copy(update={"trials": ""})
         try:
             runs = [
                 trial_runner(own, self.modules, self.profile)

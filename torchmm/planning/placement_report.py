@@ -21,7 +21,8 @@ def unit_table(planned: PlannedRun, device: str) -> Table:
     """The best plan, unit by unit."""
     best = planned.judged.best
     assert best is not None and best.forecast.step is not None
-    problem, step = planned.problem, best.forecast.step
+    problem = planned.problem
+    step = best.forecast.step
     title = (
         f"best plan on {problem.devices} x {device}, global batch {problem.global_batch_size}: "
         f"{best.devices} devices, {_schedule(best)}, step {best.step_ms / 1e3:.3f} s, MFU "

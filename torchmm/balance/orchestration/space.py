@@ -154,7 +154,9 @@ class PlanSpace:
         exact: bool = False,
         limits: Mapping[str, int] | None = None,
     ) -> None:
-        self.variants, self._exact, self._limits = variants, exact, limits or {}
+        self.variants = variants
+        self._exact = exact
+        self._limits = limits or {}
         self._undominated: dict[int, _Options] = {}
         self._known_tables: dict[int, UnitTables] = {}
         self._options: dict[tuple[object, ...], _Options] = {}
@@ -261,7 +263,8 @@ class PlanSpace:
     def _unit_options(self, variant: int, data: int, unit: int) -> _Options:
         """Sizes of a unit that may fit."""
         own = self.variants[variant]
-        problem, bound = own.problem, own.bounds[unit]
+        problem = own.problem
+        bound = own.bounds[unit]
         costs = problem.units[unit]
         setting = problem.setting()
         tables = self._tables(variant)
@@ -331,7 +334,8 @@ class PlanSpace:
         Args:
             most: how many, those with the least estimates; None: all.
         """
-        own, units = self.variants[variant], len(options)
+        own = self.variants[variant]
+        units = len(options)
         shape = [len(option.sizes) for option in options]
         if not all(shape):
             return []
@@ -368,9 +372,16 @@ class PlanSpace:
         for place in at[order][:most].tolist():
             rows = np.unravel_index(place, shape)
             sizes = tuple(options[u].sizes[i] for u, i in enumerate(rows))
-            numbers = float(bound_s.ravel()[place]), float(estimate_s.ravel()[place])
-            own_likely = bool(likely.ravel()[place])
-            found.append(PlanGuess(variant, sizes, *numbers, own_likely, len(found)))
+            found.append(
+                PlanGuess(
+                    variant,
+                    sizes,
+                    float(bound_s.ravel()[place]),
+                    float(estimate_s.ravel()[place]),
+                    bool(likely.ravel()[place]),
+                    len(found),
+                )
+            )
         return found
 
 
