@@ -134,10 +134,10 @@ def best_of(case: Case) -> Candidate:
     return min((each for each in found if each is not None), key=lambda each: each.step_ms)
 
 
-def ours(case: Case, reorder: str = "both") -> Step:
-    """The best plan."""
+def ours(case: Case, reorder: str | None = None) -> Step:
+    """The best plan, as it was chosen or with another `data.reorder`."""
     best = best_of(case)
-    if reorder == "both":
+    if reorder is None:
         return Step.of(best.forecast, best.devices)
     data = best.recipe.data.model_copy(update={"reorder": reorder})
     return run(case, best.recipe.model_copy(update={"data": data}), best.devices)

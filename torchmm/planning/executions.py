@@ -127,6 +127,13 @@ def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Prof
         raise ConfigError(f"training.dtype: {error}") from error
 
 
+def whole_costs(recipe: Recipe, module: ModuleDescription, profile: Profile) -> CostModel:
+    """What a module costs that nothing divides, with what the recipe says of recomputation."""
+    mode = recipe.activation_checkpoint.fixed_mode(module.name)
+    executions = {module.name: Execution(recompute=mode)}
+    return CostModel(profile, recipe.training.dtype, executions)
+
+
 def trial_runner(
     recipe: Recipe, modules: Sequence[ModuleDescription], profile: Profile
 ) -> TrialRunner:

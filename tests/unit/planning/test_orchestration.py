@@ -120,7 +120,7 @@ def test_planned_recipes_dry_run_to_the_figures_they_were_chosen_for(planned, tm
     path = tmp_path / "planned.toml"
     path.write_text(recipe_text(best, "tiny.toml", "a800"))
     own = load_recipe(path, (), best.devices).recipe
-    assert own.parallel.placement == "disaggregated" and own.data.reorder == "both"
+    assert own.parallel.placement == "disaggregated"
     text = describe_run(own, best.devices)
     step = best.forecast.step
     assert f"first step {best.forecast.iteration_ms:,.1f} ms on a800" in re.sub(" +", " ", text)

@@ -108,7 +108,9 @@ def test_the_best_plan_is_the_best_of_all_that_fit(case):
     fitting = [seconds for seconds, fine in every.values() if fine]
     assert len(fitting) > 10
     assert len(fitting) < len(every) or profile.device == PROFILE.device, "memory is tight"
-    assert found.best.step_ms / 1e3 == pytest.approx(min(fitting), rel=1e-12)
+    assert found.best.step_ms / 1e3 <= min(fitting) * (1 + 1e-12)
+    reordered = [c.step_ms / 1e3 for c in found.candidates if c.recipe.data.reorder == "both"]
+    assert min(reordered) == pytest.approx(min(fitting), rel=1e-12)
     assert not found.left and found.within == 0
     assert len(found.candidates) < len(every), "bounds rule something out"
 
@@ -123,7 +125,8 @@ def test_all_devices_are_used_where_that_is_asked_for(case):
         for (_, sizes), (seconds, fine) in every.items()
         if fine and sum(size.devices for size in sizes) == DEVICES
     ]
-    assert found.best.step_ms / 1e3 == pytest.approx(min(fitting), rel=1e-12)
+    reordered = [c.step_ms / 1e3 for c in found.candidates if c.recipe.data.reorder == "both"]
+    assert min(reordered) == pytest.approx(min(fitting), rel=1e-12)
     assert found.best.devices == DEVICES
 
 
@@ -142,7 +145,7 @@ def test_no_step_is_shorter_than_its_bound_and_none_that_fits_is_ruled_out(case)
 def test_an_interrupted_search_says_how_far_from_the_best_it_may_be(case):
     recipe, profile, sample, variants, every = case
     found = search_plans(recipe, DEVICES, profile, sample=sample, variants=variants, effort=1)
-    assert len(found.candidates) == 1
+    assert len(found.candidates) <= 2  # the same without reordering
     best = min(seconds for seconds, fine in every.values() if fine)
     assert found.bound_s <= best
     if found.best is not None:

@@ -14,10 +14,8 @@ from typing import get_args
 import numpy as np
 
 from torchmm.balance.costs.devices import MEMORY_SHARE
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.flops import gradients_arrive
 from torchmm.balance.costs.layers import learns
-from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.orchestration.bounds import SampleSeconds, UnitBound, Waiting
@@ -33,7 +31,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.executions import parameter_states, trial_runner
+from torchmm.planning.executions import parameter_states, trial_runner, whole_costs
 from torchmm.planning.forecast import StepSample, first_microbatches
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, schedules_for
@@ -231,9 +229,7 @@ def _layer_share(
     sizes = pack_sizes(module, metas)[1]
     if not inner or sizes is None:
         return 0.0
-    mode = recipe.activation_checkpoint.fixed_mode(module.name)
-    executions = {module.name: Execution(recompute=mode)}
-    model = CostModel(profile, recipe.training.dtype, executions)
+    model = whole_costs(recipe, module, profile)
     arrives_N = np.array([gradients_arrive(modules, meta)[module.name] for meta in metas], bool)
     whole = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
     shares = []

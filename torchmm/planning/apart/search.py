@@ -22,7 +22,7 @@ memory; deadlines by the clock.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
 
@@ -188,6 +188,20 @@ class _Search:
             self._simulate(NEAR)
         self._simulate(inf)
         self.passed_s = min(self.passed_s, rest_s)
+        self._as_sampled()
+
+    def _as_sampled(self) -> None:
+        """The best plan once more, with batches as they are sampled: orders are found for a chain,
+        and may be worse than none for what runs."""
+        best = min(self.found, key=lambda each: each.step_ms, default=None)
+        if best is None or best.step_ms == inf:
+            return
+        data = best.recipe.data.model_copy(update={"reorder": "none"})
+        own = best.recipe.model_copy(update={"data": data})
+        forecaster = Forecaster(own, best.devices, self.profile, sample=self.sample)
+        forecast = forecaster.forecast_parallel(own.parallel)
+        self.found.append(replace(best, recipe=own, forecast=forecast))
+        self.best_ms = min(self.best_ms, self.found[-1].step_ms)
 
     def _list(self, band: Band) -> None:
         self.passed_s = min(self.passed_s, band.open_s)
