@@ -10,9 +10,10 @@ order plans are tried, and a bound that no simulation falls below (`balance.orch
 when to stop. So time and memory of what is chosen are those that a dry run of the written recipe
 shows, and nothing else answers what fits.
 
-The order: the best guesses first. Where one turns out to be the fastest under its schedule so far,
-its sizes are tried next under other schedules, and with layers tuned to memory. Effort is counted
-in actions, not in seconds, so that every rank that plans for itself finds the same. If it ends
+The order: the formula's best plans, then the best guesses. Where one turns out to be the fastest
+under its schedule so far, its sizes are tried next under other schedules, and with layers tuned to
+memory. Effort is counted in actions, not in seconds, so that every rank that plans for itself finds
+the same. If it ends
 early, no plan is faster than the least bound of those that were not tried.
 
 Rejected: the formula's order alone, which is several per cent off the simulator in time and more in
@@ -28,7 +29,7 @@ from math import inf
 
 from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.orchestration.search import UnitSizes
+from torchmm.balance.orchestration.search import UnitSizes, orchestrate
 from torchmm.balance.orchestration.space import Band, PlanGuess, PlanSpace, Variant
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.errors import ConfigError
@@ -55,6 +56,8 @@ NEXT, LIKELY, LATER, UNLIKELY = range(4)
 NEAR = 1.05
 """Estimates that are tried before the next band is looked at, over the best step."""
 NEIGHBOURS = 4
+FAVOURITES = 2
+"""Of the formula, besides its best, for each way to recompute."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ def search_plans(
     if variants is None:
         variants = plan_variants(recipe, devices, profile, sample)
     space = PlanSpace(variants, exact=exact, limits=limits)
-    search = _Search(recipe, profile, sample, variants, space, effort)
+    search = _Search(recipe, profile, sample, variants, space, effort, limits)
     search.run()
     return search.result()
 
@@ -162,6 +165,7 @@ class _Search:
     variants: Sequence[Variant]
     space: PlanSpace
     effort: float
+    limits: Mapping[str, int] | None
     found: list[Candidate] = field(default_factory=list)
     best_ms: float = inf
     best_of: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -179,6 +183,7 @@ class _Search:
 
     def run(self) -> None:
         """Band after band, until no bound is below the best step, or the effort is spent."""
+        self._favourites()
         limit_s = rest_s = self.space.least_s
         while rest_s < inf and 1e3 * rest_s < self.best_ms and self.effort > 0:
             limit_s = max(limit_s * WIDER, rest_s * (1 + 1e-9))
@@ -189,6 +194,22 @@ class _Search:
         self._simulate(inf)
         self.passed_s = min(self.passed_s, rest_s)
         self._as_sampled()
+
+    def _favourites(self) -> None:
+        """The formula's best plans, of different layouts of the LLM, before all others: bands take
+        long to come to what it finds at once where there are a thousand devices."""
+        for index, variant in enumerate(self.variants):
+            if variant.recompute == TUNED or (variant.schedule, variant.stages) != ("1f1b", 1):
+                continue
+            try:
+                found = orchestrate(variant.problem, alternatives=FAVOURITES, limits=self.limits)
+            except ValueError:  # nothing fits with this recomputation
+                continue
+            for plan in (found.best, *found.alternatives):
+                guess = self.space.plan(index, tuple(unit.sizes for unit in plan.units))
+                if guess is not None:
+                    self._push(guess, NEXT)
+        self._simulate(NEAR)
 
     def _as_sampled(self) -> None:
         """The best plan once more, with batches as they are sampled: orders are found for a chain,
