@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import subprocess
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -12,6 +14,10 @@ from object_server import ObjectServer
 from train_server import TrainServer
 
 ROOT = Path(__file__).parents[1]
+CAMPAIGN_S = float(os.environ.get("CAMPAIGN_S", "inf"))
+"""Seconds after the begin in which campaigns may start; later ones are skipped. For machines whose
+runs are limited in time, whatever their speed."""
+BEGIN_S = time.monotonic()
 
 
 CAMPAIGNS = {
@@ -120,6 +126,12 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # hundreds of thousands of objects are imported, none of them garbage
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lets no campaign begin that there is no time for."""
+    if time.monotonic() - BEGIN_S > CAMPAIGN_S and item.get_closest_marker("campaign"):
+        pytest.skip(f"a campaign, {CAMPAIGN_S:.0f} s after the begin (CAMPAIGN_S)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select tests
