@@ -5,6 +5,7 @@ launch. Encoder tasks are dealt to replicas on other ranks,
 whose gradients are added up by FSDP2 over all ranks with the same encoder stage.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -26,12 +27,15 @@ from shared_reference import on_first_rank
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.common.errors import PeerError
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
+from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
@@ -134,6 +138,11 @@ CASES = {
         Case(2, 1, shard=2, context=2, copies=4, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, context=2, sequence_parallel=True),
         Case(2, 1, replicate=2, encoders=2),
+        # Reductions of a stage below backwards of the LLM's other one, and of encoders.
+        Case(2, 1, shard=2, slices=2, virtual=2),
+        Case(2, 2, shard=2, slices=2, virtual=2, encoders=2),
+        Case(2, 1, replicate=2, slices=2, virtual=2, copies=1),
+        Case(2, 2, shard=2, slices=2, llm_schedule="zero_bubble"),
         # Copies of the encoder, with and without data parallelism of the LLM: fewer and more.
         Case(2, 1, shard=2, slices=None, copies=4),
         Case(2, 1, replicate=2, copies=1),
@@ -160,12 +169,24 @@ def test_colocated_encoders_equal_one_process(ranks):
     outcomes = run_distributed(_compare_all, ranks, CASES[ranks])
     for rank, found in enumerate(outcomes):
         assert len(found) == len(CASES[ranks])
-        for case, problems, _ in found:
+        for case, problems, _, _ in found:
             assert not problems, (rank, case, problems)
     for index, case in enumerate(CASES[ranks]):
         ran = [found[index][2] for found in outcomes]
         if case.encoder == 1:
             assert all(ran), f"{case}: encoder tasks on each rank: {ran}"
+        beside = [found[index][3] for found in outcomes]
+        if case.shard * case.replicate > 1 and case.pipeline > 1 and case.freeze == "nothing":
+            assert any(beside), f"{case}: nothing runs beside reductions"
+
+
+@pytest.mark.slow
+def test_a_reduction_in_front_of_its_last_backward_is_refused():
+    """By validation, and by the runtime where nobody has validated the plan: the first rank to
+    notice stops, and others lose it."""
+    found = run_distributed(_reduce_too_early, 4)
+    assert any("REDUCE_GRAD comes before the backward of Task" in each for each in found), found
+    assert all(found)
 
 
 def model_config(encoders: int, composite: str = "") -> ModelConfig:
@@ -225,7 +246,7 @@ def reference(case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     return total, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
 
 
-def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int]]:
+def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int, int]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     meshes: dict[tuple, ParallelMesh] = {}
     found = []
@@ -236,8 +257,37 @@ def _compare_all(cases: list[Case]) -> list[tuple[Case, list[str], int]]:
     return found
 
 
-def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[list[str], int]:
-    """What differs from the single process; how many encoder forwards this rank ran."""
+def _reduce_too_early() -> str:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    case = Case(2, 1, shard=2, slices=2)
+    try:
+        _compare(case, case.parallel, build_mesh(case.parallel, CPU), _too_early)
+    except (ValueError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+def _too_early(plan: PipelinePlan) -> PipelinePlan:
+    """The plan with each rank's first reduction in front of the last backward of its stage."""
+    programs = []
+    for program in plan.actions:
+        reduction = next(a for a in program if a.type is ActionType.REDUCE_GRAD)
+        rest = [a for a in program if a is not reduction]
+        last = max(i for i, a in enumerate(rest) if a.type is ActionType.B and a[1] == reduction[1])
+        programs.append((*rest[:last], reduction, *rest[last:]))
+    found = replace(plan, actions=tuple(programs))
+    assert "dependency" in {problem.kind for problem in validate_plan(found).problems}
+    return found
+
+
+def _compare(
+    case: Case,
+    config: ParallelConfig,
+    mesh: ParallelMesh,
+    change: Callable[[PipelinePlan], PipelinePlan] = lambda plan: plan,
+) -> tuple[list[str], int, int]:
+    """What differs from the single process; how many encoder forwards this rank ran, and how many
+    backwards after its first reduction."""
     model = build(case)
     batch = global_batch(case.encoders, case.composite)
     descriptions = [module.describe() for module in model.modality_modules()]
@@ -251,7 +301,7 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     targets = sum(m.target_count for m in batch)
-    plan = pipeline.plan_training(share)
+    plan = change(pipeline.plan_training(share))
     result = pipeline.run(plan, share, loss_scale=1 / targets)
     alone = Case(1, 1, freeze=case.freeze, encoders=case.encoders, composite=case.composite)
     loss, gradients = shared_reference(alone)
@@ -266,7 +316,10 @@ def _compare(case: Case, config: ParallelConfig, mesh: ParallelMesh) -> tuple[li
         a for a in plan.actions[mesh.pipeline_rank]
         if a.type is ActionType.F and layout.stages[a.stage].module in encoders
     ]  # fmt: skip
-    return problems, len(forwards)
+    program = plan.actions[mesh.pipeline_rank]
+    kinds = [a.type for a in program]
+    reduced = kinds.index(ActionType.REDUCE_GRAD) if ActionType.REDUCE_GRAD in kinds else len(kinds)
+    return problems, len(forwards), kinds[reduced:].count(ActionType.B)
 
 
 def _loss_problems(losses: dict[int, torch.Tensor], targets: int, wanted: float) -> list[str]:

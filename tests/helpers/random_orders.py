@@ -140,6 +140,16 @@ def random_graph(seed: int, ranks: int | None = None, microbatches: int | None =
         draft.edges.append((llm[-1], generator[0]))
         divided = [*divided, "generator"]
     layout = StageLayout(tuple(_all_ranks_used(draft)), tuple(draft.edges), frozenset(divided))
+    return _step(layout, count, divided, rng)
+
+
+def random_step(layout: StageLayout, seed: int) -> StageGraph:
+    """Another step of the same stages: of other tasks, and of 1 to 5 microbatches."""
+    rng = random.Random(seed)
+    return _step(layout, rng.randint(1, 5), sorted(layout.sub_microbatched), rng)
+
+
+def _step(layout: StageLayout, count: int, divided: list[str], rng: random.Random) -> StageGraph:
     parts = {m: tuple(rng.randint(0, 3) for _ in range(count)) for m in divided}
     replica = {
         (m, microbatch, part): rng.randrange(2)

@@ -13,9 +13,10 @@ Without a pipeline, FSDP gathers layer by layer and reduces in the last microbat
 (`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas run plans of
 their own, with other numbers of forwards or none at all. FSDP's automatic collectives would then
 differ in number and order, so `StepSharding` gathers once before all computation and reduces once
-after it. Rejected: gathering per forward (as many collectives as forwards, which replicas do not
-agree on), and reducing right after a stage's last backward (which is the last differs between
-replicas).
+after a stage's last backward, at the turn that the plan says
+(`torchmm.pipelining.plan.reductions`). Rejected: gathering per forward (as many collectives as
+forwards, which replicas do not agree on), and FSDP's own reductions in a stage's last backward
+(which is the last differs between replicas).
 """
 
 from __future__ import annotations
@@ -92,9 +93,10 @@ def _placement_of_experts(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
 class StepSharding:
     """Drives the FSDP2 of one stage: one all-gather and one reduction per unit and step.
 
-    `unshard` comes before the step's first forward of the stage and `reduce_gradients` (or, without
+    `unshard` comes before the step's first forward of the stage and `start_reducing` (or, without
     gradients, `reshard`) after its last action. All data-parallel replicas of a stage must call
-    them in the same order among their stages, whether they ran the stage or not.
+    them in the same order among their stages, whether they ran the stage or not. On CUDA what
+    comes after runs beside the reduction; gradients may be used after `finish_reducing`.
 
     Args:
         module: a root of FSDP2 (see `apply_fsdp`), whose memory may still be unallocated.
@@ -106,6 +108,8 @@ class StepSharding:
         self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
         self._prepared = False
         self._pending: list = []
+        self._reducing: list | None = None
+        """What a reduction that runs has in use."""
 
     def unshard(self, *, complete: bool = False) -> None:
         """Starts gathering all parameters; the first forward of each unit waits for its own.
@@ -127,17 +131,27 @@ class StepSharding:
         """Adds what `stage_backward_weight` left on the gathered parameters to the step's sums."""
         torch_private.accumulate_gradients(self._root)
 
-    def reduce_gradients(self) -> None:
-        """Adds gradients up over the data-parallel ranks and frees the gathered parameters.
+    def start_reducing(self) -> torch.cuda.Event | None:
+        """Begins to add gradients up over the data-parallel ranks; frees the gathered parameters.
 
         Parameters that no backward has reached count as zeros.
+
+        Returns:
+            On CUDA, an event at the end of it, with a time.
         """
         self._wait()
         # A replica without a task for this stage has to take part in the reduction all the same.
         torch_private.fill_missing_gradients(self._root)
         self._set_reducing(True)
-        torch_private.reduce_gradients(self._root)
-        self._set_reducing(False)
+        self._reducing = torch_private.start_reducing(self._root)
+        return torch_private.end_of_reducing(self._root)
+
+    def finish_reducing(self) -> None:
+        """Lets what comes after wait for the reduction, if there is one."""
+        if self._reducing is not None:
+            torch_private.finish_reducing(self._root, self._reducing)
+            self._set_reducing(False)
+            self._reducing = None
 
     def reshard(self) -> None:
         """Frees the gathered parameters without a reduction."""

@@ -50,14 +50,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 __all__ = [
     "accumulate_gradients",
     "clear_forward_order",
+    "end_of_reducing",
     "fill_missing_gradients",
+    "finish_reducing",
     "fused_gather_matmul",
     "fused_matmul_scatter",
     "group_named",
     "initialize_fsdp",
     "is_view",
     "placed_like",
-    "reduce_gradients",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
@@ -65,6 +66,7 @@ __all__ = [
     "start_copy_engine_gather",
     "start_copy_engine_scatter",
     "start_reduce_scatter",
+    "start_reducing",
     "supports_weight_split",
     "wait",
 ]
@@ -154,11 +156,46 @@ def fill_missing_gradients(module: FSDPModule) -> None:
                 parameter.unsharded_accumulated_grad = zeros
 
 
-def reduce_gradients(module: FSDPModule) -> None:
-    """Reduces the gradients of all groups now and ends the backward: FSDP's own sequence."""
+def start_reducing(module: FSDPModule) -> list[Any]:
+    """Starts the reduction of all groups' gradients: FSDP's own sequence, but the current stream
+    waits for none of it.
+
+    FSDP lets each group's reduction wait for the one before, to have one buffer at a time; the
+    buffers of all take no more than the gradients did that they come from.
+
+    Returns:
+        What to hand to `finish_reducing`.
+    """
+    communication: Any = module._get_fsdp_state()._comm_ctx
+    held: list[Any] = []
     for group in _groups(module):
         group.post_backward()
+        # A list since 2.13; before, one state or none.
+        if hasattr(communication, "reduce_scatter_states"):
+            held += communication.reduce_scatter_states
+            communication.reduce_scatter_states.clear()
+        else:
+            held.append(communication.reduce_scatter_state)
+            communication.reduce_scatter_state = None
+    return held
+
+
+def finish_reducing(module: FSDPModule, held: list[Any]) -> None:
+    """Lets the current stream wait for all reductions of `start_reducing`; ends the backward."""
     module._get_fsdp_state()._root_post_backward_final_callback()
+    held.clear()  # what this stream allocates from here on is written after the reductions
+
+
+def end_of_reducing(module: FSDPModule) -> torch.cuda.Event | None:
+    """On CUDA: when all reductions are complete that were started last; with a time."""
+    communication = module._get_fsdp_state()._comm_ctx
+    scatters, sums = communication.reduce_scatter_stream, communication.all_reduce_stream
+    if not isinstance(scatters, torch.cuda.Stream):
+        return None
+    sums.wait_stream(scatters)  # sums over replicas come after, if there are any
+    end = torch.cuda.Event(enable_timing=True)
+    end.record(sums)
+    return end
 
 
 class CompileEvent(NamedTuple):

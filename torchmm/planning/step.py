@@ -242,7 +242,14 @@ def plan_step(
         )
 
     def lowered(order: ComputeOrder) -> PipelinePlan:
-        plan = lower_plan(order, graph, specs(graph), sharding=sharding, training=training)
+        plan = lower_plan(
+            order,
+            graph,
+            specs(graph),
+            sharding=sharding,
+            training=training,
+            reduces_early=config.expert == 1,  # ranks with parts of the experts meet in every layer
+        )
         if config.tensor_bubbles and training and layout.rank_count > 1:
             plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
         validate_plan(plan).raise_for_problems()

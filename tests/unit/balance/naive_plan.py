@@ -32,6 +32,7 @@ class Play:
         self.now = [0] * ranks
         self.gather_free = [0] * ranks
         self.gathered: dict[tuple[int, int], int] = {}
+        self.at_reduction: dict[tuple[int, int], int] = {}  # by rank and stage
         self.sent, self.received = defaultdict(list), defaultdict(list)  # by channel: times
         self.wire_ms = defaultdict(list)  # by channel: durations
         self.number: dict[tuple[int, Action], tuple[tuple[int, int], int]] = {}
@@ -55,6 +56,39 @@ class Play:
                     self.times[rank].append(span)
                     moved = True
         assert [len(t) for t in self.times] == [len(p) for p in plan.actions], "stuck"
+        for rank, program in enumerate(plan.actions if costs.runs_beside else ()):
+            for position, action in enumerate(program):
+                if action.type is T.REDUCE_GRAD:
+                    start, _ = self.times[rank][position]
+                    self.times[rank][position] = start, self.reduced(rank, action.stage)
+
+    def reduced(self, rank: int, stage: int) -> int | None:
+        """When a reduction ends, one after the other on a rank; None: somebody is not there."""
+        end = 0
+        for action in self.plan.actions[rank]:
+            if action.type is not T.REDUCE_GRAD:
+                continue
+            ranks = self.plan.graph.layout.stages[action.stage].ranks
+            there = [self.at_reduction.get((r, action.stage)) for r in ranks]
+            if None in there:
+                return None
+            end = max(end, *there) + ps(self.costs.reduce_ms.get(action.stage, 0))
+            if action.stage == stage:
+                return end
+        raise AssertionError("no such reduction")
+
+    def reduce_tied(self, rank: int, action: Action) -> int | None:
+        ready = self.now[rank]
+        if self.costs.runs_beside and (rank, action.stage) in self.at_reduction:
+            reduced = self.reduced(rank, action.stage)
+            if reduced is None:
+                return None
+            ready = max(ready, reduced)
+        own = self.reached.setdefault((rank, action.stage), ready)
+        other = self.reached.get((action.peer, action.other))
+        return (
+            None if other is None else max(own, other) + ps(self.costs.tied_ms.get(action.stage, 0))
+        )
 
     def act(self, rank: int, action: Action) -> tuple[int, int] | None:
         kind, start = action.type, self.now[rank]
@@ -63,18 +97,23 @@ class Play:
             end = begin + ps(self.costs.gather_ms.get(action.stage, 0))
             self.gather_free[rank] = self.gathered[rank, action.stage] = end
             return begin, end
-        if kind in COMPUTE or kind in (T.RESHARD, T.REDUCE_GRAD):
-            start = max(start, self.gathered.get((rank, action.stage), 0))
-            duration_ms = self.costs.compute_ms.get(action, 0)
-            if kind is T.REDUCE_GRAD:
-                duration_ms = self.costs.reduce_ms.get(action.stage, 0)
-            end = start + ps(duration_ms)
-        elif kind is T.REDUCE_TIED:
-            self.reached.setdefault((rank, action.stage), start)
-            other = self.reached.get((action.peer, action.other))
-            if other is None:
+        if kind is T.REDUCE_GRAD:
+            ready = max(start, self.gathered.get((rank, action.stage), 0))
+            self.at_reduction[rank, action.stage] = ready
+            if self.costs.runs_beside:
+                return start, start  # the end follows when all is known
+            ranks = self.plan.graph.layout.stages[action.stage].ranks
+            there = [self.at_reduction.get((r, action.stage)) for r in ranks]
+            if None in there:
                 return None
-            end = max(start, other) + ps(self.costs.tied_ms.get(action.stage, 0))
+            end = max(there) + ps(self.costs.reduce_ms.get(action.stage, 0))
+        elif kind in COMPUTE or kind is T.RESHARD:
+            start = max(start, self.gathered.get((rank, action.stage), 0))
+            end = start + ps(self.costs.compute_ms.get(action, 0))
+        elif kind is T.REDUCE_TIED:
+            end = self.reduce_tied(rank, action)
+            if end is None:
+                return None
         elif (rank, action) in self.on_wire:
             self.post(rank, action)
             end = start
@@ -137,4 +176,5 @@ def random_costs(plan: PipelinePlan, seed: int) -> PlanCosts:
         kept_bytes=kept,
         kept_for_weights_bytes={task: rng.randint(0, 2 * n) for task, n in kept.items()},
         static_bytes=tuple(rng.randrange(100) for _ in plan.actions),
+        runs_beside=rng.random() < 0.5,
     )

@@ -17,7 +17,8 @@ from torchmm.balance.bubbles.scheduler import (
     search_assignment,
 )
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, to_picoseconds
-from torchmm.pipelining.plan.actions import ActionType
+from torchmm.balance.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import Action, ActionType
 
 CASES = 60
 
@@ -101,16 +102,44 @@ def llm_entry(schedule: BubbleSchedule):
 def test_nothing_crosses_the_edges_of_the_step(schedules):
     for seed, kind, schedule in schedules:
         total_ps = to_picoseconds(schedule.total_ms)
-        gathered, reduce = schedule.timeline.gathered_ps, schedule.timeline.reduce_ps
-        groups, hides = schedule.works[0].tensor_groups, schedule.timeline.reduction_hides
+        timeline, groups = schedule.timeline, schedule.works[0].tensor_groups
+        gathered = timeline.gathered_ps
+        stages = [{a.stage for a in own.actions} for own in schedule.llm]
+        each = timeline.own_reduce_ps
+        reduce = [sum(each.get(stage, 0) for stage in own) for own in stages]
+        last = [each.get(min(own), 0) for own in stages]
         for kernels in kernels_of(schedule).values():
             for device, start, end, _ in kernels:
                 rank = device // groups
                 assert start >= gathered[rank], (seed, kind)
-                behind = 0 if hides else int(reduce[rank])
+                behind = 0 if timeline.reduction_hides else reduce[rank]
                 assert end + behind <= total_ps + 2, (seed, kind)
-        for own, tail in zip(schedule.llm, reduce.tolist(), strict=True):
+        behind = last if timeline.reduction_hides else reduce
+        for own, tail in zip(schedule.llm, behind, strict=True):
             assert own.end_ps[-1] + tail <= total_ps + 2
+
+
+def test_the_llms_gradients_are_reduced_below_encoders_backwards():
+    """Two ranks of two stages, one microbatch; the encoder's backward takes 4 ms on either."""
+    costs = PlanCosts(
+        {Action(k, s, 0): 1.0 for k in (ActionType.F, ActionType.B) for s in range(4)},
+        reduce_ms=dict.fromkeys(range(4), 3.0),
+    )
+    work = EncoderWork(
+        "vision",
+        ((0, 0),),
+        np.arange(2, dtype=np.int32).reshape(1, 2),
+        np.zeros((1, 2, 1)),
+        np.full((1, 2, 1), 4.0),
+    )
+    ends = {}
+    for hides in (False, True):
+        timeline = llm_step(2, 2, 1, "gpipe", costs=costs, sharding="step", reduction_hides=hides)
+        # Backwards of stages 3 to 0 end at 5, 6, 7 and 8.
+        reduced = [6 + 8, 6 + 7] if not hides else [6 + 3 + 3, 5 + 3 + 3]
+        assert timeline.reduced_ps == [to_picoseconds(ms) for ms in reduced]
+        ends[hides] = fill_bubbles(timeline, [work]).total_ms
+    assert ends == {False: 8 + 4 + 4 + 6, True: 8 + 4 + 4}
 
 
 def test_all_work_is_done_and_bounds_the_step(schedules):
@@ -145,7 +174,7 @@ def test_fine_is_no_longer_than_coarse_and_that_than_no_bubbles_at_all(schedules
         assert fine.total_ms <= coarse.total_ms + 1e-9, seed
         shorter += fine.total_ms < 0.999 * coarse.total_ms
         hops_ms = sum(2 * work.hops_ms_NS.sum() for work in coarse.works)
-        reduce_ms = coarse.timeline.reduce_ps.max() / PICOSECONDS_PER_MS
+        reduce_ms = sum(coarse.timeline.own_reduce_ps.values()) / PICOSECONDS_PER_MS
         serial_ms = sum(work.busy_ms for work in coarse.works) + hops_ms + reduce_ms
         gathered_ms = coarse.timeline.gathered_ps.max() / PICOSECONDS_PER_MS
         assert coarse.total_ms <= coarse.llm_ms + serial_ms + gathered_ms, seed

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +96,7 @@ def test_plans_are_legal_and_take_no_longer_than_promised(granularity):
     for seed in range(60):
         graph, costs, schedule = random_step(seed)
         sharding = "step" if seed % 2 else "none"
+        costs = replace(costs, runs_beside=seed % 4 < 2)
         planned = optimus(
             graph, costs, llm_schedule=schedule, granularity=granularity, sharding=sharding,
             evaluations=10,
@@ -104,7 +106,9 @@ def test_plans_are_legal_and_take_no_longer_than_promised(granularity):
         validate_plan(plan).raise_for_problems()
         simulated_ms = simulate(plan, costs).makespan_ms
         promised_ms = planned.schedule.total_ms
-        assert simulated_ms <= promised_ms + 1e-6, seed
+        # Where ranks wait in reductions, others may wait for them, which the schedule leaves out.
+        waits_ms = 0.0 if costs.runs_beside or sharding == "none" else sum(costs.reduce_ms.values())
+        assert simulated_ms <= promised_ms + waits_ms + 1e-6, seed
         # With sharding, encoders are promised for the time when all their parameters are there.
         same = simulated_ms == pytest.approx(promised_ms, abs=1e-6)
         if granularity == "coarse" and sharding == "none":

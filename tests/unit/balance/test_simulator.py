@@ -13,7 +13,7 @@ from torchmm.balance.simulation.simulator import PlanSimulation, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.layouts import ModuleLayers
@@ -65,7 +65,9 @@ def test_tied_weights_meet_where_both_ranks_are():
         assert len(meetings) == 2
         tied_ms = [costs.tied_ms[r.action.stage] for r in meetings]
         met_ms = [r.end_ms - ms for r, ms in zip(meetings, tied_ms, strict=True)]
-        assert met_ms == pytest.approx([max(r.start_ms for r in meetings)] * 2)
+        ends = {(r.rank, r.action): r.end_ms for r in step.records}
+        reduced = [ends.get((r.rank, Action(T.REDUCE_GRAD, r.action.stage)), 0) for r in meetings]
+        assert met_ms == pytest.approx([max(*(r.start_ms for r in meetings), *reduced)] * 2)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (4, 4), (4, 9), (8, 16)])
@@ -104,6 +106,40 @@ def test_a_gather_runs_beside_computation_and_what_is_left_of_it_is_a_bubble():
     assert step.makespan_ms == 18
     assert step.timeline.bubble_ms["dp_all_gather"] == 2
     assert step.timeline.bubble_ms["dp_reduce_scatter"] == 8
+
+
+def test_a_reduction_runs_beside_what_follows_where_the_device_can():
+    """Two stages per rank: the second's reduction is hidden by the first's backwards."""
+    plan = llm_plan("interleaved_1f1b", 2, 4, virtual=2, sharding="step")
+    free = simulate(plan, flat_costs(plan))
+    costs = flat_costs(plan, reduce_ms=dict.fromkeys(range(4), 3.0))
+    beside = simulate(plan, replace(costs, runs_beside=True))
+    assert beside.makespan_ms == free.makespan_ms + 3
+    assert beside.timeline.bubble_ms["dp_reduce_scatter"] == 2 * 3
+    spans = {(r.rank, str(r.action)): (r.start_ms, r.end_ms) for r in beside.records}
+    start, end = spans[0, "2REDUCE_GRAD"]
+    assert (start, end) == (spans[0, "2B3"][1], spans[0, "2B3"][1] + 3)
+    assert simulate(plan, costs).makespan_ms == free.makespan_ms + 6
+
+
+def test_a_reduction_on_several_ranks_waits_for_the_last_of_them():
+    stages = (StageSpec(0, "vision", 0, 1, (0, 1)), StageSpec(1, "llm", 0, 1, (0,)))
+    stages += (StageSpec(2, "llm", 1, 2, (1,)),)
+    layout = StageLayout(stages, ((0, 1), (1, 2)), frozenset({"vision"}))
+    replica = {("vision", 0, 0): 0, ("vision", 1, 0): 1}
+    graph = StageGraph(layout, 2, {"vision": (1, 1)}, replica)
+    kinds = {"F": T.F, "B": T.B}
+    rows = ("0F0 1F0 1F1 1B0 0B0 1B1", "0F1 2F0 2B0 2F1 2B1 0B1")
+    order = tuple(
+        tuple(Action(kinds[a[1]], int(a[0]), int(a[2])) for a in row.split()) for row in rows
+    )
+    plan = lower_plan(order, graph, {}, sharding="step")
+    for beside in (False, True):
+        costs = flat_costs(plan, 1.0, 1.0, reduce_ms={0: 2.0}, runs_beside=beside)
+        step = simulate(plan, costs)
+        ends = {r.rank: r.end_ms for r in step.records if r.action == Action(T.REDUCE_GRAD, 0)}
+        begun = max(r.end_ms for r in step.records if r.action.type is T.B)
+        assert ends == {0: begun + 2, 1: begun + 2}, beside
 
 
 def test_a_channel_carries_one_transfer_at_a_time_and_directions_do_not_meet():

@@ -2,6 +2,11 @@
 
 Every rank has a box of what is there, and takes from it what an action uses. Channels are two
 lists, posted sends and posted receives, which meet in order; waits block until both are posted.
+
+A plan alone goes through its reductions in phases: in each, all ranks go as far as they can, and
+only the reductions of one stage may happen, once all its ranks are there. `replicas_failure` runs
+plans of several data-parallel replicas together, without phases: a reduction is where the same
+rank of all of them meets, and so do all ranks of a plan that have the stage.
 """
 
 from __future__ import annotations
@@ -44,10 +49,42 @@ class Execution:
         self.closed = [set() for _ in plan.actions]  # stages that are reduced or resharded
         self.met = defaultdict(set)  # by tied pair of (rank, stage)s: who is there
         self.position = [0] * len(plan.actions)
+        self.may_reduce = lambda rank, stage: True
 
     def run(self):
+        for stage in self.stages_by_turn():
+            self.may_reduce = lambda rank, reduced, now=stage: reduced == now and self.are_at(now)
+            self.go_on()
+        self.may_reduce = lambda rank, stage: False
+        self.go_on()
+        self.check_end()
+
+    def go_on(self) -> bool:
+        moved = False
         while any([self.advance(rank) for rank in range(len(self.position))]):
-            pass
+            moved = True
+        return moved
+
+    def stages_by_turn(self):
+        """The last stages first, mirrors one after the other."""
+        layout = self.graph.layout
+        return sorted(
+            range(len(layout.stages)), key=lambda s: (-min(layout.mirrored[s]), s)
+        )  # fmt: skip
+
+    def are_at(self, stage) -> bool:
+        """Whether no rank of a stage is in front of its reduction any more."""
+        return all(
+            stage in self.closed[rank] or self.waits_to_reduce(rank, stage)
+            for rank in self.graph.layout.stages[stage].ranks
+        )
+
+    def waits_to_reduce(self, rank, stage) -> bool:
+        program, position = self.plan.actions[rank], self.position[rank]
+        action = program[position] if position < len(program) else None
+        return action is not None and action[:2] == (T.REDUCE_GRAD, stage)
+
+    def check_end(self):
         stuck = [r for r, p in enumerate(self.position) if p < len(self.plan.actions[r])]
         expect(not stuck, "stuck", stuck)
         for what in (self.boxes, self.outboxes, self.handles):
@@ -70,6 +107,8 @@ class Execution:
         if kind in COMPUTES:
             expect((action.other, action.peer) == (-1, -1), action)
             self.compute(rank, kind, Task(*action[1:4]))
+        elif kind is T.REDUCE_GRAD and not self.may_reduce(rank, action.stage):
+            return False
         elif kind in (T.UNSHARD, T.RESHARD, T.REDUCE_GRAD):
             self.shard(rank, action)
         elif kind is T.REDUCE_TIED:
@@ -190,7 +229,8 @@ class Execution:
             if stage.tied_to >= 0 and self.plan.training and all(trainable):
                 pairs.append(tuple(sorted(pair)))
         tied = [s for pair in sorted(set(pairs)) for s in pair if s in stages]
-        wanted = [(T.UNSHARD, s) for s in stages] + [(T.REDUCE_GRAD, s) for s in trained]
+        turns = [s for s in self.stages_by_turn() if s in trained]
+        wanted = [(T.UNSHARD, s) for s in stages] + [(T.REDUCE_GRAD, s) for s in turns]
         wanted = (wanted if self.sharded else []) + [(T.REDUCE_TIED, s) for s in tied]
         expect([a[:2] for a in program if a.type in COLLECTIVE] == wanted, "collectives", rank)
         expect(not self.sharded or self.closed[rank] == set(stages), "not closed", rank)
@@ -198,8 +238,7 @@ class Execution:
         for position, kind in enumerate(kinds):
             before, behind = set(kinds[:position]), set(kinds[position:])
             expect(kind is not T.UNSHARD or not before & {*COMPUTES, *WAITING}, "late", rank)
-            reduces = kind in (T.REDUCE_GRAD, T.REDUCE_TIED)
-            expect(not reduces or not behind & set(COMPUTES), "early", rank)
+            expect(kind is not T.REDUCE_TIED or not behind & set(COMPUTES), "early", rank)
 
 
 WAIT_OF = {T.SEND_F: T.WAIT_SEND_F, T.SEND_B: T.WAIT_SEND_B, T.RECV_F: T.WAIT_F, T.RECV_B: T.WAIT_B}
@@ -219,6 +258,29 @@ def failure(plan: PipelinePlan) -> str:
     """Why a plan cannot be executed; empty if it can."""
     try:
         Execution(plan).run()
+    except Failure as error:
+        return str(error) or "failure"
+    return ""
+
+
+def replicas_failure(plans: list[PipelinePlan]) -> str:
+    """Why plans of data-parallel replicas cannot be executed together; empty if they can."""
+    runs = [Execution(plan) for plan in plans]
+
+    def met(rank, stage):
+        ranks = plans[0].graph.layout.stages[stage].ranks
+        members = ranks if len(ranks) > 1 else (rank,)
+        return all(
+            stage in run.closed[r] or run.waits_to_reduce(r, stage) for run in runs for r in members
+        )
+
+    for run in runs:
+        run.may_reduce = met
+    try:
+        while any([run.go_on() for run in runs]):
+            pass
+        for run in runs:
+            run.check_end()
     except Failure as error:
         return str(error) or "failure"
     return ""

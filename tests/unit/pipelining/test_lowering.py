@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 from module_cases import MODELS, freezing, steps
-from naive_execution import WAIT_OF, failure, reach
-from random_orders import random_graph, random_order, random_specs
+from naive_execution import WAIT_OF, failure, reach, replicas_failure
+from random_orders import random_graph, random_order, random_specs, random_step
 
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.reductions import reduction_turns
 from torchmm.pipelining.schedules.classic import forward_only, gpipe, one_f_one_b
 from torchmm.pipelining.schedules.names import ORDERS, schedule_layout
 
@@ -202,9 +203,71 @@ def test_stages_without_tasks_still_join_the_collectives():
     assert validate_plan(plan).problems == ()
     for rank, program in enumerate(plan.actions):
         assert [str(a) for a in program if a.type in (T.UNSHARD, T.REDUCE_GRAD, T.RESHARD)] == [
-            f"{rank}UNSHARD", f"{rank + 2}UNSHARD", f"{rank + 2}RESHARD", f"{rank}REDUCE_GRAD",
+            f"{rank}UNSHARD", f"{rank + 2}UNSHARD", f"{rank}REDUCE_GRAD", f"{rank + 2}RESHARD",
         ]  # fmt: skip
         assert not any(a.type in (T.B, T.I, T.W) for a in program)
+
+
+def test_reductions_stand_behind_the_last_backward_of_their_stage():
+    """Two stages per rank, 1F1B: the second's reduction has the first's backwards behind it."""
+    graph = StageGraph(chain(4, 2), 4)
+    order = ORDERS["interleaved_1f1b"](graph)
+    plan = lower_plan(order, graph, {}, sharding="step")
+    assert validate_plan(plan).problems == () and failure(plan) == ""
+    for rank, program in enumerate(plan.actions):
+        for stage in (rank + 2, rank):
+            after = program[program.index(Action(T.REDUCE_GRAD, stage)) :]
+            behind = [a for a in after if a.type in COMPUTE]
+            assert not any(a.stage == stage for a in behind)
+            assert bool(behind) == (stage > 1)
+    late = lower_plan(order, graph, {}, sharding="step", reduces_early=False)
+    assert validate_plan(late).problems == () and failure(late) == ""
+    for program in late.actions:
+        kinds = [a.type for a in program]
+        assert not set(kinds[kinds.index(T.REDUCE_GRAD) :]) & set(COMPUTE)
+
+
+def replicas(seed, lower):
+    """Plans of three data-parallel replicas: the same stages, other tasks and orders."""
+    layout = random_graph(seed, ranks=2 + seed % 2).layout
+    plans = []
+    for replica in range(3):
+        graph = random_step(layout, 100 * seed + replica)
+        plans.append(lower(random_order(graph, 7 * seed + replica), graph))
+    return plans
+
+
+def right_behind(order, graph):
+    """The plan with each stage's reduction directly behind its last action, in one order."""
+    plan = lower_plan(order, graph, {}, sharding="step")
+    turns = reduction_turns(graph.layout)
+    programs = []
+    for program in plan.actions:
+        rest = [a for a in program if a.type is not T.REDUCE_GRAD]
+        begin = sum(a.type is T.UNSHARD for a in rest)
+        for stage in sorted({*(a.stage for a in program)}, key=turns.__getitem__):
+            if Action(T.REDUCE_GRAD, stage) in program:
+                own = [i for i, a in enumerate(rest) if a.type in COMPUTE and a.stage == stage]
+                begin = max([begin, *(i + 1 for i in own[-1:])])
+                rest.insert(begin, Action(T.REDUCE_GRAD, stage))
+                begin += 1
+        programs.append(tuple(rest))
+    return replace(plan, actions=tuple(programs))
+
+
+def test_replicas_whatever_their_plans_never_wait_for_each_other_in_a_circle():
+    locked = 0
+    for seed in range(80):
+        plans = replicas(seed, lambda order, graph: lower_plan(order, graph, {}, sharding="step"))
+        assert replicas_failure(plans) == "", seed
+        assert not any(validate_plan(plan).problems for plan in plans)
+        # Without turns, some would, and validation finds a plan that takes part in it.
+        plans = replicas(seed, right_behind)
+        if replicas_failure(plans).startswith("('stuck'"):
+            locked += 1
+            kinds = {p.kind for plan in plans for p in validate_plan(plan).problems}
+            assert kinds <= {"collective", "deadlock"} and kinds, seed
+    assert locked > 5
 
 
 @pytest.mark.parametrize("sharding", ["none", "step"])

@@ -78,8 +78,9 @@ class LlmTimeline:
         needed_ps: by microbatch: F_i.
         returned_ps: by microbatch: B_i; -1 without one.
         gathered_ps: by rank: when the encoders' parameters are there.
-        reduce_ps: by rank: reduction of gradients after the last action.
-        reduction_hides: whether encoders may compute while the LLM's gradients are reduced.
+        own_reduce_ps: by LLM stage: reduction of its gradients.
+        encoder_reduce_ps: by rank: of encoders' gradients, after the last action.
+        reduction_hides: whether ranks compute while gradients are reduced.
         pieces: what actions consist of.
     """
 
@@ -89,7 +90,8 @@ class LlmTimeline:
     needed_ps: Int64s
     returned_ps: Int64s
     gathered_ps: Int64s
-    reduce_ps: Int64s
+    own_reduce_ps: Mapping[int, int]
+    encoder_reduce_ps: Int64s
     reduction_hides: bool
     pieces: Pieces
     compiled: CompiledGraph
@@ -111,10 +113,35 @@ class LlmTimeline:
         Args:
             encoder_ends_ps: by rank: of its last encoder kernel.
         """
-        rows = zip(self.ends_ps, encoder_ends_ps, self.reduce_ps.tolist(), strict=True)
+        rows = zip(self.reduced_ps, self.ends_ps, encoder_ends_ps, strict=True)
         if self.reduction_hides:
-            return max(max(llm + reduce, encoder) for llm, encoder, reduce in rows)
-        return max(max(llm, encoder) + reduce for llm, encoder, reduce in rows)
+            # Those of encoders come together on all ranks, after those of the LLM.
+            ends = max(max(reduced, encoder) for reduced, _, encoder in rows)
+            return ends + int(self.encoder_reduce_ps.max(initial=0))
+        return max(
+            max(llm, encoder) + reduced - llm + of_encoders
+            for (reduced, llm, encoder), of_encoders in zip(
+                rows, self.encoder_reduce_ps.tolist(), strict=True
+            )
+        )
+
+    @cached_property
+    def reduced_ps(self) -> list[int]:
+        """By rank: when the LLM's gradients are reduced, if nothing of encoders comes between.
+
+        A stage's reduction begins after its last action, where ranks compute beside it; its turn
+        (`torchmm.pipelining.plan.reductions`) may be a little later.
+        """
+        found = []
+        for own in self.ranks:
+            last = dict(
+                zip((a.stage for a in own.actions), own.end_ps.tolist(), strict=True)
+            )  # of each stage, as times rise
+            end_ps = 0 if self.reduction_hides else int(own.end_ps[-1])
+            for stage in sorted(last, reverse=True):
+                end_ps = max(end_ps, last[stage]) + self.own_reduce_ps.get(stage, 0)
+            found.append(end_ps)
+        return found
 
     @cached_property
     def spans(self) -> tuple[Spans, ...]:
@@ -173,8 +200,8 @@ def llm_timeline(
         pieces: what actions consist of.
         sharding: "step" if parameters are gathered before and gradients reduced after all
             computation; encoders' parameters come first, as their stages do.
-        reduction_hides: whether reductions of the LLM overlap encoder computation (Optimus); if
-            not, as in `lower_plan`, they come after all computation, encoders' included.
+        reduction_hides: whether ranks compute while gradients are reduced
+            (`PlanCosts.runs_beside`); if not, reductions come after all computation.
         defer: whether forwards run as late as no backward moves, or as early as possible.
 
     Raises:
@@ -205,7 +232,7 @@ def llm_timeline(
         needed,
         returned,
         gathered_ps,
-        builder.reductions(reduction_hides) * (sharding == "step"),
+        *builder.reductions(sharding == "step"),
         reduction_hides,
         pieces,
         compiled,
@@ -305,17 +332,22 @@ class _Builder:
         ends = [end_ps[graph.place[nodes]].max(initial=0) for nodes in self.encoder_gathers]
         return np.array(ends, np.int64)
 
-    def reductions(self, hides: bool) -> Int64s:
+    def reductions(self, sharded: bool) -> tuple[dict[int, int], Int64s]:
+        """By stage of the LLM, and by rank of encoders."""
         stages = self.graph.layout.stages
-        sums = [
+        reduce_ps = {
+            stage.index: to_picoseconds(self.costs.reduce_ms.get(stage.index, 0.0))
+            for stage in stages
+            if stage.trainable and sharded
+        }
+        of_encoders = [
             sum(
-                to_picoseconds(self.costs.reduce_ms.get(stage, 0.0))
-                for stage in self._stages_of(rank)
-                if stages[stage].trainable and (stage in self._own or not hides)
+                reduce_ps.get(stage, 0) for stage in self._stages_of(rank) if stage not in self._own
             )
             for rank in range(len(self.order))
         ]
-        return np.array(sums, np.int64)
+        own = {stage: ps for stage, ps in reduce_ps.items() if stage in self._own}
+        return own, np.array(of_encoders, np.int64)
 
 
 def _dependency_points(

@@ -69,11 +69,12 @@ def optimus(
     evaluations: int = 256,
     inside: bool = False,
 ) -> OptimusStep:
-    """The shortest step found.
+    """The shortest step found, by what its schedule promises.
 
     Args:
         graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
-        costs: of the graph.
+        costs: of the graph. Where ranks compute while gradients are reduced, encoders' backwards
+            run beside the reduction of the LLM's.
         llm_schedule: name of a classic schedule for the LLM alone.
         granularity: coarse: encoders before and after the LLM only.
         sharding: as the plan will be lowered.
@@ -84,6 +85,23 @@ def optimus(
         SimulationError: a cost is missing or no duration.
         ValueError: the layout is not colocated, or does not suit the LLM's schedule.
     """
+    found = optimus_steps(
+        graph, costs, llm_schedule, granularity, sharding, evaluations=evaluations, inside=inside
+    )
+    return min(found, key=lambda step: step.schedule.total_ms)
+
+
+def optimus_steps(
+    graph: StageGraph,
+    costs: PlanCosts,
+    llm_schedule: str,
+    granularity: Granularity,
+    sharding: Gathering,
+    *,
+    evaluations: int = 256,
+    inside: bool = False,
+) -> Iterator[OptimusStep]:
+    """A step for each sequence in which the LLM may take the microbatches; as `optimus`."""
     encoders = encoder_names(graph.layout)
     works = [encoder_work(graph, costs, name) for name in encoders]
     placed_works = [in_pieces(work, PIECES) for work in works] if inside else works
@@ -92,18 +110,21 @@ def optimus(
         tensor_ms = costs.tensor_ms.get(action, 0.0) if inside else 0.0
         return tensor_ms, costs.compute_ms[action] - tensor_ms
 
-    best: BubbleSchedule | None = None
     for sequence in sequences(graph, costs):
         order = backbone_order(graph, order_named(llm_schedule), sequence)
-        timeline = llm_timeline(graph, order, costs, pieces, sharding=sharding)
+        timeline = llm_timeline(
+            graph,
+            order,
+            costs,
+            pieces,
+            sharding=sharding,
+            reduction_hides=costs.runs_beside,
+        )
         found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
-        if best is None or found.total_ms < best.total_ms:
-            best = found
-    assert best is not None
-    if inside:
-        best = whole_actions(best, works, kernel=0)
-    placed = place_encoders(graph, best)
-    return OptimusStep(placed, order_of(best, placed), best)
+        if inside:
+            found = whole_actions(found, works, kernel=0)
+        placed = place_encoders(graph, found)
+        yield OptimusStep(placed, order_of(found, placed), found)
 
 
 def whole_actions(

@@ -5,8 +5,11 @@
   direction: a transfer starts when its send and its receive are posted and the one before it is
   through, and never waits for another channel.
 - Gathers of parameters run on a queue of their own; the first action of a stage waits for its
-  gather. Reductions stand in the program, after all computation.
-
+  gather.
+- A reduction begins when all ranks with its stage have come to it; those of other replicas are
+  taken to come as this plan's do. Where the device can (`PlanCosts.runs_beside`), a rank's
+  reductions have a queue of their own and nothing but the end of the step waits for them; elsewhere
+  the rank waits.
 - Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own, the side queue
   (`torchmm.pipelining.run.runtime`). They compute while the LLM actions they fill communicate, so
   they take longer by the ratio of both; LLM actions take no longer for it.
@@ -30,7 +33,7 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.plan.transfers import RECV, SEND, WAIT, WAIT_SEND
-from torchmm.pipelining.schedules.fillers import filled
+from torchmm.pipelining.schedules.fillers import encoder_stages, filled
 
 NONE = -1
 TransferKey = tuple[Message, bool]
@@ -62,8 +65,8 @@ class PlanAction(NamedTuple):
     node: int
     """The operator whose end is the action's end; NONE for the begin of the step."""
     before: int
-    """The operator whose end is the action's start, if it is a post or a wait; NONE for the begin
-    of the step. Other actions start with their operator."""
+    """The operator whose end is the action's start, if it is a post, a wait or a reduction; NONE
+    for the begin of the step. Other actions start with their operator."""
     instant: bool
     """Whether `before` says when it starts."""
 
@@ -111,11 +114,15 @@ class _Builder:
     gathers: dict[tuple[int, int], int] = field(default_factory=dict)
     """By rank and stage, until an action waits for it."""
     meetings: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """By tied pair of (stage, rank)s: the operator at which both ends are there."""
+    """By tied pair of (stage, rank)s, or stage on several ranks: the operator at which all who
+    reduce it are there."""
     actions: list[PlanAction] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stretch: dict[Action, float] = field(default_factory=dict)
-
+    reductions: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By rank and stage."""
+    encoders: frozenset[int] = frozenset()
+    """Stages on the side queue; known where that is used."""
     first: set[Action] = field(default_factory=set)
     """Of the fillers of one place each."""
 
@@ -126,6 +133,8 @@ class _Builder:
             if tensor_ms > 0 and whole_ms < inf:
                 self.stretch |= dict.fromkeys(fillers, whole_ms / tensor_ms)
                 self.first.add(fillers[0])
+        if self.stretch:
+            self.encoders = encoder_stages(self.plan.graph)
 
     def add_transfers(self) -> None:
         """First of all, since receives may stand before their sends; in the order of sending."""
@@ -159,6 +168,11 @@ class _Builder:
             if side and self._joins(action, aside):
                 previous = self.graph.add(("rank", rank), 0.0, side, "main waits for side")
                 side = []
+            if kind is ActionType.REDUCE_GRAD:
+                node = self._add_reduction(rank, action, previous)
+                self.actions.append(PlanAction(rank, action, node, previous, True))
+                previous = previous if self.costs.runs_beside else node
+                continue
             node = self._add_action(rank, action, previous, aside)
             if aside:
                 side = [node]
@@ -168,7 +182,7 @@ class _Builder:
             self.actions.append(PlanAction(rank, action, node, before, waits))
 
     def _add_action(self, rank: int, action: Action, previous: int, aside: bool) -> int:
-        """The operator of a computation, a wait or a reduction."""
+        """The operator of a computation or a wait."""
         after = self._needs(rank, action, previous)
         if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
             gather = self.gathers.pop((rank, action.stage), NONE)
@@ -182,6 +196,23 @@ class _Builder:
             self.compute[action] = node
         return node
 
+    def _add_reduction(self, rank: int, action: Action, previous: int) -> int:
+        """The operator of a reduction, which begins at all ranks of its stage together."""
+        gather = self.gathers.pop((rank, action.stage), NONE)
+        after = [node for node in (previous, gather) if node != NONE]
+        if len(self.plan.graph.layout.stages[action.stage].ranks) > 1:
+            key = (action.stage,)
+            if key not in self.meetings:
+                self.meetings[key] = self.graph.add(None, 0.0, name=f"all ranks of {action}")
+            for node in after:
+                self.graph.add_edge(node, self.meetings[key])
+            after = [self.meetings[key]]
+        queue = ("reduce" if self.costs.runs_beside else "rank", rank)
+        duration_ms = self.costs.reduce_ms.get(action.stage, 0.0)
+        node = self.graph.add(queue, duration_ms, after, f"{action} on rank {rank}")
+        self.reductions[rank, action.stage] = node
+        return node
+
     def _is_aside(self, action: Action) -> bool:
         """Whether it runs on the side queue: a filler, its waits and sends."""
         kind = _COMPUTED_BY.get(action.type, action.type)
@@ -189,11 +220,11 @@ class _Builder:
 
     def _joins(self, action: Action, aside: bool) -> bool:
         """Whether the program waits for the side queue before an action (`SideStream`)."""
-        return (
-            action in self.first
-            if aside
-            else not (action.type in _WAITS or action in self.plan.fillers)
-        )
+        if aside:
+            return action in self.first
+        if action.type is ActionType.REDUCE_GRAD and action.stage not in self.encoders:
+            return False
+        return not (action.type in _WAITS or action in self.plan.fillers)
 
     def _needs(self, rank: int, action: Action, previous: int) -> list[int]:
         """What an action waits for besides the one before it."""
@@ -204,8 +235,9 @@ class _Builder:
             key = (*ends[0], *ends[1])
             if key not in self.meetings:
                 self.meetings[key] = self.graph.add(None, 0.0, name=f"both ends of {action}")
-            if previous != NONE:
-                self.graph.add_edge(previous, self.meetings[key])
+            for node in (previous, self.reductions.get((rank, action.stage), NONE)):
+                if node != NONE:
+                    self.graph.add_edge(node, self.meetings[key])
             return [self.meetings[key]]
         return []
 
@@ -232,8 +264,6 @@ class _Builder:
                     "of this plan"
                 )
             return self.stretch.get(action, 1.0) * (duration_ms or 0.0)
-        if action.type is ActionType.REDUCE_GRAD:
-            return self.costs.reduce_ms.get(action.stage, 0.0)
         if action.type is ActionType.REDUCE_TIED:
             return self.costs.tied_ms.get(action.stage, 0.0)
         return 0.0

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, Task
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.reductions import reduction_turns
 from torchmm.pipelining.plan.transfers import Transfer, tied_reductions, transfers
 
 SHARDED = {ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD}
@@ -99,6 +100,7 @@ class RuleBook:
         counters: by counter: the rank that raises it, and the rank that waits for it.
         tasks: the facts of every task.
         messages: all messages of the step.
+        turns: by stage: that of its reduction.
     """
 
     def __init__(self, plan: PipelinePlan, memory: MemoryModel | None = None) -> None:
@@ -116,6 +118,7 @@ class RuleBook:
         graph = self.graph = plan.graph
         kinds = {action.type for program in plan.actions for action in program}
         ranks = range(graph.layout.rank_count)
+        self.turns = reduction_turns(graph.layout)
         self._split = ActionType.I in kinds or ActionType.W in kinds
         self.rules: list[dict[Action, Rule]] = [{} for _ in ranks]
         self.givers: list[Action] = []

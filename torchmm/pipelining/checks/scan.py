@@ -1,16 +1,24 @@
 """One pass over the programs of a plan: facts, and what is left for all ranks together.
 
-`find_stuck` then asks whether all ranks can reach the end. Computation never blocks, so only posts
-and waits are played. A transfer is complete when both its ends are posted and not before, as with
+`play` then asks whether all ranks can reach the end. Computation never blocks, so only posts and
+waits are played. A transfer is complete when both its ends are posted and not before, as with
 large messages on every backend: a plan that passes does not depend on buffers. The k-th send of a
 channel meets its k-th receive whatever they are called; that both mean the same is checked
 elsewhere.
+
+Reductions wait for replicas that run plans of their own, so all plans have to be safe with all
+others (`torchmm.pipelining.plan.reductions`). Every rank has a *turn*: 1 more than that of its last
+reduction, or that of a rank it has waited for since, if that was further. A reduction of an earlier
+turn than the rank's own needs what only comes behind it, or behind one of its turn: other replicas
+may wait for it for ever. If there is none, numbers of turns never fall along whatever ranks of all
+replicas wait for, and rise over each reduction: they cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torchmm.pipelining.checks.problems import PlanProblem, ProblemKind
 from torchmm.pipelining.checks.rules import RuleBook
@@ -19,26 +27,36 @@ from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
 
 Event = tuple[int, int, int]
-"""A post or a wait of one rank (plain tuples of numbers: the garbage collector need not track
-them, and there is one or two for every transfer):
+"""A post, a wait or a reduction of one rank (plain tuples of numbers: the garbage collector need
+not track them, and there is one or two for every transfer):
 
-- the counter that a post adds one to, or that a wait waits for;
-- the count from which on a wait does not block; 0 for a post;
+- the counter that a post adds one to, or that a wait waits for; of a reduction: its turn;
+- the count from which on a wait does not block; 0 for a post, `REDUCTION` for a reduction;
 - the position of the action in the rank's program.
 """
+REDUCTION = -1
 
 
-def find_stuck(events: Sequence[Sequence[Event]], counters: int) -> dict[int, Event]:
+class Played(NamedTuple):
+    """What came of all ranks' events."""
+
+    stuck: dict[int, Event]
+    """By rank that did not reach its end: the wait it is stuck in."""
+    crossed: list[tuple[int, Event, int]]
+    """Rank, reduction and turn of the rank where that was further."""
+
+
+def play(events: Sequence[Sequence[Event]], counters: int) -> Played:
     """Plays the events of all ranks until none can go on.
 
     Args:
         events: by rank, in order.
         counters: how many there are.
-
-    Returns:
-        By rank that did not reach its end: the wait it is stuck in.
     """
-    reached = [0] * counters
+    posted: list[list[int]] = [[] for _ in range(counters)]
+    """By counter: the turn of its rank at every post."""
+    turns = [0] * len(events)
+    crossed: list[tuple[int, Event, int]] = []
     waiting: dict[int, list[int]] = {}
     following = [0] * len(events)
     ready = list(range(len(events)))
@@ -46,22 +64,31 @@ def find_stuck(events: Sequence[Sequence[Event]], counters: int) -> dict[int, Ev
         rank = ready.pop()
         program = events[rank]
         index = following[rank]
+        turn = turns[rank]
         while index < len(program):
             counter, needed, _ = program[index]
             if not needed:
-                reached[counter] += 1
+                posted[counter].append(turn)
                 if counter in waiting:
                     ready += waiting.pop(counter)
-            elif reached[counter] < needed:
+            elif needed == REDUCTION:
+                if turn > counter:
+                    crossed.append((rank, program[index], turn))
+                turn = max(turn, counter + 1)
+            elif len(posted[counter]) < needed:
                 waiting.setdefault(counter, []).append(rank)
                 break
+            elif posted[counter][needed - 1] > turn:
+                turn = posted[counter][needed - 1]
             index += 1
         following[rank] = index
-    return {
+        turns[rank] = turn
+    stuck = {
         rank: program[following[rank]]
         for rank, program in enumerate(events)
         if following[rank] < len(program)
     }
+    return Played(stuck, crossed)
 
 
 Finding = tuple[ProblemKind, str, str]
@@ -101,9 +128,12 @@ class Scan:
             if pair is not None:
                 moves.append((position, raises, awaits, pair))
         events = self._play(moves)
+        more = self._reductions(rank)
         if self.book.together:
+            more += self._meetings(rank)
+        if more:
             # Stable: what an action posts and waits for itself comes first.
-            events = sorted(events + self._meetings(rank), key=lambda event: event[2])
+            events = sorted(events + more, key=lambda event: event[2])
         self.events.append(events)
 
     def _play(self, moves: Sequence[tuple[int, int | None, int | None, int]]) -> list[Event]:
@@ -123,6 +153,14 @@ class Scan:
             if awaits is not None and pair in index:
                 events.append((awaits, index[pair], position))
         return events
+
+    def _reductions(self, rank: int) -> list[Event]:
+        turns = self.book.turns
+        return [
+            (turns[action.stage], REDUCTION, position)
+            for position, action in enumerate(self.plan.actions[rank])
+            if action.type is ActionType.REDUCE_GRAD and action.stage in turns
+        ]
 
     def _meetings(self, rank: int) -> list[Event]:
         """Mirrors compute together: each action waits until all of them have come to it."""

@@ -4,18 +4,18 @@ A plan that is wrong does not fail, it hangs thousands of GPUs, or trains with t
 another microbatch. So every plan is checked where it is made and before it is sent to anyone.
 One pass over the actions of each rank checks them against `RuleBook`: all there, once, and after
 what they need; channels carry the same at both ends; then all ranks are played together
-(`find_stuck`). No costs are needed, and it is fast enough to do in every step.
+(`play`). No costs are needed, and it is fast enough to do in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import get_args
 
 from torchmm.pipelining.checks.problems import PlanProblem, PlanReport, ProblemKind
 from torchmm.pipelining.checks.rules import RuleBook
-from torchmm.pipelining.checks.scan import Scan, find_stuck
+from torchmm.pipelining.checks.scan import Played, Scan, play
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
 from torchmm.pipelining.schedules.fillers import filler_problems
@@ -34,15 +34,17 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
     scan = Scan(book, plan)
     for rank in range(len(plan.actions)):
         scan.run(rank)
+    played = play(scan.events, len(book.counters))
     problems = [
         *scan.problems,
         *_specs(plan, book),
         *_missing(plan, book, scan.established),
-        *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan.actions[rank])),
+        *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan, book)),
+        *_crossed(plan, book, played),
         *_mirrors(plan),
         *filler_problems(plan),
         *_channels(plan, book, scan),
-        *_deadlocks(plan, book, scan),
+        *_deadlocks(plan, book, scan, played),
         *_recompute(plan),
     ]
     order = get_args(ProblemKind)
@@ -116,8 +118,10 @@ def _missing(plan: PipelinePlan, book: RuleBook, established: bytearray) -> Iter
         yield PlanProblem("missing", rank, -1, action, text, remedy)
 
 
-def _collectives(rank: int, program: Sequence[Action]) -> Iterator[PlanProblem]:
-    """Replicas whose plans differ must all meet in the same order: that of the stages."""
+def _collectives(rank: int, plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
+    """Replicas whose plans differ must all meet in the same order: that of the stages, and of
+    reductions that of their turns."""
+    program = plan.actions[rank]
     meetings = [(i, a) for i, a in enumerate(program) if a.type in COLLECTIVES]
     if not meetings:
         return
@@ -129,15 +133,31 @@ def _collectives(rank: int, program: Sequence[Action]) -> Iterator[PlanProblem]:
             text = f"comes after action {busy} ({program[busy]})"
             remedy = "gather all stages before anything is computed or waited for"
             yield PlanProblem("collective", rank, position, action, text, remedy)
-        if action.type is not ActionType.UNSHARD and position < done:
+        if action.type is ActionType.REDUCE_TIED and position < done:
             text = f"comes before action {done} ({program[done]})"
-            remedy = "reduce gradients when all is computed"
+            remedy = "exchange gradients of tied weights when all is computed"
             yield PlanProblem("collective", rank, position, action, text, remedy)
     for (_, before), (position, action) in pairwise(meetings):
-        if _turn(before) > _turn(action):
+        if _turn(before, book) > _turn(action, book):
             text = f"comes after {before}, replicas of this rank have it before"
-            remedy = "keep UNSHARD, REDUCE_GRAD, REDUCE_TIED each in the order of the stages"
+            remedy = (
+                "keep UNSHARD and REDUCE_TIED each in the order of the stages, REDUCE_GRAD in that "
+                "of `reduction_turns`"
+            )
             yield PlanProblem("collective", rank, position, action, text, remedy)
+
+
+def _crossed(plan: PipelinePlan, book: RuleBook, played: Played) -> Iterator[PlanProblem]:
+    """Reductions in front of which a rank needs what comes behind them elsewhere."""
+    stages = {turn: stage for stage, turn in book.turns.items()}
+    for rank, (_, _, position), reached in played.crossed:
+        text = (
+            f"comes after what needs a rank that has reduced stage {stages[reached - 1]}: of two "
+            "replicas, each may wait for the other one in these reductions"
+        )
+        remedy = "place reductions with lower_plan"
+        action = plan.actions[rank][position]
+        yield PlanProblem("collective", rank, position, action, text, remedy)
 
 
 def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
@@ -163,10 +183,12 @@ def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
                 yield PlanProblem("collective", rank, position, action, text, remedy)
 
 
-def _turn(action: Action) -> tuple[int, int, int]:
+def _turn(action: Action, book: RuleBook) -> tuple[int, int, int]:
     if action.type is ActionType.REDUCE_TIED:
         return 2, min(action.stage, action.other), max(action.stage, action.other)
-    return COLLECTIVES.index(action.type), action.stage, 0
+    reduces = action.type is ActionType.REDUCE_GRAD
+    place = book.turns.get(action.stage, -1) if reduces else action.stage
+    return COLLECTIVES.index(action.type), place, 0
 
 
 def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanProblem]:
@@ -188,8 +210,10 @@ def _channels(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanPr
                 break
 
 
-def _deadlocks(plan: PipelinePlan, book: RuleBook, scan: Scan) -> Iterator[PlanProblem]:
-    stuck = find_stuck(scan.events, len(book.counters))
+def _deadlocks(
+    plan: PipelinePlan, book: RuleBook, scan: Scan, played: Played
+) -> Iterator[PlanProblem]:
+    stuck = played.stuck
     for rank, (counter, needed, position) in stuck.items():
         peer = book.counters[counter][0]
         posts = scan.posts[counter]

@@ -15,7 +15,9 @@
   waited for proves that the receiver is past its WAIT. The proof may go by other ranks: forward
   outputs that come round from the last to the first rank show that all have taken theirs.
 - Gathering of parameters and reduction of gradients are collectives among data-parallel replicas
-  whose plans differ, so all stand at the ends, in the order of the stages.
+  whose plans differ. Gathers stand at the begin, in the order of the stages; a stage's reduction
+  stands behind its last backward, or as far behind as one order of all reductions takes
+  (`reductions`).
 
 Rejected: posting every receive at the place of its send in one global order, which needs no
 channel per direction but makes fast ranks wait; and freeing sent tensors at the end of the step
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +36,7 @@ from numpy.typing import NDArray
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.reductions import Place, reduction_places, reduction_turns
 from torchmm.pipelining.plan.transfers import (
     RECV,
     SEND,
@@ -55,6 +59,7 @@ def lower_plan(
     sharding: Gathering = "none",
     receives_ahead: int = 2,
     training: bool = True,
+    reduces_early: bool = True,
 ) -> PipelinePlan:
     """The plan that executes a compute order.
 
@@ -65,11 +70,13 @@ def lower_plan(
         order: F, B, I and W of every rank.
         graph: the tasks of the step.
         specs: tensors of every message; only carried along.
-        sharding: "step" gathers the parameters of each stage before, and reduces its gradients
-            after all computation; FSDP2 gathers "layer" by layer without actions.
+        sharding: "step" gathers the parameters of each stage before all computation, and reduces
+            its gradients after its last backward; FSDP2 gathers "layer" by layer without actions.
         receives_ahead: for how many waits of a channel receives are posted ahead; there are more
             of them where the peer sends in another order.
         training: False for an order of forwards only: no gradients are sent or reduced.
+        reduces_early: False for reductions behind all computation: where replicas communicate in
+            their actions too, the same place on all of them has to be certain.
 
     Raises:
         ValueError: the order has another number of ranks than the graph, `receives_ahead` is
@@ -83,7 +90,12 @@ def lower_plan(
     if receives_ahead < 0:
         raise ValueError(f"receives_ahead = {receives_ahead}: must be 0 or more")
     network = _Network(order, graph, training)
-    programs = [_Program(rank, network, receives_ahead) for rank in range(len(order))]
+    reduced: list[dict[int, list[int]]] = [{} for _ in order]
+    if sharding == "step" and training:
+        reduced = network.reductions() if reduces_early else _last(order, graph)
+    programs = [
+        _Program(rank, network, receives_ahead, reduced[rank]) for rank in range(len(order))
+    ]
     while any([program.advance() for program in programs]):  # a list: advance all, then ask
         pass
     for program in programs:
@@ -99,7 +111,7 @@ class _Network:
     """What travels between ranks, by the compute action at each end, and how far it has come."""
 
     def __init__(self, order: ComputeOrder, graph: StageGraph, training: bool) -> None:
-        self.order = order
+        self.order, self.graph = order, graph
         self.received: dict[tuple[bool, Task], list[Transfer]] = defaultdict(list)
         self.sent: dict[tuple[bool, Task], list[Transfer]] = defaultdict(list)
         for transfer in transfers(graph, training):
@@ -122,6 +134,18 @@ class _Network:
             self.sources[destination].append(source)
         self.stamps: dict[Transfer, Clock] = {}
         """By transfer under way: the source's clock when it was sent (`_Program.clock`)."""
+
+    def reductions(self) -> list[dict[int, list[int]]]:
+        """`reduction_places` of the order."""
+
+        def needs(action: Action) -> Iterator[Place]:
+            key = key_of(action)
+            for transfer in self.received.get(key, ()) if key else ():
+                made = self.used_at.get((transfer.backward, transfer.producer))
+                if made is not None:
+                    yield transfer.source, made
+
+        return reduction_places(self.order, self.graph, needs)
 
     def _needed(self) -> dict[tuple[int, int], list[int]]:
         """By channel: receives that each wait and all before it take, in the order of waits."""
@@ -146,8 +170,15 @@ def key_of(action: Action) -> tuple[bool, Task] | None:
 class _Program:
     """Writes the actions of one rank, in step with the ranks it waits for."""
 
-    def __init__(self, rank: int, network: _Network, receives_ahead: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        network: _Network,
+        receives_ahead: int,
+        reduced: Mapping[int, Sequence[int]],
+    ) -> None:
         self.rank, self.network, self.receives_ahead = rank, network, receives_ahead
+        self.reduced = reduced
         self.actions: list[Action] = []
         self.next = 0
         # A vector clock: how many compute actions of every rank have certainly begun. Each send
@@ -162,6 +193,7 @@ class _Program:
         self.waited: dict[tuple[int, int], int] = defaultdict(int)
         for source in network.sources[rank]:
             self._post_ahead((source, rank))
+        self._reduce()
 
     def advance(self, force: bool = False) -> bool:
         """Writes on until something must be waited for that nobody has sent yet.
@@ -186,6 +218,7 @@ class _Program:
             self.actions.append(action)
             for transfer in self.network.sent.get(key, ()) if key else ():
                 self._send(transfer)
+            self._reduce()
         return self.next > begin
 
     def finish(self) -> None:
@@ -194,6 +227,11 @@ class _Program:
         left = (entry for entries in self.unreleased.values() for entry in entries)
         for _, _, transfer in sorted(left, key=lambda entry: entry[1]):
             self.actions.append(transfer.sending(WAIT_SEND[transfer.backward]))
+
+    def _reduce(self) -> None:
+        """The reductions that come after as many compute actions as are written."""
+        for stage in self.reduced.get(self.next, ()):
+            self.actions.append(Action(ActionType.REDUCE_GRAD, stage))
 
     def _send(self, transfer: Transfer) -> None:
         self.actions.append(transfer.sending(SEND[transfer.backward]))
@@ -240,6 +278,16 @@ class _Program:
                 self.actions.append(transfer.sending(WAIT_SEND[transfer.backward]))
 
 
+def _last(order: ComputeOrder, graph: StageGraph) -> list[dict[int, list[int]]]:
+    """Places of reductions behind all computation."""
+    stages = graph.layout.stages
+    trained = [s for s in map(stages.__getitem__, reduction_turns(graph.layout)) if s.trainable]
+    return [
+        {len(row): [stage.index for stage in trained if rank in stage.ranks]}
+        for rank, row in enumerate(order)
+    ]
+
+
 def _collectives(
     graph: StageGraph, rank: int, sharding: Gathering, training: bool
 ) -> tuple[list[Action], list[Action]]:
@@ -247,8 +295,7 @@ def _collectives(
     before, after = [], []
     stages = graph.layout.stages_of(rank)
     if sharding == "step":
-        reduced = [s for s in stages if training and graph.layout.stages[s].trainable]
         before = [Action(ActionType.UNSHARD, stage) for stage in stages]
-        after = [Action(ActionType.RESHARD, stage) for stage in stages if stage not in reduced]
-        after += [Action(ActionType.REDUCE_GRAD, stage) for stage in reduced]
+        whole = [s for s in stages if not (training and graph.layout.stages[s].trainable)]
+        after = [Action(ActionType.RESHARD, stage) for stage in whole]
     return before, after + (tied_reductions(graph, rank) if training else [])

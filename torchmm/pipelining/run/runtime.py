@@ -20,8 +20,12 @@ exception: an LLM action with fillers does not wait for them.
 
 - The side stream waits for the main one before each of its actions: what that made, or released,
   is complete.
-- The main stream waits for the side stream before each of its actions but transfers; if the action
-  has fillers, or runs alongside those of one before it, this was before the first of them.
+- The main stream waits for the side stream before each of its actions but transfers and reductions
+  of gradients of its own; if the action has fillers, or runs alongside those of one before it, this
+  was before the first of them.
+
+Reductions of gradients have streams of their own, too (`StepSharding`): the main stream goes on
+beside them and waits for them at the end of the step.
 
 Of what encoders read, only gradients that the LLM's stage on the same rank hands over have main
 memory that is released in the step; `StepState` records their use.
@@ -55,7 +59,7 @@ from torchmm.pipelining.schedules.fillers import encoder_stages
 TOGETHER = (
     ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED,
 )  # fmt: skip
-"""Collectives before and after all computation: on the main stream, of encoders too."""
+"""Begun from the main stream, of encoders too."""
 
 
 class CudaStreams:
@@ -102,8 +106,9 @@ class SideStream:
             with self._streams.on_side():
                 yield
             return
+        reduces_llm = action.type is ActionType.REDUCE_GRAD and action.stage not in self._encoders
         transfer = action.type not in (*COMPUTE, *TOGETHER)
-        if not transfer and action not in self._filled:
+        if not (transfer or reduces_llm or action in self._filled):
             self.join()
         yield
 
@@ -280,10 +285,10 @@ class _Clock:
         event.record()
         return event
 
-    def time(self, handler: Callable[[Action], None], action: Action) -> None:
+    def time(self, handler: Callable[[Action], Any], action: Action) -> None:
         begin = self.mark()
-        handler(action)
-        self._marks.append((action, begin, self.mark()))
+        end = handler(action)
+        self._marks.append((action, begin, self.mark() if end is None else end))
 
     def records(self) -> list[ActionRecord]:
         if self._cuda and not (last := self.mark()).query():

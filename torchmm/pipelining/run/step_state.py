@@ -134,8 +134,8 @@ class StepState:
         # Stages that are here and nowhere else: no need to ask where each of their tasks runs.
         self._here = {s.index for s in self._graph.layout.stages if s.ranks == (plan_rank,)}
 
-    def handlers(self) -> dict[ActionType, Callable[[Action], None]]:
-        """What runs each kind of action."""
+    def handlers(self) -> dict[ActionType, Callable[[Action], torch.cuda.Event | None]]:
+        """What runs each kind of action. What goes on beside what follows gives its end."""
         kind = ActionType
         return {
             kind.F: self._forward,
@@ -152,7 +152,7 @@ class StepState:
             kind.WAIT_SEND_B: partial(self._wait_send, True),
             kind.UNSHARD: self._unshard,
             kind.RESHARD: partial(self._drive, StepSharding.reshard),
-            kind.REDUCE_GRAD: partial(self._drive, StepSharding.reduce_gradients),
+            kind.REDUCE_GRAD: self._reduce,
             kind.REDUCE_TIED: self._reduce_tied,
         }
 
@@ -165,7 +165,7 @@ class StepState:
                 sharding.begin_step(backwards[index])
 
     def finish(self) -> None:
-        """Leaves no trained parameter without a gradient.
+        """Leaves no trained parameter without a gradient, and waits for reductions.
 
         Raises:
             ValueError: the plan has left work undone.
@@ -181,6 +181,7 @@ class StepState:
             )
         for index in self._graph.layout.stages_of(self._rank) if self._plan.training else ():
             stage = self._stages[index]
+            self._finish_reducing(index)
             for parameter in () if stage.sharding else self._trained(index):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -368,13 +369,31 @@ class StepState:
         complete = action.stage in self._beside
         self._drive(partial(StepSharding.unshard, complete=complete), action)
 
-    def _drive(self, collective: Callable[[StepSharding], None], action: Action) -> None:
+    def _drive(
+        self, collective: Callable[[StepSharding], torch.cuda.Event | None], action: Action
+    ) -> torch.cuda.Event | None:
         self._weights.pop(action.stage, None)
         if isinstance(sharding := self._stages[action.stage].sharding, StepSharding):
-            collective(sharding)
+            return collective(sharding)
+        return None
+
+    def _reduce(self, action: Action) -> torch.cuda.Event | None:
+        # FSDP would reduce again what came after, a collective that no replica knows of.
+        for task in (*self._kept, *self._split):
+            if task.stage == action.stage:
+                raise ValueError(
+                    f"{action} comes before the backward of {task}; validate_plan tells which "
+                    "action is missing or comes too late"
+                )
+        return self._drive(StepSharding.start_reducing, action)
+
+    def _finish_reducing(self, stage: int) -> None:
+        if isinstance(sharding := self._stages[stage].sharding, StepSharding):
+            sharding.finish_reducing()
 
     def _reduce_tied(self, action: Action) -> None:
         """Both ranks add the other's gradient to their own: the same sum, bit by bit."""
+        self._finish_reducing(action.stage)
         parameter = self._stages[action.stage].tied_parameter()
         if not parameter.requires_grad:
             return

@@ -38,11 +38,12 @@ _HATCHES: dict[BubbleClass, tuple[int, float, str]] = {
     "tp": (90, 6, "#9a9a9a"),
 }
 _LEFT, _RIGHT, _ROW, _BOX = 64, 76, 26, 22  # pixels: margins, height of a row and of a box in it
+_STRIP = 3  # of what runs beside the boxes
 _LETTER = 5.8  # pixels a letter takes at most, on average
 _STYLE = (
     "text{font:11px sans-serif;fill:#222}.t{font-size:15px}.b{font-weight:bold}"
     ".n text{font-size:9px;text-anchor:middle}.e{text-anchor:end}.m{text-anchor:middle}"
-    ".n .w{fill:#fff}.x{stroke:#ddd}"
+    ".n .w{fill:#fff}.x{stroke:#ddd}.r{fill:#222}"
 )
 
 
@@ -60,7 +61,7 @@ def timelines_svg(
     """Draw steps below each other on one time axis.
 
     Boxes carry the microbatch ("3", or "3.1" for its second sub-microbatch) where it fits, and
-    the action with its times as a tooltip.
+    the action with its times as a tooltip. Strips below them are reductions of gradients.
 
     Args:
         title: above everything.
@@ -198,6 +199,8 @@ def _legend(
     ]
     if any(stage.segment for stage in stages):
         entries.append(('fill="none"', "(lower boxes: later segments)"))
+    if ActionType.REDUCE_GRAD in kinds:
+        entries.append(('class="r"', "gradients are reduced"))
     return entries + [
         (f'fill="url(#{bubble})"', f"idle: {_readable(bubble)}")
         for bubble in BUBBLE_CLASSES
@@ -271,6 +274,9 @@ def _rows(
             stage = panel.layout.stages[record.action.stage]
             inset = 4 * min(stage.segment, 2)
             ranks[record.rank].append(_box(record, colours[stage.module], inset, scale))
+    for record in panel.records:
+        if record.action.type is ActionType.REDUCE_GRAD:  # above the boxes
+            ranks[record.rank].append(_strip(record, scale))
     end_x = _LEFT + timeline.makespan_ms * scale + 6
     for rank, boxes in enumerate(ranks):
         y = top + rank * _ROW + (_ROW - _BOX) / 2
@@ -280,6 +286,16 @@ def _rows(
         yield f'<g class="n" transform="translate(0 {y:g})">'
         yield from boxes
         yield "</g>"
+
+
+def _strip(record: ActionRecord, scale: float) -> str:
+    """A reduction, from its begin to its end, at the bottom of its row."""
+    width = (record.end_ms - record.start_ms) * scale
+    return (
+        f'<rect class="r" x="{_LEFT + record.start_ms * scale:.1f}" y="{_BOX - _STRIP}" '
+        f'width="{width:.1f}" height="{_STRIP}"><title>{record.action} '
+        f"{record.start_ms:.6g}-{record.end_ms:.6g} ms</title></rect>"
+    )
 
 
 def _box(record: ActionRecord, module_index: int, inset: int, scale: float) -> str:
