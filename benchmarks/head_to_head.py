@@ -72,6 +72,7 @@ CASES = (
     Case("pipeweaver_vlm_m", 32, choose=True),
     Case("optimus_model_a", 64),
     Case("optimus_vit22b_gpt175b", 1536),
+    Case("optimus_vit22b_gpt175b", 3072),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
 )
 QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=12",)),)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from torchmm.models.llm import LlmModule
+from torchmm.parallel import torch_private
 from torchmm.parallel.fsdp import StepSharding
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.parallel.tensor.overlap_backends import _Started
@@ -28,6 +29,23 @@ def gathered_elsewhere() -> None:
     """FSDP's buffers are waited for on the side stream only."""
     plain = StepSharding.unshard
     StepSharding.unshard = lambda self, complete=False: plain(self)
+
+
+def unreduced() -> None:
+    """The end of a step does not wait for the reductions of gradients."""
+
+    def finish(self):
+        self._reducing, reducing = None, self._reducing
+        if reducing is not None:
+            stream = torch.cuda.current_stream
+            torch.cuda.current_stream = torch.cuda.Stream  # somebody else waits
+            try:
+                torch_private.finish_reducing(self._root, reducing)
+            finally:
+                torch.cuda.current_stream = stream
+            self._set_reducing(False)
+
+    StepSharding.finish_reducing = finish
 
 
 def slot_in_use() -> None:
@@ -126,5 +144,6 @@ DEFECTS: dict[str, Callable[[], None]] = {
         saved_early,
         slot_in_use,
         swapped_sends,
+        unreduced,
     )
 }

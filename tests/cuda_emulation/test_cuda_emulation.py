@@ -25,7 +25,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from fakecuda.hangs import mismatches, stuck
-from fakecuda.races import operations_beside, races, still_running
+from fakecuda.races import (
+    operations_before_the_end,
+    operations_beside,
+    races,
+    still_running,
+)
 from fakecuda.records import Record, host_waits, read_records
 
 STEP = 3
@@ -90,6 +95,7 @@ CASES = {
     "pp2 x fsdp2": Case(4, {"parallel__pipeline": 2}),
     "zero bubble": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "zero_bubble"}),
     "colocated": Case(2, COLOCATED),
+    "reductions beside": Case(4, COLOCATED),
     "fillers": Case(4, FILLERS),
     "searched": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "searched"}),
     "generator": Case(1, recipe="quickstart_generation.toml"),
@@ -189,6 +195,12 @@ def copies_beside(ranks: dict[int, list[Record]]) -> list[int]:
     return [operations_beside(records, "optimizers/host.py") for records in ranks.values()]
 
 
+def reductions_beside(ranks: dict[int, list[Record]]) -> list[int]:
+    """By rank: how many operations are begun while gradients may still be reduced."""
+    place = "parallel/torch_private.py"
+    return [operations_before_the_end(records, place) for records in ranks.values()]
+
+
 def states_on_their_way(ranks: dict[int, list[Record]], tmp_path: Path) -> list[set[int]]:
     """By rank that has some: streams that still run when a checkpoint is taken."""
     saves = read_records(tmp_path / "log", STEP, "save")
@@ -217,6 +229,8 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
     assert not mismatches(ranks)
     assert not stuck(ranks)
     assert not stuck(ranks, queues=HARDWARE_QUEUES)
+    if name == "reductions beside":
+        assert all(reductions_beside(ranks))
     if name == "states on the host":
         assert all(copies_beside(ranks))
         assert not states_on_their_way(ranks, tmp_path)
@@ -232,6 +246,7 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
             ("pageable_copy", "quickstart"),
             ("no_wait", "fillers"),
             ("gathered_elsewhere", "fillers"),
+            ("unreduced", "reductions beside"),
             ("freed_early", "async tp"),
             ("slot_in_use", "states on the host"),
             ("not_arrived", "states on the host"),

@@ -301,7 +301,7 @@ def _compare(
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     targets = sum(m.target_count for m in batch)
-    plan = change(pipeline.plan_training(share))
+    plan = change(pipeline.plan_training(share, reduces_early=True))  # as on CUDA
     result = pipeline.run(plan, share, loss_scale=1 / targets)
     alone = Case(1, 1, freeze=case.freeze, encoders=case.encoders, composite=case.composite)
     loss, gradients = shared_reference(alone)

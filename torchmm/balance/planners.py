@@ -7,17 +7,19 @@ and the balance package is here: a planner gets durations and returns the graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+from torchmm.balance.bubbles.choice import BubbleChoice, StepOrder, bubble_choices
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.order_search.best_order import SearchedOrder, search_within_memory
-from torchmm.balance.order_search.search import Budget, search
+from torchmm.balance.order_search.bounds import lower_bound_ms
+from torchmm.balance.order_search.search import Budget, SearchResult, search
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations, Gathering
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.fillers import encoder_stages
 from torchmm.pipelining.schedules.layouts import (
@@ -28,6 +30,9 @@ from torchmm.pipelining.schedules.layouts import (
 )
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import registered
+
+MOST_ASSIGNMENTS = 256
+"""Of encoder tasks to pipelines, tried for each of Optimus' candidates."""
 
 
 class Planner(NamedTuple):
@@ -92,7 +97,8 @@ def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> S
 def plan_optimus(
     config: ParallelConfig, graph: StageGraph, durations: Durations
 ) -> tuple[StageGraph, ComputeOrder]:
-    """Optimus: encoders in the bubbles of the LLM's own schedule.
+    """Optimus where only durations are known, as in sketches of a step: encoders in the bubbles of
+    the LLM's own schedule, as `config` says.
 
     Raises:
         ValueError: the layout is not colocated.
@@ -154,6 +160,168 @@ def search_by_costs(
         workers=section.workers,
     )
     return step.best(found)
+
+
+@dataclass(frozen=True)
+class PlannedOrder:
+    """A step's schedule, and what it is worth.
+
+    Attributes:
+        step: how to run it.
+        planner: what it comes from: of searched schedules see `SearchedOrder`; "optimus coarse",
+            "optimus fine" or "optimus filled".
+        predicted_ms: of the step; of searched ones without gathers and reductions of parameters.
+        gain_over_natural: how much longer the natural order, or the best coarse one, would take, as
+            a share; None where nothing is known.
+        evaluations: orders that were timed.
+    """
+
+    step: StepOrder
+    planner: str
+    predicted_ms: float
+    gain_over_natural: float | None
+    evaluations: int
+
+
+def searched_order(graph: StageGraph, found: SearchedOrder) -> PlannedOrder:
+    """What a search has found, for its graph."""
+    return PlannedOrder(
+        StepOrder(graph, found.order),
+        found.planner,
+        found.predicted_ms,
+        found.gain_over_natural,
+        found.evaluations,
+    )
+
+
+def optimus_orders(
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    sharding: Gathering,
+    evaluations: int | None = None,
+) -> Iterator[PlannedOrder]:
+    """The best after each candidate that was simulated (`bubble_choices`); the last is the best.
+
+    Args:
+        costs: `torchmm.planning.step.searched_costs`.
+        sharding: as the plan will be lowered.
+        evaluations: of each candidate; None: the recipe's, of which candidates need few.
+
+    Raises:
+        ValueError: the layout is not colocated.
+        SimulationError: a cost is missing or no number.
+    """
+    most = config.search.evaluations if evaluations is None else evaluations
+    for best in bubble_choices(
+        graph,
+        costs,
+        llm_schedule=config.llm_schedule,
+        granularity=config.bubbles,
+        sharding=sharding,
+        tensor_share=config.tensor_bubbles,
+        evaluations=min(most, MOST_ASSIGNMENTS),
+    ):
+        yield _optimus_order(best)
+
+
+def _optimus_order(best: BubbleChoice) -> PlannedOrder:
+    predicted_ms = best.simulated.makespan_ms
+    gain = best.coarse_ms / predicted_ms - 1 if predicted_ms else None
+    return PlannedOrder(best.step, f"optimus {best.bubbles}", predicted_ms, gain, best.played)
+
+
+def plan_by_costs(
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    sharding: Gathering,
+    budget: Budget | None = None,
+) -> PlannedOrder:
+    """The schedule of one step of a planner that times orders before it chooses.
+
+    Args:
+        costs: as for `search_by_costs`.
+        sharding: as the plan will be lowered.
+        budget: None: the recipe's evaluations. With one evaluation it is the natural order, or the
+            first coarse one.
+
+    Raises:
+        ValueError: nothing fits into memory.
+        SimulationError: a cost is missing or no number.
+    """
+    if config.schedule == "optimus":
+        evaluations = None if budget is None else budget.evaluations
+        orders = optimus_orders(config, graph, costs, sharding, evaluations)
+        if evaluations == 1:
+            return next(orders)
+        *_, best = orders
+        return best
+    return searched_order(graph, search_by_costs(config, graph, costs, budget))
+
+
+class Improvements(Protocol):
+    """Who takes the orders that are found while better ones are looked for."""
+
+    least_gain: float
+    """See `StepSearch`."""
+
+    @property
+    def outdated(self) -> bool:
+        """Whether nobody wants any more of them."""
+
+    def seconds_left(self) -> float | None:
+        """For a search; None: as long as all its evaluations take."""
+
+    def wants(self, makespan_ms: float) -> bool:
+        """Whether to hand over an order that takes so long."""
+
+    def leave(self, best: PlannedOrder) -> None:
+        """Takes one."""
+
+
+def improve_order(
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    sharding: Gathering,
+    improvements: Improvements,
+    workers: int,
+) -> PlannedOrder:
+    """As `plan_by_costs`, but hands over what it has on the way: at once the first order, static or
+    coarse, which takes little time to find, then better ones.
+
+    Args:
+        workers: threads that search.
+    """
+    if config.schedule == "optimus":
+        first = True
+        for best in optimus_orders(config, graph, costs, sharding):
+            if improvements.outdated:
+                break
+            if first or improvements.wants(best.predicted_ms):
+                improvements.leave(best)
+            first = False
+        return best
+    step = search_within_memory(graph, costs, improvements.least_gain)
+    improvements.leave(searched_order(graph, step.best()))
+
+    def on_round(found: SearchResult) -> bool:
+        if improvements.wants(found.makespan_ms):
+            improvements.leave(searched_order(graph, step.best(found)))
+        return not improvements.outdated
+
+    section = config.search
+    found = search(
+        step.dispatcher,
+        Budget(section.evaluations, improvements.seconds_left()),
+        strategy=section.strategy,
+        seed=section.seed,
+        workers=workers,
+        bound_ms=lower_bound_ms(step.dispatcher),
+        on_round=on_round,
+    )
+    return searched_order(graph, step.best(found))
 
 
 def plan_by_search(

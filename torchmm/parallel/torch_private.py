@@ -189,7 +189,8 @@ def finish_reducing(module: FSDPModule, held: list[Any]) -> None:
 def end_of_reducing(module: FSDPModule) -> torch.cuda.Event | None:
     """On CUDA: when all reductions are complete that were started last; with a time."""
     communication = module._get_fsdp_state()._comm_ctx
-    scatters, sums = communication.reduce_scatter_stream, communication.all_reduce_stream
+    scatters = communication.reduce_scatter_stream
+    sums = communication.all_reduce_stream
     if not isinstance(scatters, torch.cuda.Stream):
         return None
     sums.wait_stream(scatters)  # sums over replicas come after, if there are any

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.balance.bubbles.choice import StepOrder
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.step_costs import slowest_update_ms
-from torchmm.balance.planners import search_by_costs
+from torchmm.balance.planners import PLANNERS, plan_by_costs
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.simulation.workload import sample_microbatches
@@ -33,7 +34,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations
+from torchmm.pipelining.plan.plan import Durations, Gathering
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.executions import layer_tuning, run_costs
 from torchmm.planning.reordering import arrangement, reordered
@@ -178,11 +179,12 @@ class Forecaster:
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
         search = None
-        if parallel.schedule == "searched" and parallel.pipeline > 1:
+        sharding: Gathering = ("layer" if layerwise else "step") if sharded else "none"
+        if parallel.schedule in PLANNERS and parallel.pipeline * parallel.mirrors > 1:
 
-            def search(graph: StageGraph, _: Durations) -> ComputeOrder:
+            def search(graph: StageGraph, _: Durations) -> StepOrder:
                 costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
-                return search_by_costs(parallel, graph, costs).order
+                return plan_by_costs(parallel, graph, costs, sharding).step
 
         try:
             plan = plan_step(
@@ -193,8 +195,9 @@ class Forecaster:
                 specs=partial(
                     message_specs, modules=self._layered, microbatches=metas, dtype=dtype
                 ),
-                sharding=("layer" if layerwise else "step") if sharded else "none",
+                sharding=sharding,
                 search=search,
+                reduces_early=self.profile.device.asynchronous,
                 tuning=layer_tuning(self.recipe, self.modules, model, layerwise=layerwise),
             )
         except (ConfigError, PlanError) as error:

@@ -28,7 +28,13 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
+from torchmm.planning.encoder_sizes import (
+    VIRTUAL_STAGES,
+    Colocated,
+    encoder_combinations,
+    refined,
+    with_pipelines,
+)
 from torchmm.planning.executions import parameter_states, simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster, first_microbatches
 from torchmm.planning.resolved import recipe_model
@@ -39,8 +45,6 @@ from torchmm.recipe.sizes import AXES
 SAMPLED = 512
 """Sequences of which the data's statistics are taken, at most."""
 RIGID_TENSOR = 8
-VIRTUAL_STAGES = (1, 2, 4)
-"""Stages of the LLM on each of its ranks that are tried."""
 EXACT_ALTERNATIVES = 63
 """Next-best plans among which one that uses all ranks is looked for."""
 
@@ -363,13 +367,22 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
 def _colocated(
     recipe: Recipe, forecaster: Forecaster, devices: int, sizes: str, schedule: str
 ) -> Iterator[Candidate]:
-    """Encoders on the LLM's ranks, in all pipelines that they may have there."""
+    """Encoders on the LLM's ranks, in all pipelines that they may have there, and the best of them
+    with what else can be chosen (`refined`)."""
     own = _with_parallel(recipe, schedule=schedule, placement="colocated")
+    made: list[Candidate] = []
     for pipelines in encoder_combinations(forecaster):
         changed = with_pipelines(own, pipelines)
         words = [f"{name} pipeline {size}" for name, size in pipelines.items()]
         forecast = forecaster.forecast_parallel(changed.parallel)
-        yield Candidate("colocated", changed, devices, ", ".join([sizes, *words]), forecast)
+        candidate = Candidate("colocated", changed, devices, ", ".join([sizes, *words]), forecast)
+        made.append(candidate)
+        yield candidate
+    first = min(made, key=lambda candidate: candidate.step_ms)
+    found = refined(forecaster, Colocated(first.recipe, first.forecast))
+    if found.words:
+        words = [first.sizes, *found.words]
+        yield Candidate("colocated", found.recipe, devices, ", ".join(words), found.forecast)
 
 
 def _with_parallel(recipe: Recipe, **changes: object) -> Recipe:

@@ -22,6 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.planners import PLANNERS
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -404,7 +405,10 @@ def fill_model(
 
 
 def _search_costs(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> CostModel | None:
-    if run.recipe.parallel.schedule != "searched" or mesh.pipeline_size == 1:
+    parallel = run.recipe.parallel
+    # With `replan_drift`, plans change when times have, and are of FLOPs until then.
+    by_flops = parallel.schedule != "searched" and parallel.replan_drift > 0
+    if parallel.schedule not in PLANNERS or by_flops or mesh.pipeline_size == 1:
         return None
     return run_costs(run, pipeline.descriptions, run_profile(run.recipe, mesh.device))
 

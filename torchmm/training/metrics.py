@@ -142,18 +142,18 @@ class StepRecord:
     ranks, on average over layers: 1 at best, the number of experts at worst. None without experts;
     0 where their layers are compiled."""
     predicted_ms: float | None = None
-    """With a searched schedule, as the next four, in the first pipeline: what forwards and
-    backwards of the step were to take, from measured times of earlier steps. What they took, in the
-    slowest pipeline: `pipeline_ms`."""
+    """With a schedule that is planned beside training, as the next four, in the first pipeline:
+    what forwards and backwards of the step were to take, from measured times of earlier steps (of
+    Optimus: the whole plan). What they took, in the slowest pipeline: `pipeline_ms`."""
     planner: str | None = None
     """What the step's order comes from: "search", "natural", or the static planner that was as
-    good."""
+    good; "optimus coarse", "optimus fine", "optimus filled"."""
     planner_ms: float | None = None
     """Time in which the step's order was searched, during training or before the step."""
     planner_evaluations: int | None = None
     """Orders tried."""
     gain_over_natural: float | None = None
-    """How much longer the natural order was to take, as a share."""
+    """How much longer the natural order, or Optimus' best coarse one, was to take, as a share."""
     save_wait_ms: float | None = None
     """How long training stood still for a checkpoint; this and the next four on rank 0, of what
     came to an end since the record before."""

@@ -165,6 +165,7 @@ class Pipeline:
         """
         metas = [m.meta for m in microbatches]
         targets = [m.target_count for m in microbatches]
+        choices.setdefault("reduces_early", self.device.type == "cuda")
         return self.plan(metas, targets, **choices)
 
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:

@@ -70,6 +70,12 @@ def operations_beside(records: list[Record], place: str) -> int:
     return _Beside(records, place).found_beside
 
 
+def operations_before_the_end(records: list[Record], place: str) -> int:
+    """How many operations the stream that computes begins while nothing says that those are over
+    which a place in the code has launched on other streams."""
+    return _Ahead(records, place).found_ahead
+
+
 def still_running(records: list[Record], later: list[Record]) -> set[int]:
     """Streams whose operations the host has not waited for when it goes on.
 
@@ -197,6 +203,25 @@ class _Beside(_Races):
         last = self.clocks[main].get(main, 0)
         if self._place in r.site and r.stream != main:
             self.found_beside += self.clocks[r.stream].get(main, 0) < last
+
+
+class _Ahead(_Races):
+    def __init__(self, records: list[Record], place: str) -> None:
+        self._place = place
+        self._computing = Counter(r.stream for r in records if r.kind == "kernel").most_common(1)
+        self._launched: Clock = {}
+        self.found_ahead = 0
+        super().__init__(records)
+
+    def _operation(self, number: int, r: Record) -> None:
+        super()._operation(number, r)
+        main = self._computing[0][0]
+        if r.stream == main:
+            known = self.clocks[main]
+            ahead = any(known.get(s, 0) < at for s, at in self._launched.items())
+            self.found_ahead += ahead
+        elif self._place in r.site:
+            self._launched[r.stream] = self.clocks[r.stream].get(r.stream, 0)
 
 
 def _merge(into: Clock, other: Clock) -> None:

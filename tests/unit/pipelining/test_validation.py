@@ -174,14 +174,30 @@ def test_receives_in_another_order_than_the_sends_are_named():
 def test_collectives_in_another_order_are_named(kind):
     for rank in range(2):
         first = place(rank, kind)
-        assert found(exchange(rank, first, first + 1))[0] == ("collective", rank, first + 1)
+        second = place(rank, kind, after=first + 1)
+        problems = found(exchange(rank, first, second))
+        assert ("collective", rank, second) in problems or kind is T.REDUCE_GRAD
+        # A reduction in front of its stage's last backward lacks that first of all.
+        assert problems[0][0] in ("collective", "dependency")
     program = program_of(0)
     late, early = program_of(0), program_of(0)
     late.insert(place(0, T.F) + 1, late.pop(2))
     assert ("collective", 0, place(0, T.F) + 1) in found(changed(PLAN, 0, late))
+    tied = place(0, T.REDUCE_TIED)
     last = max(i for i, a in enumerate(program) if a.type in COMPUTE)
-    early.insert(last, early.pop(place(0, T.REDUCE_GRAD)))
+    early.insert(last, early.pop(tied))
     assert ("collective", 0, last) in found(changed(PLAN, 0, early))
+
+
+def test_a_reduction_before_the_last_backward_of_its_stage_is_named():
+    for rank, program in enumerate(PLAN.actions):
+        for stage in {a.stage for a in program if a.type is T.REDUCE_GRAD}:
+            own = [i for i, a in enumerate(program) if a.type in COMPUTE and a.stage == stage]
+            early = program_of(rank)
+            early.remove(Action(T.REDUCE_GRAD, stage))
+            early.insert(own[-1], Action(T.REDUCE_GRAD, stage))
+            plan = changed(PLAN, rank, early)
+            assert ("dependency", rank, own[-1]) in found(plan) and failure(plan)
 
 
 def chain(stages, ranks):

@@ -55,10 +55,10 @@ def lower_plan(
     order: ComputeOrder,
     graph: StageGraph,
     specs: MessageSpecs,
-    *,
     sharding: Gathering = "none",
-    receives_ahead: int = 2,
     training: bool = True,
+    *,
+    receives_ahead: int = 2,
     reduces_early: bool = True,
 ) -> PipelinePlan:
     """The plan that executes a compute order.
@@ -72,11 +72,11 @@ def lower_plan(
         specs: tensors of every message; only carried along.
         sharding: "step" gathers the parameters of each stage before all computation, and reduces
             its gradients after its last backward; FSDP2 gathers "layer" by layer without actions.
+        training: False for an order of forwards only: no gradients are sent or reduced.
         receives_ahead: for how many waits of a channel receives are posted ahead; there are more
             of them where the peer sends in another order.
-        training: False for an order of forwards only: no gradients are sent or reduced.
-        reduces_early: False for reductions behind all computation: where replicas communicate in
-            their actions too, the same place on all of them has to be certain.
+        reduces_early: False for reductions behind all computation: where ranks would wait in them,
+            or replicas communicate in their actions too.
 
     Raises:
         ValueError: the order has another number of ranks than the graph, `receives_ahead` is

@@ -39,11 +39,12 @@ _HATCHES: dict[BubbleClass, tuple[int, float, str]] = {
 }
 _LEFT, _RIGHT, _ROW, _BOX = 64, 76, 26, 22  # pixels: margins, height of a row and of a box in it
 _STRIP = 3  # of what runs beside the boxes
+_REDUCING = "#222222"
 _LETTER = 5.8  # pixels a letter takes at most, on average
 _STYLE = (
     "text{font:11px sans-serif;fill:#222}.t{font-size:15px}.b{font-weight:bold}"
     ".n text{font-size:9px;text-anchor:middle}.e{text-anchor:end}.m{text-anchor:middle}"
-    ".n .w{fill:#fff}.x{stroke:#ddd}.r{fill:#222}"
+    ".n .w{fill:#fff}.x{stroke:#ddd}"
 )
 
 
@@ -200,7 +201,7 @@ def _legend(
     if any(stage.segment for stage in stages):
         entries.append(('fill="none"', "(lower boxes: later segments)"))
     if ActionType.REDUCE_GRAD in kinds:
-        entries.append(('class="r"', "gradients are reduced"))
+        entries.append((f'fill="{_REDUCING}"', "gradients are reduced"))
     return entries + [
         (f'fill="url(#{bubble})"', f"idle: {_readable(bubble)}")
         for bubble in BUBBLE_CLASSES
@@ -292,7 +293,7 @@ def _strip(record: ActionRecord, scale: float) -> str:
     """A reduction, from its begin to its end, at the bottom of its row."""
     width = (record.end_ms - record.start_ms) * scale
     return (
-        f'<rect class="r" x="{_LEFT + record.start_ms * scale:.1f}" y="{_BOX - _STRIP}" '
+        f'<rect fill="{_REDUCING}" x="{_LEFT + record.start_ms * scale:.1f}" y="{_BOX - _STRIP}" '
         f'width="{width:.1f}" height="{_STRIP}"><title>{record.action} '
         f"{record.start_ms:.6g}-{record.end_ms:.6g} ms</title></rect>"
     )
