@@ -8,15 +8,14 @@ python scripts/show_run.py outputs/quickstart --page    # makes its index.html a
 import argparse
 import json
 import sys
-from collections import Counter
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from torchmm.training.evaluation.results import read
+from torchmm.training.page.contents import slowest_ranks
 from torchmm.training.page.pages import write_run_page
 
 LABELS = {
@@ -31,7 +30,6 @@ LABELS = {
     "hf": "Hugging Face export, loads with from_pretrained",
     "hf-ema": "the same of averaged weights",
 }
-PERIODS = 4
 SHOWN_RANKS = 5
 
 
@@ -102,20 +100,16 @@ def _show_scores(console: Console, run_dir: Path, records: list[dict[str, Any]])
 
 def show_stragglers(console: Console, records: list[dict[str, Any]]) -> None:
     """Ranks that were the slowest most often, over the run's quarters. Nothing for one rank."""
-    ranks = Counter(r["slowest_rank"] for r in records)
-    if not any(ranks):
+    found = slowest_ranks(records, SHOWN_RANKS)
+    if found is None:
         return
-    size = -(-len(records) // PERIODS)
-    periods = [records[start : start + size] for start in range(0, len(records), size)]
     table = Table(title="Share of steps in which a rank was the slowest", title_justify="left")
     table.add_column("rank")
-    for period in periods:
-        table.add_column(f"steps {period[0]['step']} to {period[-1]['step']}", justify="right")
-    for rank, _ in ranks.most_common(SHOWN_RANKS):
-        shares = [mean(r["slowest_rank"] == rank for r in period) for period in periods]
+    for first, last in found.steps:
+        table.add_column(f"steps {first} to {last}", justify="right")
+    for rank, shares in found.shares.items():
         table.add_row(str(rank), *(f"{share:.0%}" for share in shares))
-    waits = [mean(r.get("straggler_share", 0.0) for r in period) for period in periods]
-    table.add_row("its time beyond the median's", *(f"{share:.0%}" for share in waits))
+    table.add_row("its time beyond the median's", *(f"{s:.0%}" for s in found.beyond_median))
     console.print(table)
 
 

@@ -10,11 +10,13 @@ import base64
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import Any, NamedTuple
 
 import tomli
 
@@ -27,6 +29,7 @@ Point = tuple[int, float]
 MOST_POINTS = 800
 """Of a curve; of more, the lowest and the highest of each stretch are kept."""
 MOST_WARNINGS = 200
+PERIODS = 4
 SAMPLES_FILE, SAMPLES_FOLDER = "samples.json", "samples"
 
 
@@ -75,19 +78,13 @@ class RunContents:
 
     def points(self, key: str, scale: float = 1.0) -> list[Point]:
         """A figure over the steps; "scores/NAME" is one of the scores."""
-        found = []
-        for record in self.records:
-            value = record.get(key)
-            if key.startswith("scores/"):
-                value = (record.get("scores") or {}).get(key.removeprefix("scores/"))
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                found.append((int(record["step"]), scale * value))
-        return found
+        values = ((int(record["step"]), _figure(record, key)) for record in self.records)
+        return [(step, scale * value) for step, value in values if value is not None]
 
     def last(self, key: str) -> float | None:
         """The newest value of a figure; None: there is none."""
-        points = self.points(key)
-        return points[-1][1] if points else None
+        values = (_figure(record, key) for record in reversed(self.records))
+        return next((value for value in values if value is not None), None)
 
     @cached_property
     def score_names(self) -> list[str]:
@@ -146,6 +143,45 @@ def read_run(directory: Path) -> RunContents:
     except (OSError, ValueError):
         recipe = {}
     return RunContents(directory, records, recipe)
+
+
+class SlowestRanks(NamedTuple):
+    """Whom the others waited for, over the quarters of a run."""
+
+    steps: list[tuple[int, int]]
+    """First and last of each quarter."""
+    shares: dict[int, list[float]]
+    """By rank, the most frequent first: share of a quarter's steps in which it was the slowest."""
+    beyond_median: list[float]
+    """Share of the slowest rank's time that the median rank did not need."""
+
+
+def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
+    """None for a run of one rank.
+
+    Args:
+        most: ranks that are named.
+    """
+    counts = Counter(r["slowest_rank"] for r in records if r.get("slowest_rank") is not None)
+    if not any(counts):
+        return None
+    size = -(-len(records) // PERIODS)
+    periods = [records[start : start + size] for start in range(0, len(records), size)]
+    shares = {
+        rank: [mean(r.get("slowest_rank") == rank for r in period) for period in periods]
+        for rank, _ in counts.most_common(most)
+    }
+    steps = [(period[0]["step"], period[-1]["step"]) for period in periods]
+    beyond = [mean(r.get("straggler_share") or 0.0 for r in period) for period in periods]
+    return SlowestRanks(steps, shares, beyond)
+
+
+def _figure(record: Mapping[str, Any], key: str) -> float | None:
+    """A record's, if it is a number."""
+    value = record.get(key)
+    if key.startswith("scores/"):
+        value = (record.get("scores") or {}).get(key.removeprefix("scores/"))
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

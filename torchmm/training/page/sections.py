@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from html import escape
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import tomli_w
 
 from torchmm.recipe.read import changed_values, dotted_values
-from torchmm.training.page.contents import SAMPLES_FOLDER, RunContents, data_uri, thinned
+from torchmm.training.page.contents import (
+    SAMPLES_FOLDER,
+    RunContents,
+    data_uri,
+    slowest_ranks,
+    thinned,
+)
 
-PERIODS = 4
 SHOWN_RANKS = 8
 SHOWN_SAMPLES = 24
 SHOWN_STEPS = 6
@@ -210,23 +214,15 @@ def pictures_of(run: RunContents) -> str:
 
 def ranks_of(run: RunContents) -> str:
     """Which rank others waited for, over the quarters of the run; nothing for one rank."""
-    records = [r for r in run.records if isinstance(r.get("slowest_rank"), int)]
-    counts = Counter(r["slowest_rank"] for r in records)
-    if not any(counts):
+    found = slowest_ranks(run.records, SHOWN_RANKS)
+    if found is None:
         return ""
-    size = -(-len(records) // PERIODS)
-    periods = [records[start : start + size] for start in range(0, len(records), size)]
-    head = "".join(f"<th>steps {p[0]['step']} to {p[-1]['step']}</th>" for p in periods)
-    rows = [
-        (str(rank), [mean(r["slowest_rank"] == rank for r in period) for period in periods])
-        for rank, _ in counts.most_common(SHOWN_RANKS)
-    ]
-    rows.append(("its time beyond the median's", [
-        mean(r.get("straggler_share") or 0.0 for r in period) for period in periods
-    ]))  # fmt: skip
+    head = "".join(f"<th>steps {first} to {last}</th>" for first, last in found.steps)
+    rows = {str(rank): shares for rank, shares in found.shares.items()}
+    rows["its time beyond the median's"] = found.beyond_median
     body = "".join(
         f"<tr><th>{label}</th>{''.join(f'<td>{share:.0%}</td>' for share in shares)}</tr>"
-        for label, shares in rows
+        for label, shares in rows.items()
     )
     return (
         "<p>Share of steps in which a rank was the slowest:</p>"
