@@ -16,7 +16,7 @@ Work is counted in FLOPs, which measured times do not change.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,15 +74,14 @@ class RememberedOrders:
         """Takes in what was found for a step."""
         ranks, shape = _ranked(dispatcher)
         place = np.argsort(order) / len(order)
-        parts: dict[tuple[int, str], int] = defaultdict(int)
-        of = {}
-        for index, segment in enumerate(dispatcher.segments):
-            rank = ranks[segment.microbatch]
-            key = rank, segment.module
-            parts[key] = max(parts[key], segment.sub_microbatch + 1)
-            of[(*key, segment.sub_microbatch, segment.segment)] = float(place[index])
+        counts = _part_counts(dispatcher)
+        parts = {(ranks[m], module): count for (m, module), count in counts.items()}
+        of = {
+            (ranks[s.microbatch], s.module, s.sub_microbatch, s.segment): float(place[index])
+            for index, s in enumerate(dispatcher.segments)
+        }
         self._of_shape.pop(shape, None)
-        self._of_shape[shape] = _Places(len(ranks), dict(parts), of)
+        self._of_shape[shape] = _Places(len(ranks), parts, of)
         if len(self._of_shape) > MOST:
             self._of_shape.popitem(last=False)
 
@@ -92,12 +91,10 @@ def _ranked(dispatcher: Dispatcher) -> tuple[list[int], Shape]:
     graph = dispatcher.graph
     modules = list(dict.fromkeys(stage.module for stage in graph.layout.stages))
     flops = np.zeros((graph.microbatches, len(modules)))
-    parts = np.zeros((graph.microbatches, len(modules)))
+    counts = _part_counts(dispatcher)
+    parts = [[counts[m, module] for module in modules] for m in range(graph.microbatches)]
     for action, value in dispatcher.costs.flops.items():
         flops[action.microbatch, modules.index(graph.layout.stages[action.stage].module)] += value
-    for segment in dispatcher.segments:
-        place = segment.microbatch, modules.index(segment.module)
-        parts[place] = max(parts[place], segment.sub_microbatch + 1)
     rows = np.concatenate([flops.sum(1, keepdims=True), flops, parts], axis=1)
     work = [tuple(float(f"{value:.{ALIKE}g}") for value in row) for row in rows.tolist()]
     rising = sorted(range(len(work)), key=lambda index: (work[index], index))
@@ -107,14 +104,21 @@ def _ranked(dispatcher: Dispatcher) -> tuple[list[int], Shape]:
     return ranks, tuple(work[index] for index in rising)
 
 
+def _part_counts(dispatcher: Dispatcher) -> dict[tuple[int, str], int]:
+    """Sub-microbatches, by microbatch and module."""
+    graph = dispatcher.graph
+    return {
+        (microbatch, stage.module): graph.parts(stage.index, microbatch)
+        for stage in graph.layout.stages
+        for microbatch in range(graph.microbatches)
+    }
+
+
 def _transferred(places: _Places, dispatcher: Dispatcher, ranks: list[int]) -> Uint32s:
     """The order of a step in which segments come as those of another did."""
     graph = dispatcher.graph
     count = len(ranks)
-    counts: dict[tuple[int, str], int] = defaultdict(int)
-    for segment in dispatcher.segments:
-        key = segment.microbatch, segment.module
-        counts[key] = max(counts[key], segment.sub_microbatch + 1)
+    counts = _part_counts(dispatcher)
     wanted: list[float | None] = []
     own: dict[int, float] = {}
     for segment in dispatcher.segments:
