@@ -170,9 +170,8 @@ class StepPlanner:
                 self.figures = planned.figures
                 return self._pipeline.read_plan(planned.numbers, metas)
             if rates and status != SEARCH_HERE:
-                budget = Budget(
-                    evaluations=1
-                )  # no time; only the first step, unplanned so far, is worth all
+                # No time; only the first step, unplanned so far, is worth all.
+                budget = Budget(evaluations=1)
         search = partial(self._search, metas, rates, budget, time.perf_counter())
         return self._pipeline.plan_training(
             microbatches, factors=rates, search=search, tuning=self._tuning

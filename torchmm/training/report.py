@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import textwrap
@@ -21,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchmm.common.files import replace_atomically
+from torchmm.data.media.images import png_thumbnail
 
 Record = Mapping[str, Any]
 THUMBNAIL_PX = 192
@@ -131,11 +131,7 @@ def keep_thumbnail(
     name = f"{xxhash.xxh64_hexdigest(source.encode())[:8]}-{index}.png"
     if not (folder / name).exists():
         folder.mkdir(exist_ok=True)
-        small = image.convert("RGB")
-        small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
-        buffer = io.BytesIO()
-        small.save(buffer, "PNG")
-        replace_atomically(folder / name, buffer.getvalue())
+        replace_atomically(folder / name, png_thumbnail(image.convert("RGB"), THUMBNAIL_PX))
     return name
 
 

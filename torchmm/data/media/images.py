@@ -357,3 +357,12 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
             f"encoder {encoder!r}: transformers {transformers.__version__}: {reason} Install it, "
             "or transformers 5.18 or newer"
         ) from error
+
+
+def png_thumbnail(picture: Image.Image, side_px: int) -> bytes:
+    """A small copy for a page, no side longer than that."""
+    small = picture.copy()
+    small.thumbnail((side_px, side_px))
+    buffer = io.BytesIO()
+    small.save(buffer, "PNG")
+    return buffer.getvalue()

@@ -7,7 +7,6 @@ network. Everything from the data is escaped: a caption cannot write into the pa
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from torchmm.common.batch import SampleMeta
+from torchmm.data.media.images import png_thumbnail
 from torchmm.planning.inspection.findings import Run, ShownSample, SourceFindings
 from torchmm.planning.inspection.table import source_rows
 from torchmm.recipe.recipe import Recipe
@@ -157,9 +157,5 @@ def _run(run: Run) -> str:
 def _image(picture: Image.Image | None) -> str:
     if picture is None:
         return ""
-    small = picture.copy()
-    small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
-    buffer = io.BytesIO()
-    small.save(buffer, "PNG")
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(png_thumbnail(picture, THUMBNAIL_PX)).decode()
     return f'<img alt="" src="data:image/png;base64,{data}">'
