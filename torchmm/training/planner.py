@@ -160,7 +160,7 @@ class StepPlanner:
         if not self._searches:
             factors = self._monitor.factors if self._monitor else None
             return self._pipeline.plan_training(microbatches, factors=factors, tuning=self._tuning)
-        budget = search_budget(self._config.search)
+        budget: Budget | None = search_budget(self._config.search)
         rates: dict[ActionKind, float] = {}
         metas = [m.meta for m in microbatches]
         if self._ahead is not None:
@@ -170,8 +170,7 @@ class StepPlanner:
                 self.figures = planned.figures
                 return self._pipeline.read_plan(planned.numbers, metas)
             if rates and status != SEARCH_HERE:
-                # No time; only the first step, unplanned so far, is worth all.
-                budget = Budget(evaluations=1)
+                budget = None  # no time; only the first step, unplanned so far, is worth all
         search = partial(self._search, metas, rates, budget, time.perf_counter())
         return self._pipeline.plan_training(
             microbatches, factors=rates, search=search, tuning=self._tuning
@@ -181,22 +180,27 @@ class StepPlanner:
         self,
         metas: Sequence[MicrobatchMeta],
         rates: dict[ActionKind, float],
-        budget: Budget,
+        budget: Budget | None,
         begin_s: float,
         graph: StageGraph,
         durations: Durations,
     ) -> ComputeOrder:
+        """Args:
+        budget: None: ranks wait, so nothing is tried but the natural order and those of static
+            planners, all of them with layers as they are, which takes a tenth of the time.
+        """
         assert self._costs is not None
         modules = self._pipeline.descriptions
         layerwise = self._pipeline.sharding == "layer"
         costs = searched_costs(graph, modules, metas, self._costs, layerwise=layerwise, rates=rates)
         tuner = None
-        if self._tuning is not None:
+        if budget is not None and self._tuning is not None:
             # Of whole microbatches, as ranks that share their tokens have to agree.
             sizes = self._pipeline.message_sizes
             specs = message_specs(graph, sizes, metas, self._pipeline.dtype)
             tuner = Tuner(graph, modules, metas, self._tuning, specs=specs)
-        found = search_by_costs(self._config, graph, costs, budget, tuner)
+        given = budget or Budget(evaluations=1)
+        found = search_by_costs(self._config, graph, costs, given, tuner)
         planner_ms = (time.perf_counter() - begin_s) * 1e3
         self.figures = PlanFigures(
             None, found.planner, planner_ms, found.evaluations, found.gain_over_natural
