@@ -1,4 +1,4 @@
-"""Writes the table of other programs in docs/models.md from what tests saw them do.
+"""Writes the table of other programs in docs/reference/models.md from what tests saw them do.
 
 python -m pytest tests/clients --clients=outputs/clients.jsonl
 python scripts/client_table.py outputs/clients.jsonl
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "docs" / "models.md"
+TARGET = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 BEGIN = "<!-- programs: written by scripts/client_table.py -->"
 END = "<!-- end of programs -->"
 ORDER = ("opens", "loss", "tokens", "adapter")

@@ -1,4 +1,4 @@
-"""Writes the table of families in docs/models.md from what tests have proved.
+"""Writes the table of families in docs/reference/models.md from what tests have proved.
 
 python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
     tests/unit/balance/test_real_flops.py tests/unit/parallel/test_compilation.py \\
@@ -26,7 +26,7 @@ from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.hf.pairs import becomes_llava
 
-TARGET = Path(__file__).parents[1] / "docs" / "models.md"
+TARGET = Path(__file__).parents[1] / "docs" / "reference" / "models.md"
 BEGIN = "<!-- table: written by scripts/family_table.py -->"
 END = "<!-- end of table -->"
 COLUMNS = {

@@ -1,4 +1,4 @@
-"""Writes docs/recipes.md, the reference of all recipe keys, from the schema's docstrings.
+"""Writes docs/reference/recipes.md, the reference of all recipe keys, from the schema's docstrings.
 
 python scripts/recipe_reference.py
 """
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.section import Section
 
-TARGET = Path(__file__).parent.parent / "docs" / "recipes.md"
+TARGET = Path(__file__).parent.parent / "docs" / "reference" / "recipes.md"
 
 INTRODUCTION = """\
 # Recipe reference

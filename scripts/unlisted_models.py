@@ -1,5 +1,6 @@
-"""Writes into docs/unlisted_models.md which causal LMs and image encoders of transformers train
-without being listed.
+"""Writes into docs/reference/unlisted_models.md which models train without being listed.
+
+They are the causal LMs and the image encoders of transformers.
 
 python scripts/unlisted_models.py            # all of them; about two minutes
 python scripts/unlisted_models.py olmo vit   # prints what became of some
@@ -28,7 +29,7 @@ from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.registry import LLM_FILES, TOWER_FILES
 from torchmm.models.unlisted import Proof, prove, prove_encoder
 
-TARGET = Path(__file__).parents[1] / "docs" / "unlisted_models.md"
+TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
 OF_LLMS = {
     "no list of layers": "no list of layers as long as the config says, or parts of several kinds",
     "are not beside": "embeddings and layers in separate parts (BERT's form)",

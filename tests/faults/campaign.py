@@ -3,8 +3,8 @@
 `FAULTS` is the table. `number` is that of the list of faults the project began with (F1 to F33), of
 a finding of the review of reliability (R, S), or U for copies of checkpoints. `before` is what that
 review saw, at commit 4776752, where it tried the same. A row is shown by tests, each of whose cases
-is one injection, or `each` of them. `write_page.py` makes docs/reliability.md of the table and of
-what ran.
+is one injection, or `each` of them. `write_page.py` makes docs/reference/reliability.md of the
+table and of what ran.
 
 Rejected: results written by hand, which say what somebody once saw; tests written from the table,
 which would be one test for faults that have nothing in common.

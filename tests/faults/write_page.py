@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md from the table of faults and what tests of them did.
+"""Writes docs/reference/reliability.md from the table of faults and what tests of them did.
 
 python -m pytest --outcomes=outputs/faults.jsonl TESTS
 python tests/faults/write_page.py outputs/faults.jsonl
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from campaign import FAULTS, REFUSED, Fault
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "reference" / "reliability.md"
 HEAD = """\
 # Reliability
 
@@ -54,7 +54,7 @@ python tests/faults/kill_trainer.py /tmp/kills 100    # any number of kills; ten
 ```
 
 Whether anything grows in a long run: `python tests/faults/soak.py`
-([2,000 steps](../benchmarks/results/soak_cpu.md): nothing).
+([2,000 steps](../../benchmarks/results/soak_cpu.md): nothing).
 
 {kills}
 """
@@ -123,7 +123,7 @@ def page(counts: Sequence[int], day: str, kills: str) -> str:
 def row(fault: Fault, count: int) -> str:
     """A line of the table."""
     files = dict.fromkeys(name.partition("::")[0] for name in fault.shown_by)
-    links = ", ".join(f"[{Path(name).stem[5:]}](../tests/{name})" for name in files)
+    links = ", ".join(f"[{Path(name).stem[5:]}](../../tests/{name})" for name in files)
     before = f"**{fault.before}**" if fault.before.startswith("FAIL") else fault.before
     shown = (fault.code, fault.status, fault.happens, fault.equal)
     cells = (fault.number, fault.what, count, *shown, before, links)

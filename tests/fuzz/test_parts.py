@@ -16,7 +16,7 @@ from torchmm.recipe.model_section import AdapterConfig
 from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig, SearchConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, Float8Config
 
-DOCS = Path(__file__).parents[2] / "docs" / "refused.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "refused.md"
 NOT_DRAWN = {
     "parallel.timeout_s": "always 60",
     "parallel.preflight": "decides what is logged",

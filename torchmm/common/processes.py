@@ -160,7 +160,9 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
         if _number(environment, "MASTER_PORT", "", 0, problems) > 65_535:
             problems.append(f"MASTER_PORT = {environment['MASTER_PORT']} is no port")
     if problems:
-        remedy = "start with torchrun (docs/cluster.md), or unset what an earlier launcher left"
+        remedy = (
+            "start with torchrun (docs/grow/cluster.md), or unset what an earlier launcher left"
+        )
         raise ConfigError([f"environment: {problem}; {remedy}" for problem in problems])
     return Launched(rank, size)
 

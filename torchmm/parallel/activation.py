@@ -7,7 +7,7 @@ A layer in mode "offload" is recomputed as a whole, from an input that waits in 
 host. Copies are queued between kernels, in order: what they take is not hidden, and the input's
 memory is free as soon as the layer has run. Rejected: moving all that a layer keeps, as
 `torch.autograd.graph.save_on_cpu` around a layer does: weights too, and tensors as often as they
-are saved, which takes longer than to compute them again (docs/layer_tuning.md).
+are saved, which takes longer than to compute them again (docs/understand/layer_tuning.md).
 """
 
 from __future__ import annotations

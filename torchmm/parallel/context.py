@@ -195,8 +195,8 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
     problems = []
     if not llm.splits:
         problems.append(
-            f"{key}: the type of {llm.name!r} is not listed in docs/models.md; only pipelines and "
-            "sharding were compared for it; remove it"
+            f"{key}: the type of {llm.name!r} is not listed in docs/reference/models.md; "
+            "only pipelines and sharding were compared for it; remove it"
         )
     for sizes in dict.fromkeys(llm.layer_sizes()):
         heads, what = _divided_heads(sizes)

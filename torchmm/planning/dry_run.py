@@ -66,7 +66,7 @@ def _launch_lines(arguments: Sequence[str], world_size: int, per_node: int) -> d
     command = shlex.join(arguments)
     lines = {"start with": f"torchrun {options} train.py {command}"}
     if nodes > 1:
-        lines["start with"] += f"   (on each of {nodes} nodes; docs/cluster.md)"
+        lines["start with"] += f"   (on each of {nodes} nodes; docs/grow/cluster.md)"
         sizes = f"--nodes {nodes} --ntasks-per-node {ranks} --gpus-per-node {ranks}"
         lines["or, with Slurm"] = f"sbatch {sizes} scripts/launch/slurm.sh {command}"
     return lines

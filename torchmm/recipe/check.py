@@ -274,7 +274,7 @@ def _check_address(key: str, address: str) -> Problems:
         shown = f"{scheme}://...{rest.rpartition('@')[2].partition('?')[0]}"
         text = (
             f"has a credential ({secret}), and addresses are written into logs and files; take "
-            "it out: credentials are read from the environment (docs/data.md)"
+            "it out: credentials are read from the environment (docs/reference/data.md)"
         )
         yield Problem(key, shown, text)
 

@@ -167,7 +167,8 @@ class SourceConfig(Section):
     text, the template's own included. A message's own `loss` or `train` comes first."""
     scores: list[Score] = Field(default=[])
     """Of held-out sources: how the texts are judged that the model writes for their samples
-    (`validation.samples`), against all that the data have as answers, see evaluation.md."""
+    (`validation.samples`), against all that the data have as answers; see
+    docs/start/evaluation.md."""
 
 
 def is_local(address: str) -> bool:

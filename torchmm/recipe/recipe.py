@@ -2,7 +2,8 @@
 
 A recipe is data: nothing here knows torch or a mesh. It is strict (an unknown key or a value of the
 wrong type is an error) and frozen. `torchmm.recipe.read` reads TOML files into it and collects all
-problems; `scripts/recipe_reference.py` writes `docs/recipes.md` from the sections' docstrings.
+problems; `scripts/recipe_reference.py` writes `docs/reference/recipes.md` from the sections'
+docstrings.
 """
 
 from __future__ import annotations

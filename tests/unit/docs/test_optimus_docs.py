@@ -1,4 +1,4 @@
-"""docs/optimus.md and docs/comparison.md: pictures, figures, recipe and links are up to date."""
+"""docs/understand/optimus.md, docs/grow/comparison.md: pictures, figures, recipe are up to date."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-TEXT = (DOCS / "optimus.md").read_text()
+TEXT = (DOCS / "understand" / "optimus.md").read_text()
 
 
 def block(language: str) -> str:
@@ -26,7 +26,7 @@ def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
     picture = ROOT / arguments[place]
     arguments[place] = str(tmp_path / "picture.svg")
     assert runpy.run_path(str(ROOT / "scripts/draw.py"))["main"](arguments) == 0
-    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/optimus.md"
+    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/understand/optimus.md"
     assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
     figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)
     caption = re.sub(r"\s+", " ", TEXT.split("```")[0])
@@ -52,7 +52,7 @@ def test_the_comparison_is_that_of_the_results():
             number = f"{row['ours']:.2f}" + " †" * ("does not fit" in row["metric"])
             number = f"**{number}**" if "fastest" in row["metric"] else number
             steps.setdefault(row["case"], []).append(number)
-    table = (DOCS / "comparison.md").read_text()
+    table = (DOCS / "grow" / "comparison.md").read_text()
     for case, numbers in steps.items():
         model, sizes = case.rsplit(", ", 1)
         line = f"| {model} | {sizes.removesuffix(' sizes')} | {' | '.join(numbers)} |"

@@ -1,4 +1,4 @@
-"""docs/reliability.md: of the table as it is, of tests that there are, of enough injections."""
+"""docs/reference/reliability.md: of the table as it is, of tests there are, of many injections."""
 
 import re
 import runpy

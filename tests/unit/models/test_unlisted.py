@@ -157,7 +157,7 @@ def test_all_causal_lms_of_transformers() -> None:
     """The page lists those that pass; their cost model counts what torch does."""
     script = load_script()
     outcomes = script.survey(script.LLMS, script.causal_lms())
-    page = (ROOT / "docs" / "unlisted_models.md").read_text()
+    page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
     assert script.written(script.LLMS, page) == script.section(script.LLMS, outcomes).strip()
     wrong = {}
     for name, outcome in outcomes.items():
@@ -165,7 +165,7 @@ def test_all_causal_lms_of_transformers() -> None:
             found, counted = flops_of(name, outcome.proof.family)
             if abs(found / counted - 1) > 0.01:
                 wrong[name] = found / counted
-    # As docs/models.md says, where the reasons are.
+    # As docs/reference/models.md says, where the reasons are.
     shares = {name: round(share, 2) for name, share in wrong.items()}
     assert shares == {"jetmoe": 0.73, "mimo_v2_flash": 1.03, "moshi": 0.82}
 

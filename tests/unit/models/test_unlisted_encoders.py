@@ -236,7 +236,7 @@ def test_all_image_encoders_of_transformers() -> None:
     script = load_script()
     kind = script.ENCODERS
     outcomes = script.survey(kind, script.image_encoders())
-    page = (ROOT / "docs" / "unlisted_models.md").read_text()
+    page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
     assert script.written(kind, page) == script.section(kind, outcomes).strip()
     for name, outcome in outcomes.items():
         if outcome.proof:

@@ -442,8 +442,8 @@ def test_whole_recipes_stay_where_they_are_resolved():
 
 def test_recipe_reference_is_up_to_date():
     reference = load_script("recipe_reference")
-    assert (ROOT / "docs" / "recipes.md").read_text() == reference.render(), (
-        "docs/recipes.md is stale: run python scripts/recipe_reference.py"
+    assert (ROOT / "docs" / "reference" / "recipes.md").read_text() == reference.render(), (
+        "docs/reference/recipes.md is stale: run python scripts/recipe_reference.py"
     )
 
 

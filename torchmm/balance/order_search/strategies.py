@@ -6,8 +6,8 @@
   a depth-first search sees.
 - "mcts": the paper's Monte Carlo tree search.
 - "annealing": simulated annealing, the default: the best of a few dozen constructed orders is
-  changed step by step, first groups, then single segments. See docs/searched_schedules.md for
-  what each of them reaches.
+  changed step by step, first groups, then single segments. What each of them reaches is in
+  docs/understand/searched_schedules.md.
 
 PipeWeaver's algorithm (§6.1) as printed leaves open what is decided so: the earlier a group, the
 higher its priority; groups are tried in natural order; a path of the tree is as good as the best

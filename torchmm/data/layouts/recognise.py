@@ -1,4 +1,4 @@
-"""Which layout a record has, by its columns (see `docs/data.md`), and what it becomes.
+"""Which layout a record has, by its columns (see `docs/reference/data.md`), and what it becomes.
 
 LAYOUTS is the table of all. An image or clip that the generator has to draw (see
 `SampleOptions.generate`) is taken out of any of them and put after everything else, so that all
@@ -122,7 +122,8 @@ def recognise(record: Record) -> RecordLayout:
             raise CorruptSampleError(f"`{name}` found, but {_none_of(learnt)}")
     known = ", ".join(" and ".join("/".join(g) for g in layout.needs) for layout in LAYOUTS)
     raise CorruptSampleError(
-        f"no format for columns {sorted(columns)}: known ones have {known}; see docs/data.md"
+        f"no format for columns {sorted(columns)}: known ones have {known}; see "
+        "docs/reference/data.md"
     )
 
 

@@ -21,7 +21,8 @@ from torchmm.common.errors import DataError
 
 TIMEOUT_S = 600
 HUB_REMEDY = (
-    "Or use your own data or a hub data set: set `path` of [[data.sources]] to it (docs/data.md)"
+    "Or use your own data or a hub data set: set `path` of [[data.sources]] to it "
+    "(docs/reference/data.md)"
 )
 
 

@@ -198,7 +198,7 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
         raise DataError(
             f"{file}: {code[0]} = {described[code[0]]!r} is Python code, which is never run from "
             "data; say with field_map where the fields are, or write __class__: CrudeWebdataset if "
-            "samples have the columns that docs/data.md lists"
+            "samples have the columns that docs/reference/data.md lists"
         )
     if kind not in KINDS:
         raise DataError(f"{file}: __class__ = {name!r} is not known; known are {', '.join(KINDS)}")

@@ -2,7 +2,7 @@
 
 Begin with `encoders/family.py` and `llms/family.py`, what a family has to answer. A new one is a
 line or a class there, a new pair of them with files of its own one in `composites/`
-(docs/add_a_model.md).
+(docs/start/own_model.md).
 """
 
 from torchmm.common.faces import public

@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism, with communication before the matrix products or below them.
 
-Begin with `apply.py`; `overlap_*.py` is asynchronous tensor parallelism (docs/async_tp.md).
+Begin with `apply.py`; `overlap_*.py` is asynchronous tensor parallelism
+(docs/understand/async_tp.md).
 """
 
 from torchmm.common.faces import public

@@ -127,8 +127,9 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
     name = module.name
     if not module.splits:
         return [
-            f"[parallel] tensor = {size}: the type of {name!r} is not listed in docs/models.md; "
-            "only pipelines and sharding were compared for it; set tensor = 1"
+            f"[parallel] tensor = {size}: the type of {name!r} is not listed in "
+            "docs/reference/models.md; only pipelines and sharding were compared for it; "
+            "set tensor = 1"
         ]
     styles = module.tensor_parallel_plan().values()
     problems = []
