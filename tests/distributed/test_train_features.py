@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_recipe import QUICKSTART, arguments, records, weights
 
 from torchmm.recipe.read import load_recipe
-from torchmm.training.metrics import StepRecord
+from torchmm.training.tracking.figures import StepRecord
 
 pytestmark = pytest.mark.slow
 STEPS = 4

@@ -39,7 +39,8 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, plot_loss
 from torchmm.training.step import StepOutcome
-from torchmm.training.trackers import Sink, make_trackers
+from torchmm.training.tracking.figures import StepRecord
+from torchmm.training.tracking.trackers import Sink, make_trackers
 
 
 @dataclass(frozen=True)
@@ -75,105 +76,6 @@ class RankStep:
     decoded_images: int = 0
     """By this rank, unlike those above."""
     read_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One line of metrics.jsonl. None where not applicable."""
-
-    step: int
-    epoch: int
-    loss: float
-    """Mean loss per target token of the global batch, in nats; with a generator: the weighted sum
-    of `loss_text`, which is that, and `loss_image`."""
-    validation_loss: float | None
-    """The same on held-out samples, for steps after which it was measured."""
-    grad_norm: float
-    """Global norm before clipping."""
-    lr: float
-    tokens_per_s: float
-    """All ranks together, padding not counted."""
-    samples_per_s: float
-    images_per_s: float
-    mfu: float | None
-    """Model FLOPs (encoders included) / (time x peak of all devices), 0 to 1."""
-    step_ms: float
-    data_wait_ms: float
-    """Time the slowest rank waited for data."""
-    encoder_ms: float | None
-    """Forward and backward of all encoders, slowest rank."""
-    llm_ms: float | None
-    pipeline_ms: float | None
-    """From the first to the last action of a step's plan, slowest rank; None without a pipeline."""
-    bubble_fraction: float | None
-    """Share of the ranks' time between the plan's first and last action in which they neither
-    computed forwards nor backwards; None without a pipeline."""
-    peak_memory_bytes: int
-    """Highest use of one rank since its start: device memory on CUDA, process memory on CPU."""
-    slowest_rank: int
-    """Rank with the most time in data wait and in modules. Collectives inside a phase make
-    fast ranks wait there too, so it points to slow readers better than to slow devices."""
-    straggler_share: float
-    """Share of that rank's time which the median rank did not need: 0, they are equally fast."""
-    skipped_samples: int
-    graphs: int
-    """Of layers, that the busiest rank compiled in the step."""
-    compile_ms: float | None
-    """What that took the slowest rank; None where nothing was compiled."""
-    decoded_images: int
-    """Images, sounds and clips (or their frames), by encoder that reads them, and drawings, that
-    all ranks together decoded for the step: as many as its samples have, but those of corrupt
-    ones."""
-    read_bytes: int
-    """Of records and files, by all ranks together. Every rank reads the records of its samples,
-    with the files that are in them, but other files only to decode them; a character of text
-    counts as a byte."""
-    loss_text: float | None = None
-    loss_image: float | None = None
-    """Mean over images of the squared error of the velocity, mean over pixels."""
-    validation_loss_text: float | None = None
-    validation_loss_image: float | None = None
-    generator_ms: float | None = None
-    """Forward and backward of the generator, slowest rank."""
-    generated_per_s: float | None = None
-    """Images and clips drawn per second, all ranks together."""
-    expert_load: float | None = None
-    """Tokens of the busiest expert over the mean of its layer's experts, in this step over all
-    ranks, on average over layers: 1 at best, the number of experts at worst. None without experts;
-    0 where their layers are compiled."""
-    predicted_ms: float | None = None
-    """With a searched schedule, as the next four, in the first pipeline: what forwards and
-    backwards of the step were to take, from measured times of earlier steps. What they took, in the
-    slowest pipeline: `pipeline_ms`."""
-    planner: str | None = None
-    """What the step's order comes from: "search", "natural", or the static planner that was as
-    good."""
-    planner_ms: float | None = None
-    """Time in which the step's order was searched, during training or before the step."""
-    planner_evaluations: int | None = None
-    """Orders tried."""
-    gain_over_natural: float | None = None
-    """How much longer the natural order was to take, as a share."""
-    save_wait_ms: float | None = None
-    """How long training stood still for a checkpoint; this and the next four on rank 0, of what
-    came to an end since the record before."""
-    save_ms: float | None = None
-    """From there until it was committed."""
-    save_bytes: int | None = None
-    upload_ms: float | None = None
-    """How long it took all ranks to copy a checkpoint to `checkpoint.upload`."""
-    upload_bytes: int | None = None
-    failed_uploads: int | None = None
-    """Checkpoints that could not be copied, since this start; None: none failed."""
-    word_error_rate: float | None = None
-    """For what was generated from held-out sounds or clips, see
-    `torchmm.training.evaluation.scores`."""
-    scores: dict[str, float] | None = None
-    """Of what was generated for held-out sources that say how it is judged, by "SOURCE/SCORE"."""
-
-    def figure(self, name: str) -> float | None:
-        """By its name in metrics.jsonl, or that of a score."""
-        return (self.scores or {}).get(name, getattr(self, name, None))
 
 
 class StepMeter:

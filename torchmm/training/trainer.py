@@ -34,7 +34,6 @@ from torchmm.training.evaluation.benchmarks import FOLDER, Benchmarks
 from torchmm.training.exports.write import Trained, write_adapters, write_export
 from torchmm.training.metrics import (
     StepMeter,
-    StepRecord,
     expert_load,
     gather_rank_steps,
     make_record,
@@ -44,6 +43,7 @@ from torchmm.training.optim import Updates
 from torchmm.training.planner import StepPlanner
 from torchmm.training.profiling import StepProfiler
 from torchmm.training.step import StepOutcome, TrainStep, loss_weights, torn_samples
+from torchmm.training.tracking.figures import StepRecord
 from torchmm.training.validation import HeldOut
 
 

@@ -34,7 +34,6 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.training.build import RunParts, build_data
 from torchmm.training.evaluation.scores import Answer, score
-from torchmm.training.metrics import StepRecord
 from torchmm.training.page.contents import SAMPLES_FILE, SAMPLES_FOLDER
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import keep_thumbnail, plot_captions, plot_pictures
@@ -42,6 +41,7 @@ from torchmm.training.step import torn_samples
 from torchmm.training.text.generate import generate_tokens
 from torchmm.training.text.prompts import Prompt, in_groups, prompts_of
 from torchmm.training.text.sampling import Sampling
+from torchmm.training.tracking.figures import StepRecord
 
 PROMPTS_TOGETHER = 16
 """Held-out samples whose text is written at the same time, at most."""

@@ -27,7 +27,7 @@ from torchmm.training.metrics import (
     peak_memory_bytes,
 )
 from torchmm.training.report import describe_step, print_summary
-from torchmm.training.trackers import BackgroundSink
+from torchmm.training.tracking.trackers import BackgroundSink
 
 CPU = torch.device("cpu")
 LOG = logging.getLogger("torchmm.test")
@@ -320,5 +320,5 @@ def test_tensorboard_events_hold_the_loss(tmp_path):
     made.record(record(4))
     made.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (scalar,) = events.Scalars("loss")
+    (scalar,) = events.Scalars("train/loss")
     assert (scalar.step, scalar.value) == (4, 2.5)

@@ -1,8 +1,13 @@
-"""Names of figures in Weights & Biases."""
+"""Names and groups of figures in trackers."""
 
-from torchmm.training.metrics import StepRecord
+from dataclasses import fields
+from typing import get_args
+
+import pytest
+
 from torchmm.training.report import describe_step
-from torchmm.training.trackers import PANELS, WandbTracker
+from torchmm.training.tracking.figures import FIGURES, Group, StepRecord, grouped
+from torchmm.training.tracking.trackers import WandbTracker
 
 
 class FakeRun:
@@ -13,29 +18,31 @@ class FakeRun:
         self.logged.append((values, step))
 
 
-def test_figures_of_planning_stand_together_under_names_that_say_what_they_are():
+def test_every_key_has_a_group_a_unit_and_a_sentence():
+    assert list(FIGURES) == [field.name for field in fields(StepRecord)]
+    assert {figure.group for figure in FIGURES.values()} == set(get_args(Group))
+    for key, figure in FIGURES.items():
+        assert figure.meaning.endswith("."), key
+        ends = {"ms": "_ms", "bytes": "_bytes", "1/s": "_per_s"}
+        assert all(key.endswith(end) == (figure.unit == unit) for unit, end in ends.items()), key
+
+
+def test_a_key_without_an_entry_is_not_shown_in_silence():
+    with pytest.raises(KeyError, match="unheard_of"):
+        grouped({"step": 1, "unheard_of": 2.0})
+
+
+def test_figures_stand_in_the_panels_of_their_groups():
     tracker = WandbTracker.__new__(WandbTracker)  # without a service
     tracker._run = FakeRun()
-    tracker.emit({"step": 3, "loss": 2.0, "predicted_ms": 50.0, "gain_over_natural": None})
-    values = {
-        "step": 3,
-        "loss": 2.0,
-        "schedule/predicted time of forwards and backwards (ms)": 50.0,
-    }
-    assert tracker._run.logged == [(values, 3)]
+    tracker.emit({"step": 3, "loss": 2.0, "predicted_ms": 50.0, "planner": "natural", "mfu": None})
+    assert tracker._run.logged == [({"train/loss": 2.0, "planner/predicted_ms": 50.0}, 3)]
 
 
-def test_scores_stand_together_by_source():
-    tracker = WandbTracker.__new__(WandbTracker)
-    tracker._run = FakeRun()
-    tracker.emit({"step": 2, "loss": 1.0, "scores": {"vqa/exact_match": 0.5}})
-    tracker.emit({"step": 3, "loss": 1.0, "scores": None})
-    values = {"step": 2, "loss": 1.0, "scores/vqa/exact_match": 0.5}
-    assert tracker._run.logged == [(values, 2), ({"step": 3, "loss": 1.0}, 3)]
+def test_scores_stand_with_held_out_losses_by_source():
+    record = {"step": 2, "validation_loss": 1.0, "scores": {"vqa/exact_match": 0.5}}
+    values = {"validation/validation_loss": 1.0, "validation/vqa/exact_match": 0.5}
+    assert grouped(record) == values
+    assert grouped({"step": 3, "scores": None}) == {}
     line = describe_step({"step_ms": 1.0, "scores": {"vqa/exact_match": 0.5}}, 0.0)
     assert "vqa/exact_match 0.500" in line
-
-
-def test_renamed_figures_exist():
-    assert set(PANELS) <= set(StepRecord.__dataclass_fields__)
-    assert len(set(PANELS.values())) == len(PANELS)

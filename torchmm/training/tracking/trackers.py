@@ -25,34 +25,17 @@ import wandb
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.page.pages import PAGE, PageSink
+from torchmm.training.tracking.figures import grouped
 
 PROBE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 60.0
 QUEUE_LENGTH = 1000
 
-PANELS = {
-    "pipeline_ms": "schedule/measured time of the plan (ms)",
-    "predicted_ms": "schedule/predicted time of forwards and backwards (ms)",
-    "planner_ms": "schedule/time the search took (ms)",
-    "planner_evaluations": "schedule/orders tried",
-    "gain_over_natural": "schedule/gain over the natural order (share of the time)",
-    "bubble_fraction": "schedule/idle time of ranks (share)",
-}
-"""Names in Weights & Biases of what figures alone do not say."""
-
 Record = Mapping[str, Any]
 
 
-def figures_of(record: Record) -> dict[str, Any]:
-    """What there is of a record, by name; scores, which are by source, as "scores/SOURCE/SCORE"."""
-    scores = record.get("scores") or {}
-    flat = {f"scores/{name}": value for name, value in scores.items()}
-    own = {k: v for k, v in record.items() if v is not None and k not in ("scores", "planner")}
-    return own | flat
-
-
 class Sink(Protocol):
-    """Takes the record of each step; see `torchmm.training.metrics.StepRecord` for its fields."""
+    """Takes the record of each step; see `torchmm.training.tracking.figures` for its fields."""
 
     def emit(self, record: Record) -> None:
         """Show or store one step."""
@@ -205,8 +188,7 @@ class WandbTracker:
 
     def emit(self, record: Record) -> None:
         """Log one step."""
-        shown = {PANELS.get(k, k): v for k, v in figures_of(record).items()}
-        self._run.log(shown, step=record["step"])
+        self._run.log(grouped(record), step=record["step"])
 
     def close(self) -> None:
         """Upload what is left, for `finish_timeout` at most."""
@@ -232,9 +214,8 @@ class TensorBoardTracker:
 
     def emit(self, record: Record) -> None:
         """Write one step."""
-        for name, value in figures_of(record).items():
-            if name != "step":
-                self._writer.add_scalar(name, value, record["step"])
+        for name, value in grouped(record).items():
+            self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Flush and close the event file."""

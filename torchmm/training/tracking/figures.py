@@ -1,0 +1,312 @@
+"""What a line of metrics.jsonl says: every figure with its group, its unit and a sentence.
+
+    StepRecord          one line; its fields' names are the keys, which users' scripts read
+    FIGURES["step_ms"]  Figure(group="time", unit="ms", meaning="From the step's begin ...")
+    "time/step_ms"      the same figure in trackers, whose panels are grouped by what is before "/"
+
+The table is made of the fields' annotations, so no figure can be without an entry. Rejected: a
+table beside the class, which the next figure would be forgotten in; other names in trackers than in
+metrics.jsonl, which nobody finds in the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+
+Group = Literal[
+    "train", "validation", "time", "memory", "pipeline", "data", "planner", "checkpoint"
+]
+
+
+class Figure(NamedTuple):
+    """What a key of metrics.jsonl means."""
+
+    group: Group
+    """Of panels in trackers."""
+    unit: str
+    """Empty: a bare number, or text."""
+    meaning: str
+    """A sentence or two."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl. None where not applicable."""
+
+    step: Annotated[int, Figure("train", "", "Number of the optimizer step, from 1.")]
+    epoch: Annotated[int, Figure("data", "", "Pass over the training samples, from 0.")]
+    loss: Annotated[
+        float,
+        Figure(
+            "train",
+            "nats",
+            "Mean loss per target token of the global batch; with a generator: the weighted sum of "
+            "`loss_text`, which is that, and `loss_image`.",
+        ),
+    ]
+    validation_loss: Annotated[
+        float | None,
+        Figure(
+            "validation",
+            "nats",
+            "`loss` on held-out samples, for steps after which it was measured.",
+        ),
+    ]
+    grad_norm: Annotated[
+        float, Figure("train", "", "Global norm of all gradients, before it is clipped.")
+    ]
+    lr: Annotated[float, Figure("train", "", "Learning rate of the step (`optimizer.lr`).")]
+    tokens_per_s: Annotated[
+        float, Figure("time", "1/s", "Tokens of all ranks together, padding not counted.")
+    ]
+    samples_per_s: Annotated[float, Figure("time", "1/s", "Samples of all ranks together.")]
+    images_per_s: Annotated[
+        float,
+        Figure("time", "1/s", "Images, sounds and clips that encoders read, of all ranks."),
+    ]
+    mfu: Annotated[
+        float | None,
+        Figure(
+            "time",
+            "0..1",
+            "Model FLOPs, those of encoders included, over the step's time and the peak of all "
+            "devices; none where that is unknown.",
+        ),
+    ]
+    step_ms: Annotated[float, Figure("time", "ms", "The whole step, on the slowest rank.")]
+    data_wait_ms: Annotated[
+        float, Figure("time", "ms", "Time the rank that waited longest waited for data.")
+    ]
+    encoder_ms: Annotated[
+        float | None,
+        Figure("time", "ms", "Forwards and backwards of all encoders, on the slowest rank."),
+    ]
+    llm_ms: Annotated[
+        float | None,
+        Figure("time", "ms", "Forwards and backwards of the LLM, on the slowest rank."),
+    ]
+    pipeline_ms: Annotated[
+        float | None,
+        Figure(
+            "pipeline",
+            "ms",
+            "From the first to the last action of the step's plan, on the slowest rank; none "
+            "without a pipeline.",
+        ),
+    ]
+    bubble_fraction: Annotated[
+        float | None,
+        Figure(
+            "pipeline",
+            "0..1",
+            "Share of the ranks' time between the plan's first and last action in which they "
+            "neither computed forwards nor backwards; none without a pipeline.",
+        ),
+    ]
+    peak_memory_bytes: Annotated[
+        int,
+        Figure(
+            "memory",
+            "bytes",
+            "Highest use of one rank since its start: device memory on CUDA, the process's memory "
+            "on a CPU.",
+        ),
+    ]
+    slowest_rank: Annotated[
+        int,
+        Figure(
+            "pipeline",
+            "",
+            "Rank with the most time in data wait and in modules. Collectives inside a phase make "
+            "fast ranks wait there too, so it points to slow readers better than to slow devices.",
+        ),
+    ]
+    straggler_share: Annotated[
+        float,
+        Figure(
+            "pipeline",
+            "0..1",
+            "Share of that rank's time which the median rank did not need; 0: they are equally "
+            "fast.",
+        ),
+    ]
+    skipped_samples: Annotated[
+        int, Figure("data", "", "Corrupt samples that were skipped since the run began.")
+    ]
+    graphs: Annotated[
+        int, Figure("time", "", "Graphs of layers that the busiest rank compiled in the step.")
+    ]
+    compile_ms: Annotated[
+        float | None,
+        Figure("time", "ms", "What that took the slowest rank; none where nothing was compiled."),
+    ]
+    decoded_images: Annotated[
+        int,
+        Figure(
+            "data",
+            "",
+            "Images, sounds and clips (or their frames), by encoder that reads them, and drawings, "
+            "that all ranks together decoded for the step: as many as its samples have, but those "
+            "of corrupt ones.",
+        ),
+    ]
+    read_bytes: Annotated[
+        int,
+        Figure(
+            "data",
+            "bytes",
+            "Of records and files, by all ranks together. Every rank reads the records of its "
+            "samples, with the files that are in them, but other files only to decode them; a "
+            "character of text counts as a byte.",
+        ),
+    ]
+    loss_text: Annotated[
+        float | None,
+        Figure("train", "nats", "With a generator: mean loss per target token of the text."),
+    ] = None
+    loss_image: Annotated[
+        float | None,
+        Figure(
+            "train",
+            "",
+            "With a generator: mean over images of the squared error of the velocity, mean over "
+            "pixels.",
+        ),
+    ] = None
+    validation_loss_text: Annotated[
+        float | None, Figure("validation", "nats", "`loss_text` on held-out samples.")
+    ] = None
+    validation_loss_image: Annotated[
+        float | None, Figure("validation", "", "`loss_image` on held-out samples.")
+    ] = None
+    generator_ms: Annotated[
+        float | None,
+        Figure("time", "ms", "Forwards and backwards of the generator, on the slowest rank."),
+    ] = None
+    generated_per_s: Annotated[
+        float | None,
+        Figure("time", "1/s", "Images and clips that the generator draws, of all ranks."),
+    ] = None
+    expert_load: Annotated[
+        float | None,
+        Figure(
+            "train",
+            "",
+            "Tokens of the busiest expert over the mean of its layer's experts, in this step over "
+            "all ranks, on average over layers: 1 at best, the number of experts at worst. None "
+            "without experts, and where their layers are compiled.",
+        ),
+    ] = None
+    predicted_ms: Annotated[
+        float | None,
+        Figure(
+            "planner",
+            "ms",
+            "With a searched schedule, in the first pipeline: what forwards and backwards of the "
+            "step were to take, from measured times of earlier steps. What they took, in the "
+            "slowest pipeline: `pipeline_ms`.",
+        ),
+    ] = None
+    planner: Annotated[
+        str | None,
+        Figure(
+            "planner",
+            "",
+            'What the step\'s order comes from: "search", "natural", or the static planner that '
+            "was as good.",
+        ),
+    ] = None
+    planner_ms: Annotated[
+        float | None,
+        Figure(
+            "planner",
+            "ms",
+            "Time in which the step's order was searched, during training or before the step.",
+        ),
+    ] = None
+    planner_evaluations: Annotated[
+        int | None, Figure("planner", "", "Orders that the search tried.")
+    ] = None
+    gain_over_natural: Annotated[
+        float | None,
+        Figure("planner", "share", "How much longer the natural order was to take."),
+    ] = None
+    save_wait_ms: Annotated[
+        float | None,
+        Figure(
+            "checkpoint",
+            "ms",
+            "How long training stood still for a checkpoint; this and the next four on rank 0, of "
+            "what came to an end since the record before.",
+        ),
+    ] = None
+    save_ms: Annotated[
+        float | None, Figure("checkpoint", "ms", "From there until the checkpoint was committed.")
+    ] = None
+    save_bytes: Annotated[int | None, Figure("checkpoint", "bytes", "Size of the checkpoint.")] = (
+        None
+    )
+    upload_ms: Annotated[
+        float | None,
+        Figure(
+            "checkpoint", "ms", "How long all ranks copied a checkpoint to `checkpoint.upload`."
+        ),
+    ] = None
+    upload_bytes: Annotated[
+        int | None, Figure("checkpoint", "bytes", "Size of what was copied.")
+    ] = None
+    failed_uploads: Annotated[
+        int | None,
+        Figure(
+            "checkpoint",
+            "",
+            "Checkpoints that could not be copied, since this start; none: none failed.",
+        ),
+    ] = None
+    word_error_rate: Annotated[
+        float | None,
+        Figure(
+            "validation",
+            "share",
+            "Word errors in what was generated from held-out sounds or clips, per word that was "
+            "said.",
+        ),
+    ] = None
+    scores: Annotated[
+        dict[str, float] | None,
+        Figure(
+            "validation",
+            "",
+            "Scores of what was generated for held-out sources that say how it is judged, by "
+            '"SOURCE/SCORE".',
+        ),
+    ] = None
+
+    def figure(self, name: str) -> float | None:
+        """By its name in metrics.jsonl, or that of a score."""
+        return (self.scores or {}).get(name, getattr(self, name, None))
+
+
+def _figures() -> dict[str, Figure]:
+    hints = get_type_hints(StepRecord, include_extras=True)
+    return {name: figure for name, hint in hints.items() for figure in get_args(hint)[1:]}
+
+
+FIGURES: Mapping[str, Figure] = MappingProxyType(_figures())
+"""By key of metrics.jsonl, in the order of its lines."""
+
+
+def grouped(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of a record by their names in trackers, "GROUP/KEY"; what is None is left out, the
+    step is told apart, and scores are "validation/SOURCE/SCORE"."""
+    shown = {}
+    for key, value in record.items():
+        if key == "step" or value is None or isinstance(value, str):
+            continue
+        group = FIGURES[key].group
+        values = value if isinstance(value, Mapping) else {key: value}
+        shown |= {f"{group}/{name}": number for name, number in values.items()}
+    return shown
