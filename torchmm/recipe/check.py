@@ -388,3 +388,13 @@ def _check_metrics(recipe: Recipe) -> Problems:
     if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         text = "TensorBoard is not installed; pip install 'torchmm[tensorboard]' or set it to false"
         yield Problem("metrics.tensorboard", True, text)
+    if metrics.trackio and importlib.util.find_spec("trackio") is None:
+        text = "Trackio is not installed; pip install trackio or set it to false"
+        yield Problem("metrics.trackio", True, text)
+    if metrics.artifacts and metrics.wandb == "disabled":
+        text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
+        yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))
+    if "checkpoints" in metrics.artifacts and recipe.checkpoint.staging is not None:
+        text = "no node has whole checkpoints with checkpoint.staging; leave them out"
+        related = ("checkpoint.staging",)
+        yield Problem("metrics.artifacts", metrics.artifacts, text, related)

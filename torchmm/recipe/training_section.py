@@ -253,6 +253,9 @@ class CheckpointConfig(Section):
     weights; adapters by themselves are in `adapters/`."""
 
 
+Artifact = Literal["checkpoints", "exports"]
+
+
 class MetricsConfig(Section):
     """What is recorded and where it is shown. metrics.jsonl is always written."""
 
@@ -264,9 +267,14 @@ class MetricsConfig(Section):
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode. If the service cannot be reached, training continues without it."""
     wandb_project: str = "torchmm"
-    """Weights & Biases project."""
+    """Project in Weights & Biases, and in Trackio."""
+    artifacts: list[Artifact] = Field(default=[])
+    """What becomes artifacts in Weights & Biases as it appears: "checkpoints", "exports" (`hf/` and
+    its like, adapters). At its end the run waits until they are sent, for an hour at most."""
     tensorboard: bool = False
     """Write TensorBoard events to `tensorboard/` in the run directory."""
+    trackio: bool = False
+    """Record figures with Trackio, on this machine; `trackio show` shows them."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one device in TFLOP/s for MFU; default: the data sheet value of a known GPU,
     a short matrix-product measurement on CPU."""

@@ -238,7 +238,7 @@ class MetricsRecorder:
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step)
         self._sinks: list[Sink] = [
             ProgressLine(console, steps, start_step),
-            *make_trackers(config, run_dir, name, recipe, log, resumed=start_step > 0),
+            *make_trackers(config, run_dir, name, recipe, log, start_step),
         ]
 
     def record(self, record: StepRecord) -> None:

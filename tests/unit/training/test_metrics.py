@@ -252,18 +252,18 @@ def test_a_tracker_that_cannot_start_is_warned_of_once(caplog):
 
 
 def test_a_hanging_tracker_neither_slows_steps_nor_the_end(caplog):
-    sink = BackgroundSink("tracker", Hanging, LOG)
+    sink = BackgroundSink("tracker", Hanging, LOG, close_s=0.2)
     for step in range(5000):
         sink.emit({"step": step})
-    sink.close(timeout_s=0.2)
+    sink.close()
     assert len(caplog.records) == 1
     assert "does not keep up" in caplog.text
 
 
 def test_a_tracker_that_does_not_finish_is_left_behind(caplog):
-    sink = BackgroundSink("tracker", Hanging, LOG)
+    sink = BackgroundSink("tracker", Hanging, LOG, close_s=0.2)
     sink.emit({"step": 1})
-    sink.close(timeout_s=0.2)
+    sink.close()
     assert "did not finish" in caplog.text
 
 

@@ -14,6 +14,8 @@ from math import floor, log10
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from PIL import Image, ImageDraw
+
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import ActionRecord
@@ -106,6 +108,22 @@ def timelines_svg(
             "</svg>\n",
         ]
     )
+
+
+def timeline_picture(panel: Panel, width_px: int = 1200) -> Image.Image:
+    """The boxes of a step alone, as pixels: for what shows no SVG."""
+    span_ms = max((record.end_ms for record in panel.records), default=0.0) or 1.0
+    colours = _module_colours([panel])
+    picture = Image.new("RGB", (width_px, _ROW * panel.layout.rank_count), "white")
+    pen = ImageDraw.Draw(picture)
+    for record in panel.records:
+        if record.action.type in COMPUTE:
+            left, right = (ms / span_ms * (width_px - 1) for ms in (record.start_ms, record.end_ms))
+            top = _ROW * record.rank
+            module = panel.layout.stages[record.action.stage].module
+            shade = _shade(colours[module], record.action.type)
+            pen.rectangle((left, top, max(left, right - 1), top + _BOX), fill=shade)
+    return picture
 
 
 def _joined(panel: Panel) -> Iterator[ActionRecord]:

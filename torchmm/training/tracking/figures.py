@@ -21,6 +21,10 @@ Group = Literal[
 ]
 
 
+Record = Mapping[str, Any]
+"""A `StepRecord` as metrics.jsonl has it."""
+
+
 class Figure(NamedTuple):
     """What a key of metrics.jsonl means."""
 
@@ -299,10 +303,10 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(_figures())
 """By key of metrics.jsonl, in the order of its lines."""
 
 
-def grouped(record: Mapping[str, Any]) -> dict[str, Any]:
+def grouped(record: Record) -> dict[str, Any]:
     """Numbers of a record by their names in trackers, "GROUP/KEY"; what is None is left out, the
     step is told apart, and scores are "validation/SOURCE/SCORE"."""
-    shown = {}
+    shown: dict[str, Any] = {}
     for key, value in record.items():
         if key == "step" or value is None or isinstance(value, str):
             continue

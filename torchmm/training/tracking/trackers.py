@@ -1,37 +1,39 @@
-"""Trackers (the run's page, Weights & Biases, TensorBoard) that can never stop or slow training.
+"""Trackers (the run's page, Weights & Biases, TensorBoard, Trackio) that can never stop or slow
+training.
 
 Each tracker lives in a thread of its own behind a bounded queue: connecting, sending and closing
 happen there, and the first failure switches the tracker off with one warning. metrics.jsonl holds
-every record anyway. Whether W&B can be reached is found out by one HTTP request *before* its
-first `init`; if not, the run is recorded offline, to be uploaded later with `wandb sync`.
-Rejected: falling back to offline after a failed online `init`, which can hang as well.
+every record anyway.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import wandb
+import tomli_w
 
-from torchmm.common.errors import ConfigError
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.page.pages import PAGE, PageSink
-from torchmm.training.tracking.figures import grouped
+from torchmm.training.tracking.figures import Record
+from torchmm.training.tracking.local_trackers import (
+    TensorBoardTracker,
+    TrackioTracker,
+    tensorboard_writer,
+    trackio_start,
+)
+from torchmm.training.tracking.run_files import RunFiles, WholeModels, code_version
+from torchmm.training.tracking.wandb_tracker import WandbRun, WandbTracker, wandb_run_id
 
-PROBE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 60.0
+ARTIFACTS_TIMEOUT_S = 3600.0
+"""The same where checkpoints or exports are to be sent, which takes as long as they are large."""
 QUEUE_LENGTH = 1000
-
-Record = Mapping[str, Any]
 
 
 class Sink(Protocol):
@@ -50,53 +52,89 @@ def make_trackers(
     name: str,
     recipe: Record,
     log: logging.Logger,
-    resumed: bool = False,
+    start_step: int = 0,
 ) -> list[Sink]:
-    """The trackers a recipe asks for. `recipe` is stored with the W&B run.
+    """The trackers a recipe asks for. `recipe`, resolved, and the code's version go with the run.
 
     Args:
-        resumed: from a checkpoint: the W&B run of this directory is continued.
+        start_step: of the checkpoint that is resumed, whose run trackers continue; 0: none is.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: TensorBoard or Trackio is asked for and not installed.
     """
     trackers: list[Sink] = []
+    files = partial(RunFiles, run_dir, start_step)
+    resumed = start_step > 0
     if config.page:
         trackers.append(BackgroundSink(PAGE, partial(PageSink, run_dir), log))
     if config.wandb != "disabled":
-        mode = config.wandb
-        project = config.wandb_project
+        close_s = ARTIFACTS_TIMEOUT_S if config.artifacts else CLOSE_TIMEOUT_S
         run_id = wandb_run_id(run_dir, resumed)
+        models = WholeModels(run_dir, config.artifacts)  # what is there now belongs to the past
         start_wandb = lambda: WandbTracker(  # noqa: E731
-            mode, project, run_dir, name, recipe, log, run_id
-        )
-        trackers.append(BackgroundSink("Weights & Biases", start_wandb, log))
+            WandbRun(
+                config.wandb, config.wandb_project, run_dir, name, run_id, _told(recipe),
+                finish_s=close_s / 2,
+            ),
+            files(), models, log,
+        )  # fmt: skip
+        trackers.append(BackgroundSink("Weights & Biases", start_wandb, log, close_s))
     if config.tensorboard:
-        writer_class = _tensorboard_writer()
-        start_tensorboard = lambda: TensorBoardTracker(writer_class, run_dir)  # noqa: E731
+        writer = partial(
+            tensorboard_writer(),
+            str(run_dir / "tensorboard"),
+            purge_step=start_step + 1 if resumed else None,  # what is repeated replaces itself
+        )
+        start_tensorboard = lambda: TensorBoardTracker(  # noqa: E731
+            writer(), {"recipe": _as_text(recipe), "code": _as_text(code_version())}, files()
+        )
         trackers.append(BackgroundSink("TensorBoard", start_tensorboard, log))
+    if config.trackio:
+        start = trackio_start()
+        start_trackio = lambda: TrackioTracker(  # noqa: E731
+            start, config.wandb_project, name, _told(recipe), resumed
+        )
+        trackers.append(BackgroundSink("Trackio", start_trackio, log))
     return trackers
 
 
-def wandb_run_id(run_dir: Path, resumed: bool) -> str:
-    """Identity of the W&B run: the directory's last one if resumed, else a new one, kept in a file.
+def _told(recipe: Record) -> Record:
+    """The resolved recipe, and what computes it."""
+    return {**recipe, "code": code_version()}
 
-    Steps that a resumed run repeats are the same numbers again; W&B keeps the first.
-    """
-    file = run_dir / "wandb_run_id"
-    if not resumed or not file.is_file():
-        file.write_text(secrets.token_hex(4) + "\n")
-    return file.read_text().strip()
+
+def _as_text(told: Record) -> str:
+    """As TOML, which has no null."""
+    return tomli_w.dumps(_without_null(told))
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_null(v) for key, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_null(v) for v in value if v is not None]
+    return value
 
 
 class BackgroundSink:
     """Runs a sink in a daemon thread until its first failure."""
 
-    def __init__(self, label: str, start: Callable[[], Sink], log: logging.Logger) -> None:
-        """Start `start()` in the background; records queue up until it returns."""
+    def __init__(
+        self,
+        label: str,
+        start: Callable[[], Sink],
+        log: logging.Logger,
+        close_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        """Start `start()` in the background; records queue up until it returns.
+
+        Args:
+            close_s: how long its end is waited for.
+        """
         self._label = label
         self._start = start
         self._log = log
+        self._close_s = close_s
         self._queue: queue.Queue[Record | None] = queue.Queue(QUEUE_LENGTH)
         self._off = threading.Event()
         self._switching = threading.Lock()
@@ -112,8 +150,9 @@ class BackgroundSink:
         except queue.Full:
             self._switch_off(f"does not keep up ({QUEUE_LENGTH} records behind)")
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Let the sink finish, but wait no longer than `timeout_s`."""
+    def close(self) -> None:
+        """Let the sink finish, but wait no longer than `close_s`."""
+        timeout_s = self._close_s
         if self._off.is_set():
             return
         try:
@@ -141,93 +180,3 @@ class BackgroundSink:
                     "%s %s; it is off from here on, metrics.jsonl goes on", self._label, reason
                 )
                 self._off.set()  # last: a closing run does not wait for what is off already
-
-
-class WandbTracker:
-    """A Weights & Biases run; files are in `wandb/` of the run directory."""
-
-    def __init__(
-        self,
-        mode: str,
-        project: str,
-        run_dir: Path,
-        name: str,
-        recipe: Record,
-        log: logging.Logger,
-        run_id: str,
-    ) -> None:
-        """Connect; may block for the service's `init_timeout`."""
-        settings = wandb.Settings(
-            init_timeout=30,
-            finish_timeout=CLOSE_TIMEOUT_S / 2,
-            console="off",
-            silent=True,
-            disable_git=True,
-        )
-        base_url = str(wandb.setup().settings.base_url)  # from environment or settings file
-        if mode == "online" and not _answers(base_url):
-            log.warning(
-                "Weights & Biases at %s cannot be reached; recording offline, upload later with "
-                "wandb sync %s",
-                base_url,
-                run_dir / "wandb" / "offline-run-*",
-            )
-            mode = "offline"
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            id=run_id,
-            resume="allow",  # continue the run of this identity if there is one
-            dir=str(run_dir),
-            config=dict(recipe),
-            mode="offline" if mode == "offline" else "online",
-            settings=settings,
-        )
-        if mode == "online":
-            log.info("Weights & Biases run: %s", self._run.url)
-
-    def emit(self, record: Record) -> None:
-        """Log one step."""
-        self._run.log(grouped(record), step=record["step"])
-
-    def close(self) -> None:
-        """Upload what is left, for `finish_timeout` at most."""
-        self._run.finish()
-
-
-def _answers(url: str) -> bool:
-    """Whether an HTTP server answers at all; goes through a proxy where one is set."""
-    try:
-        with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
-        return False
-
-
-class TensorBoardTracker:
-    """TensorBoard event files in `tensorboard/` of the run directory."""
-
-    def __init__(self, writer_class: Callable[[str], Any], run_dir: Path) -> None:
-        self._writer = writer_class(str(run_dir / "tensorboard"))
-
-    def emit(self, record: Record) -> None:
-        """Write one step."""
-        for name, value in grouped(record).items():
-            self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Flush and close the event file."""
-        self._writer.close()
-
-
-def _tensorboard_writer() -> Callable[[str], Any]:
-    try:  # an optional dependency
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            f"metrics.tensorboard = true: TensorBoard cannot be imported ({error}); "
-            "pip install 'torchmm[tensorboard]' or set it to false"
-        ) from error
-    return SummaryWriter
