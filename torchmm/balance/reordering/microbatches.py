@@ -122,6 +122,19 @@ def reorder_microbatches(
     return orders_GM
 
 
+def natural_ms(
+    program: StepProgram, forward_ms_GSM: Float64s, backward_ms_GSM: Float64s
+) -> Float64s:
+    """Makespans (G) of groups whose microbatches stay in their places.
+
+    Raises:
+        ValueError: as `StepProgram.checked`.
+    """
+    costs_GKM = program.checked(forward_ms_GSM, backward_ms_GSM)
+    in_turn_GM = np.tile(np.arange(program.microbatches), (len(costs_GKM), 1))
+    return _makespans_ms(program, _lanes(program, costs_GKM), costs_GKM, in_turn_GM)
+
+
 def interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
     """Algorithm 3 for each group.
 

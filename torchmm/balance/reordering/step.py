@@ -12,6 +12,13 @@ are places of their own; where a replica serves several microbatches at a time, 
 many times as long. Encoders in an LLM's bubbles have no place in the chain; their planner orders
 microbatches itself, so there only groups are balanced.
 
+What is good for a chain may be bad for the plan that runs, and groups with equal work do not end
+together. So of as many arrangements as there are, balanced or not and ordered or not, the one is
+taken whose slowest group ends first in the step's own graph: all stages, in the order of the
+schedule. A step is never arranged to take longer there. Where the order is made from the batch, as
+by a search, or modules have replicas, the chain is the judge, and without a chain the largest share
+of work.
+
 Rejected: FLOPs as sizes, which rank text and images wrongly wherever efficiencies differ; ordering
 packs before they are grouped, as microbatches of several packs would mix them again.
 """
@@ -19,8 +26,9 @@ packs before they are grouped, as microbatches of several packs would mix them a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,12 +38,13 @@ from torchmm.balance.costs.layers import learns
 from torchmm.balance.costs.model import BlockCache, CostModel
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.reordering.groups import balance_groups
-from torchmm.balance.reordering.microbatches import reorder_microbatches
+from torchmm.balance.reordering.microbatches import natural_ms, reorder_microbatches
 from torchmm.balance.reordering.program import StepProgram, compile_order
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
+from torchmm.pipelining.schedules.names import order_named
 from torchmm.recipe.schedules import find_schedule
 
 SEED = 0
@@ -104,6 +113,46 @@ class Chain:
         return compile_order(interleaved_1f1b(graph), graph)
 
 
+class PackTimes(NamedTuple):
+    """Of every pack at every stage or place, in whole nanoseconds."""
+
+    forward_SN: Float64s
+    backward_SN: Float64s
+
+    def of(self, microbatches: Int64s) -> tuple[Float64s, Float64s]:
+        """Both (G, S, M) of microbatches, given as (G, M, packs)."""
+        forward_GSM, backward_GSM = (
+            np.moveaxis(ns_SN[:, microbatches].sum(axis=-1), 0, 1) for ns_SN in self
+        )
+        return forward_GSM, backward_GSM
+
+
+def step_program(layout: StageLayout, schedule: str, microbatches: int) -> StepProgram | None:
+    """What a group does in a step, with all its stages and replicas.
+
+    Args:
+        schedule: by the recipe's name.
+
+    Returns:
+        None where nothing is done in turn, where backwards are split, where modules have replicas,
+        and where the order is made from the batch.
+    """
+    known = find_schedule(schedule)
+    ranks = {stage.ranks for stage in layout.stages}
+    if len(ranks) == 1 or any(len(replicas) > 1 for replicas in ranks):
+        return None
+    if known is None or known.cut in ("separated", "colocated") or known.splits_backward:
+        return None
+    graph = StageGraph(replace(layout, sub_microbatched=frozenset()), microbatches)
+    return compile_order(order_named(schedule)(graph), graph)
+
+
+def _ordered(program: StepProgram, microbatches: Int64s, times: PackTimes) -> Int64s:
+    """With the microbatches of each pipeline in a good order."""
+    orders_GM = reorder_microbatches(program, *times.of(microbatches), seed=SEED)
+    return np.take_along_axis(microbatches, orders_GM[:, :, None], axis=1)
+
+
 class StepReorder:
     """Arranges the packs of one global batch after the other.
 
@@ -132,6 +181,8 @@ class StepReorder:
     ) -> None:
         self._modules = list(modules)
         self._model = model
+        self._layout = layout
+        self._schedule = schedule
         self._chain = Chain.of(layout, schedule)
         replicas = {stage.module: len(stage.ranks) for stage in layout.stages}
         # Replicas of the LLM inside one plan take its microbatches in turn.
@@ -143,6 +194,7 @@ class StepReorder:
         colocated = replicas["llm"] == 1 < max(replicas.values())
         self._order = order and not colocated
         self._programs: dict[int, StepProgram | None] = {}
+        self._steps: dict[int, StepProgram | None] = {}
 
     def __call__(self, packs: Sequence[MicrobatchMeta]) -> list[list[list[int]]]:
         """Indices of packs by group and microbatch.
@@ -150,28 +202,43 @@ class StepReorder:
         Args:
             packs: a global batch, each as a microbatch of its own.
         """
-        forward_SN, backward_SN = (np.round(NS_PER_MS * ms_SN) for ms_SN in self.pack_ms(packs))
+        stages = self.stage_times(packs)
+        chain = self._at_places(stages)
+        sizes_N = (chain.forward_SN + chain.backward_SN).sum(axis=0)
         pipelines = self._groups * self._waves
-        per_pipeline = len(packs) // pipelines
-        members = np.arange(len(packs)).reshape(pipelines, per_pipeline)
-        sizes_N = (forward_SN + backward_SN).sum(axis=0)
+        tried = [np.arange(len(packs)).reshape(pipelines, -1, self._microbatch_size)]
         if self._balance:
-            members = balance_groups(sizes_N, pipelines)
-        microbatches = self._form(members, sizes_N)
-        count = microbatches.shape[1]
-        if count not in self._programs:
-            self._programs[count] = self._chain.program(count) if self._order else None
-        program = self._programs[count]
+            tried.append(self._form(balance_groups(sizes_N, pipelines), sizes_N))
+        program = self._chain_program(tried[0].shape[1]) if self._order else None
         if program is not None:
-            durations = [
-                np.moveaxis(of_N[:, microbatches].sum(axis=-1), 0, 1)
-                for of_N in (forward_SN, backward_SN)
-            ]
-            orders_GM = reorder_microbatches(program, *durations, seed=SEED)
-            microbatches = np.take_along_axis(microbatches, orders_GM[:, :, None], axis=1)
+            tried += [_ordered(program, microbatches, chain) for microbatches in tried]
+        if len(tried) > 1:
+            tried = [min(tried, key=lambda each: self._slowest(each, stages, chain))]
+        return self._in_turn(tried[0]).tolist()
+
+    def _chain_program(self, microbatches: int) -> StepProgram | None:
+        if microbatches not in self._programs:
+            self._programs[microbatches] = self._chain.program(microbatches)
+        return self._programs[microbatches]
+
+    def _slowest(self, microbatches: Int64s, stages: PackTimes, chain: PackTimes) -> float:
+        """When the last group ends, in nanoseconds."""
+        arranged = self._in_turn(microbatches)
+        count = arranged.shape[1]
+        if count not in self._steps:
+            self._steps[count] = step_program(self._layout, self._schedule, count)
+        program, times = self._steps[count], stages.of(arranged)
+        if program is None:
+            program, times = self._chain_program(microbatches.shape[1]), chain.of(microbatches)
+        if program is None:
+            return float(sum(times).sum(axis=(1, 2)).max())
+        return float(natural_ms(program, *times).max())
+
+    def _in_turn(self, microbatches: Int64s) -> Int64s:
+        """(groups, microbatches, packs): replicas of the LLM inside a plan take turns."""
+        count = microbatches.shape[1]
         by_group = microbatches.reshape(self._groups, self._waves, count, -1)
-        in_turn = np.swapaxes(by_group, 1, 2).reshape(self._groups, self._waves * count, -1)
-        return in_turn.tolist()
+        return np.swapaxes(by_group, 1, 2).reshape(self._groups, self._waves * count, -1)
 
     def _form(self, members: Int64s, sizes_N: Float64s) -> Int64s:
         """(pipelines, microbatches, packs): equally large microbatches where packs may move."""
@@ -182,10 +249,23 @@ class StepReorder:
         return np.stack([own[balance_groups(sizes_N[own], count)] for own in members])
 
     def pack_ms(self, packs: Sequence[MicrobatchMeta]) -> tuple[Float64s, Float64s]:
-        """Forwards and backwards (S, N) of packs at the places of the chain; of all modules, also
-        those that have no place of their own there."""
-        places = len(self._chain.stages)
-        forward_SN, backward_SN = (np.zeros((places, len(packs))) for _ in range(2))
+        """Milliseconds of forwards and backwards (S, N) of packs at the places of the chain."""
+        found = self._at_places(self.stage_times(packs))
+        return found.forward_SN / NS_PER_MS, found.backward_SN / NS_PER_MS
+
+    def _at_places(self, stages: PackTimes) -> PackTimes:
+        """Of the places of the chain: each with all of its stages."""
+        share_PS = np.zeros((len(self._chain.stages), len(self._layout.stages)))
+        for place, own in enumerate(self._chain.stages):
+            for stage in own:
+                share_PS[place, stage.index] = self._shares[stage.module]
+        return PackTimes(*(np.round(share_PS @ ns_SN) for ns_SN in stages))
+
+    def stage_times(self, packs: Sequence[MicrobatchMeta]) -> PackTimes:
+        """Of all stages."""
+        forward_SN, backward_SN = (
+            np.zeros((len(self._layout.stages), len(packs))) for _ in range(2)
+        )
         arrives = [gradients_arrive(self._modules, pack) for pack in packs]
         for module in self._modules:
             at, sizes = pack_sizes(module, packs)
@@ -193,15 +273,13 @@ class StepReorder:
                 continue
             arrives_N = np.array([arrives[i][module.name] for i in at], bool)
             cache: BlockCache = {}
-            for place, stages in enumerate(self._chain.stages):
-                for stage in stages:
-                    if stage.module != module.name:
-                        continue
-                    reaches_N = arrives_N | (stage.start > 0 and learns(module))
-                    costs = self._model.stage_costs(
-                        module, stage.start, stage.stop, sizes, reaches_N, cache=cache
-                    )
-                    share = self._shares[module.name]
-                    forward_SN[place, at] += share * costs.forward.total_ms
-                    backward_SN[place, at] += share * costs.backward.total_ms
-        return forward_SN, backward_SN
+            for stage in self._layout.stages:
+                if stage.module != module.name:
+                    continue
+                reaches_N = arrives_N | (stage.start > 0 and learns(module))
+                costs = self._model.stage_costs(
+                    module, stage.start, stage.stop, sizes, reaches_N, cache=cache
+                )
+                forward_SN[stage.index, at] = costs.forward.total_ms
+                backward_SN[stage.index, at] = costs.backward.total_ms
+        return PackTimes(np.round(NS_PER_MS * forward_SN), np.round(NS_PER_MS * backward_SN))
