@@ -231,7 +231,7 @@ class StepReorder:
         if program is None:
             program, times = self._chain_program(microbatches.shape[1]), chain.of(microbatches)
         if program is None:
-            return float(sum(times).sum(axis=(1, 2)).max())
+            return float((times[0] + times[1]).sum(axis=(1, 2)).max())
         return float(natural_ms(program, *times).max())
 
     def _in_turn(self, microbatches: Int64s) -> Int64s:
