@@ -227,9 +227,11 @@ class StepReorder:
         count = arranged.shape[1]
         if count not in self._steps:
             self._steps[count] = step_program(self._layout, self._schedule, count)
-        program, times = self._steps[count], stages.of(arranged)
+        program = self._steps[count]
+        times = stages.of(arranged)
         if program is None:
-            program, times = self._chain_program(microbatches.shape[1]), chain.of(microbatches)
+            program = self._chain_program(microbatches.shape[1])
+            times = chain.of(microbatches)
         if program is None:
             return float((times[0] + times[1]).sum(axis=(1, 2)).max())
         return float(natural_ms(program, *times).max())
