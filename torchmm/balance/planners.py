@@ -7,10 +7,12 @@ and the balance package is here: a planner gets durations and returns the graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
+from torchmm.balance.bubbles.choice import BubbleChoice, StepOrder, bubble_choices
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.compiled import Uint32s
 from torchmm.balance.order_search.best_order import (
@@ -19,13 +21,14 @@ from torchmm.balance.order_search.best_order import (
     StepSearch,
     search_within_memory,
 )
+from torchmm.balance.order_search.remembered import RememberedOrders
 from torchmm.balance.order_search.search import Budget, Settings
 from torchmm.balance.recomputation.joint import TunedSearch
 from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations
+from torchmm.pipelining.plan.plan import ComputeOrder, Durations, Gathering
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.fillers import encoder_stages
 from torchmm.pipelining.schedules.layouts import (
@@ -40,6 +43,8 @@ from torchmm.recipe.schedules import registered
 EVALUATIONS = 4000
 """Orders tried for a step, where neither the recipe nor the time of a step says how many: a few
 seconds for the largest steps of PipeWeaver."""
+MOST_ASSIGNMENTS = 256
+"""Of encoder tasks to pipelines, tried for each of Optimus' candidates."""
 
 
 class Planner(NamedTuple):
@@ -104,7 +109,8 @@ def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> S
 def plan_optimus(
     config: ParallelConfig, graph: StageGraph, durations: Durations
 ) -> tuple[StageGraph, ComputeOrder]:
-    """Optimus: encoders in the bubbles of the LLM's own schedule.
+    """Optimus where only durations are known, as in sketches of a step: encoders in the bubbles of
+    the LLM's own schedule, as `config` says.
 
     Raises:
         ValueError: the layout is not colocated.
@@ -212,6 +218,171 @@ def search_by_costs(
     section = config.search
     step = step_search(graph, costs, tuner=tuner)
     return step.search(budget or search_budget(section), search_settings(section))
+
+
+@dataclass(frozen=True)
+class PlannedOrder:
+    """A step's schedule, and what it is worth.
+
+    Attributes:
+        step: how to run it.
+        planner: what it comes from: of searched schedules see `SearchedOrder`; "optimus coarse",
+            "optimus fine" or "optimus filled".
+        predicted_ms: of the step; of searched ones without gathers and reductions of parameters.
+        gain_over_natural: how much longer the natural order, or the best coarse one, would take, as
+            a share; None where nothing is known.
+        evaluations: orders that were timed.
+    """
+
+    step: StepOrder
+    planner: str
+    predicted_ms: float
+    gain_over_natural: float | None
+    evaluations: int
+
+
+def searched_order(graph: StageGraph, found: SearchedOrder) -> PlannedOrder:
+    """What a search has found, for its graph."""
+    return PlannedOrder(
+        StepOrder(graph, found.order),
+        found.planner,
+        found.predicted_ms,
+        found.gain_over_natural,
+        found.evaluations,
+    )
+
+
+def optimus_orders(
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    sharding: Gathering,
+    evaluations: int | None = None,
+) -> Iterator[PlannedOrder]:
+    """The best after each candidate that was simulated (`bubble_choices`); the last is the best.
+
+    Args:
+        costs: `torchmm.planning.step.searched_costs`.
+        sharding: as the plan will be lowered.
+        evaluations: of each candidate, at most; None: the recipe's. Candidates need few.
+
+    Raises:
+        ValueError: the layout is not colocated.
+        SimulationError: a cost is missing or no number.
+    """
+    given = (MOST_ASSIGNMENTS, config.search.evaluations, evaluations)
+    for best in bubble_choices(
+        graph,
+        costs,
+        llm_schedule=config.llm_schedule,
+        granularity=config.bubbles,
+        sharding=sharding,
+        tensor_share=config.tensor_bubbles,
+        evaluations=min(most for most in given if most is not None),
+    ):
+        yield _optimus_order(best)
+
+
+def _optimus_order(best: BubbleChoice) -> PlannedOrder:
+    predicted_ms = best.simulated.makespan_ms
+    gain = best.coarse_ms / predicted_ms - 1 if predicted_ms else None
+    return PlannedOrder(best.step, f"optimus {best.bubbles}", predicted_ms, gain, best.played)
+
+
+def plan_by_costs(
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    sharding: Gathering,
+    budget: Budget | None = None,
+    tuner: Tuner | None = None,
+) -> PlannedOrder:
+    """The schedule of one step of a planner that times orders before it chooses.
+
+    Args:
+        costs: as for `search_by_costs`.
+        sharding: as the plan will be lowered.
+        budget: None: the recipe's. With one evaluation it is the natural order, or the first
+            coarse one.
+        tuner: see `step_search`.
+
+    Raises:
+        ValueError: nothing fits into memory.
+        SimulationError: a cost is missing or no number.
+    """
+    if config.schedule == "optimus":
+        evaluations = None if budget is None else budget.evaluations
+        orders = optimus_orders(config, graph, costs, sharding, evaluations)
+        if evaluations == 1:
+            return next(orders)
+        *_, best = orders
+        return best
+    return searched_order(graph, search_by_costs(config, graph, costs, budget, tuner))
+
+
+class Improvements(Protocol):
+    """Who takes the orders that are found while better ones are looked for."""
+
+    def leave(self, best: PlannedOrder) -> None:
+        """Takes one."""
+
+    def seen(self, best_ms: float, make: Callable[[], PlannedOrder]) -> bool:
+        """Is told how long the best order so far takes, and how to make it, which it may do to take
+        it; whether to go on."""
+
+    def seconds_left(self) -> float | None:
+        """For a search; None: as long as all its evaluations take."""
+
+
+class Search(NamedTuple):
+    """How orders are searched beside a run.
+
+    Attributes:
+        least_gain, tuner: see `step_search`.
+        remembered: orders of steps before.
+        workers: threads.
+    """
+
+    least_gain: float
+    tuner: Tuner | None
+    remembered: RememberedOrders
+    workers: int
+
+
+def improve_order(
+    config: ParallelConfig,
+    graph: StageGraph,
+    costs: PlanCosts,
+    sharding: Gathering,
+    improvements: Improvements,
+    search: Search,
+) -> PlannedOrder:
+    """As `plan_by_costs`, but hands over what it has on the way: at once the first order, static or
+    coarse, which takes little time to find, then better ones."""
+    if config.schedule == "optimus":
+        orders = optimus_orders(config, graph, costs, sharding)
+        best = next(orders)
+        improvements.leave(best)
+        for best in orders:
+            if not improvements.seen(best.predicted_ms, partial(_same, best)):
+                break
+        return best
+    step = step_search(graph, costs, search.least_gain, search.tuner)
+    improvements.leave(searched_order(graph, step.best()))
+
+    def seen(best_ms: float, make: Callable[[], SearchedOrder]) -> bool:
+        return improvements.seen(best_ms, lambda: searched_order(graph, make()))
+
+    section = config.search
+    settings = search_settings(section, search.workers, search.remembered.starts(step.dispatcher))
+    found = step.search(search_budget(section, improvements.seconds_left()), settings, seen)
+    if found.segments is not None:
+        search.remembered.add(step.dispatcher, found.segments)
+    return searched_order(graph, found)
+
+
+def _same(order: PlannedOrder) -> PlannedOrder:
+    return order
 
 
 def plan_by_search(

@@ -46,6 +46,9 @@ EXIT_WAIT_S = 2.0
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a read that does not return"}
 """Letters of /proc/PID/stat that say why a process does nothing."""
 
+NICENESS = 19
+"""Of processes that others go before."""
+
 
 def fork_server() -> Any:
     """Multiprocessing context whose server has imported the data code (and, from Python 3.13 on,
@@ -120,6 +123,19 @@ def ignore_signals() -> None:
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NEVER, _LARGEST = -1, 1 << 30
+
+
+def yield_to_others(idle: bool) -> None:
+    """From here on this process runs where nothing else wants to, or nearly so.
+
+    Args:
+        idle: only where nothing else wants to, on Linux; else it gets the little share of a core
+            that the lowest priority has.
+    """
+    os.nice(NICENESS)
+    if idle and hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):  # not everywhere allowed
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def keep_freed_memory() -> bool:

@@ -43,26 +43,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmm.balance.bubbles.choice import StepOrder
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.order_search.best_order import LEAST_GAIN, SearchedOrder
+from torchmm.balance.order_search.best_order import LEAST_GAIN
 from torchmm.balance.order_search.remembered import RememberedOrders
-from torchmm.balance.planners import search_budget, search_settings, step_search
+from torchmm.balance.planners import Improvements, PlannedOrder, Search, improve_order
 from torchmm.balance.rates import ActionKind
 from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.files import Arrays, Handover
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.processes import fork_server, ignore_signals
+from torchmm.common.processes import fork_server, ignore_signals, yield_to_others
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.numbers import encode_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import Gathering, MessageSpecs, PipelinePlan
 from torchmm.pipelining.run.messages import MessageSizes, message_specs
 from torchmm.planning.step import plan_step, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
-NICENESS = 19
 LEAVE_EVERY_S = 0.05
 """Improvements that come faster are left together."""
 SEARCHING_SHARE = 0.8
@@ -360,7 +360,7 @@ def _planned_step(found: Arrays) -> PlannedStep:
 def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
     """What the process does: plans the newest request, until the other side is closed."""
     ignore_signals()  # launchers send them to whole groups; the training process ends this one
-    _yield_to_others(setup.idle)
+    yield_to_others(setup.idle)
     plans = _plans_in(directory)
     remembered = RememberedOrders()
     try:
@@ -378,16 +378,6 @@ def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: P
         shutil.rmtree(directory, ignore_errors=True)  # the other side may have been killed
 
 
-def _yield_to_others(idle: bool) -> None:
-    """From here on this process runs where nothing else wants to, or nearly so."""
-    os.nice(NICENESS)
-    if idle and hasattr(
-        os, "SCHED_IDLE"
-    ):  # Linux; processes of the lowest niceness still get a share
-        with suppress(OSError):  # not everywhere allowed
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-
-
 def plan_request(
     connection: Connection,
     plans: Handover,
@@ -397,22 +387,16 @@ def plan_request(
 ) -> None:
     """Plans one step and leaves what it finds, until a newer request comes."""
     planning = _Planning(connection, plans, setup, request)
-    planning.leave(planning.step.best(), finished=False)
-    seconds = None
-    if request.seconds is not None:
-        seconds = max(1e-3, request.seconds - planning.elapsed_s - planning.making_s)
-    section = setup.config.search
-    starts = remembered.starts(planning.step.dispatcher)
-    settings = search_settings(section, setup.workers, starts)
-    found = planning.step.search(search_budget(section, seconds), settings, planning.seen)
-    if found.segments is not None:
-        remembered.add(planning.step.dispatcher, found.segments)
+    search = Search(request.least_gain, planning.tuner, remembered, setup.workers)
+    best = improve_order(
+        setup.config, planning.graph, planning.costs, setup.sharding, planning, search
+    )
     if not connection.poll():
-        planning.leave(found, finished=True)
+        planning.leave(best, finished=True)
         connection.send(request.step)
 
 
-class _Planning:
+class _Planning(Improvements):
     """Leaves a step's best plans."""
 
     def __init__(
@@ -423,18 +407,20 @@ class _Planning:
         self._begin_s = time.perf_counter()
         metas = request.microbatches
         self.graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
-        layerwise = setup.sharding == "layer"
-        costs = searched_costs(
-            self.graph, setup.modules, metas, setup.model,
-            layerwise=layerwise, rates=request.rates,
-        )  # fmt: skip
-        tuner = None
+        self.costs = searched_costs(
+            self.graph,
+            setup.modules,
+            metas,
+            setup.model,
+            layerwise=setup.sharding == "layer",
+            rates=request.rates,
+        )
+        self.tuner: Tuner | None = None
         if setup.tuning is not None:
             specs = self._specs(self.graph)
-            tuner = Tuner(self.graph, setup.modules, metas, setup.tuning, specs=specs)
-        self.step = step_search(self.graph, costs, request.least_gain, tuner)
-        self._left, self._left_s = inf, 0.0
-        self._order: ComputeOrder = ()
+            self.tuner = Tuner(self.graph, setup.modules, metas, setup.tuning, specs=specs)
+        self._left_ms, self._left_s = inf, 0.0
+        self._step: StepOrder | None = None
         self._made: Int32s | None = None
         self.making_s = 0.0
         """How long it took to make the last plan of an order."""
@@ -443,17 +429,23 @@ class _Planning:
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._begin_s
 
-    def seen(self, best_ms: float, make: Callable[[], SearchedOrder]) -> bool:
+    def seconds_left(self) -> float | None:
+        """For the search: what plans take to be made comes on top."""
+        if self._request.seconds is None:
+            return None
+        return max(1e-3, self._request.seconds - self.elapsed_s - self.making_s)
+
+    def seen(self, best_ms: float, make: Callable[[], PlannedOrder]) -> bool:
         """Whether the search may go on."""
         pause_s = max(LEAVE_EVERY_S, self.making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
-        if best_ms < self._left and self.elapsed_s - self._left_s > pause_s:
-            self.leave(make(), finished=False)
-            self._left = best_ms
+        if best_ms < self._left_ms and self.elapsed_s - self._left_s > pause_s:
+            self.leave(make())
+            self._left_ms = best_ms
         return not self._connection.poll()
 
-    def leave(self, best: SearchedOrder, *, finished: bool) -> None:
-        numbers = self._make(best.order)
-        self._left = best.predicted_ms
+    def leave(self, best: PlannedOrder, *, finished: bool = False) -> None:
+        numbers = self._make(best.step)
+        self._left_ms = best.predicted_ms
         self._left_s = self.elapsed_s
         gain = best.gain_over_natural
         planned = {
@@ -468,12 +460,12 @@ class _Planning:
         }
         self._plans.put({name: np.asarray(value) for name, value in planned.items()})
 
-    def _make(self, order: ComputeOrder) -> Int32s:
+    def _make(self, step: StepOrder) -> Int32s:
         """Its plan as numbers."""
-        if self._made is None or order != self._order:
+        if self._made is None or step != self._step:
             begin_s = time.perf_counter()
-            self._made = encode_plan(self._plan(order))
-            self._order = order
+            self._made = encode_plan(self._plan(step))
+            self._step = step
             self.making_s = time.perf_counter() - begin_s
         return self._made
 
@@ -482,7 +474,7 @@ class _Planning:
         metas = self._request.microbatches
         return message_specs(graph, sizes, metas, self._setup.dtype) if sizes else {}
 
-    def _plan(self, order: ComputeOrder) -> PipelinePlan:
+    def _plan(self, step: StepOrder) -> PipelinePlan:
         setup = self._setup
         return plan_step(
             setup.layout,
@@ -492,7 +484,7 @@ class _Planning:
             specs=self._specs,
             sharding=setup.sharding,
             factors=self._request.rates,
-            search=lambda graph, durations: order,
+            search=lambda graph, durations: step,
             reduces_early=setup.model.profile.device.asynchronous,
             tuning=setup.tuning,
         )

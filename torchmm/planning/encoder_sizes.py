@@ -13,10 +13,10 @@ the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from torchmm.balance.bubbles.encoder_sizes import (
     ParallelSizes,
@@ -24,10 +24,18 @@ from torchmm.balance.bubbles.encoder_sizes import (
     colocated_plans,
 )
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import LLM
 from torchmm.planning.executions import parameter_states
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import LlmSchedule
+
+VIRTUAL_STAGES = (1, 2, 4)
+"""Stages of the LLM on each of its ranks that are tried."""
+IMAGES_AT_ONCE = (4, 2, 1)
+LAYERS_PER_STAGE = (2, 4)
+"""Of encoders, other than one."""
 
 
 def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
@@ -75,14 +83,98 @@ def with_pipelines(
     Raises:
         ValidationError: the recipe has sizes that contradict these.
     """
+    more = {"sub_microbatch_images": sub_microbatch_images, "tensor": tensor}
+    given = {key: value for key, value in more.items() if value is not None}
+    return _with_modules(recipe, {name: {"pipeline": n, **given} for name, n in pipelines.items()})
+
+
+class Colocated(NamedTuple):
+    """Colocated encoders with all that can be chosen about them, and the step that it makes."""
+
+    recipe: Recipe
+    forecast: Forecast
+    words: tuple[str, ...] = ()
+    """What is not as it was."""
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Sorts: what can be planned and fits first, then by time."""
+        step = self.forecast.step
+        if step is None:
+            return True, True, 0.0
+        return False, not step.fits, step.makespan_ms
+
+
+def refined(forecaster: Forecaster, start: Colocated) -> Colocated:
+    """Other stages of the LLM per rank, orders of the LLM, images at once and stages of encoders,
+    one after the other, each kept if the first step is shorter with it: never longer than `start`.
+
+    Rejected: all combinations, of which there are hundreds.
+    """
+    best = start
+    for vary in (_virtual_stages, _llm_schedules, _images_at_once, _slices):
+        tried = [
+            Colocated(recipe, forecaster.forecast_parallel(recipe.parallel), (*best.words, words))
+            for recipe, words in vary(forecaster, best.recipe)
+        ]
+        best = min([best, *tried], key=lambda found: found.rank)
+    return best
+
+
+Variation = tuple[Recipe, str]
+
+
+def _virtual_stages(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation]:
+    ranks = forecaster.run.llm.pipeline
+    layers = next(len(m.layers) for m in forecaster.modules if m.name == LLM)
+    for stages in VIRTUAL_STAGES:
+        if stages != recipe.parallel.virtual_stages and stages * ranks <= layers:
+            yield _changed(recipe, virtual_stages=stages), f"{stages} LLM stages per rank"
+
+
+def _llm_schedules(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation]:
+    for name in get_args(LlmSchedule):
+        # 1F1B and GPipe are for one stage per rank, with which interleaved 1F1B is 1F1B.
+        several = recipe.parallel.virtual_stages > 1
+        known = {recipe.parallel.llm_schedule, "1f1b", *(["gpipe"] if several else [])}
+        if name not in known:
+            yield _changed(recipe, llm_schedule=name), f"LLM {name}"
+
+
+def _images_at_once(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation]:
+    names = [m.name for m in forecaster.modules if m.kind == "encoder"]
+    if any(recipe.parallel.sub_microbatch_images(name) for name in names):
+        return
+    for count in IMAGES_AT_ONCE:
+        own = {name: {"sub_microbatch_images": count} for name in names}
+        yield _with_modules(recipe, own), f"{count} images at once"
+
+
+def _slices(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation]:
+    """Fewer stages than layers."""
+    encoders = [m for m in forecaster.modules if m.kind == "encoder"]
+    if any(recipe.parallel.slices(module.name) for module in encoders):
+        return
+    for share in LAYERS_PER_STAGE:
+        counts = {
+            m.name: len(m.layers) // recipe.parallel.sizes_given(m.name).get("pipeline", 1) // share
+            for m in encoders
+        }
+        if all(counts.values()):
+            own = {name: {"segments": count} for name, count in counts.items()}
+            yield _with_modules(recipe, own), f"encoder stages of {share} layers"
+
+
+def _changed(recipe: Recipe, **changes: object) -> Recipe:
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
+
+
+def _with_modules(recipe: Recipe, changes: Mapping[str, Mapping[str, int]]) -> Recipe:
+    """The recipe with other keys in [parallel.NAME]."""
     content = recipe.model_dump(exclude_unset=True)
     parallel = content.setdefault("parallel", {})
-    for name, size in pipelines.items():
-        parallel[name] = {**parallel.get(name, {}), "pipeline": size}
-        if sub_microbatch_images is not None:
-            parallel[name]["sub_microbatch_images"] = sub_microbatch_images
-        if tensor is not None:
-            parallel[name]["tensor"] = tensor
+    for name, own in changes.items():
+        parallel[name] = {**parallel.get(name, {}), **own}
     return Recipe.model_validate(content)
 
 

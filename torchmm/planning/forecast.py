@@ -19,12 +19,13 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.balance.bubbles.choice import StepOrder
 from torchmm.balance.costs.flops import gradients_arrive, microbatch_flops, module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.costs.step_costs import slowest_update_ms
-from torchmm.balance.planners import search_by_costs
+from torchmm.balance.planners import PLANNERS, plan_by_costs
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -38,7 +39,7 @@ from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations
+from torchmm.pipelining.plan.plan import Durations, Gathering
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
@@ -241,14 +242,15 @@ class Forecaster:
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
         tuning = layer_tuning(self.recipe, self.modules, model, layerwise=layerwise)
         search = None
-        if parallel.schedule == "searched" and parallel.pipeline > 1:
+        sharding: Gathering = ("layer" if layerwise else "step") if sharded else "none"
+        if parallel.schedule in PLANNERS and parallel.pipeline * parallel.mirrors > 1:
 
-            def search(graph: StageGraph, _: Durations) -> ComputeOrder:
+            def search(graph: StageGraph, _: Durations) -> StepOrder:
                 costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
                 tuner = None
                 if tuning is not None:
                     tuner = Tuner(graph, self.modules, metas, tuning, specs=specs(graph))
-                return search_by_costs(parallel, graph, costs, tuner=tuner).order
+                return plan_by_costs(parallel, graph, costs, sharding, tuner=tuner).step
 
         try:
             plan = plan_step(
@@ -257,7 +259,7 @@ class Forecaster:
                 self.modules,
                 metas,
                 specs=specs,
-                sharding=("layer" if layerwise else "step") if sharded else "none",
+                sharding=sharding,
                 search=search,
                 reduces_early=self.profile.device.asynchronous,
                 tuning=tuning,

@@ -28,7 +28,12 @@ from torchmm.planning.apart.search import (
     judge,
     search_plans,
 )
-from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
+from torchmm.planning.encoder_sizes import (
+    Colocated,
+    encoder_combinations,
+    refined,
+    with_pipelines,
+)
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.recipe.recipe import Recipe
@@ -226,13 +231,22 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
 def _colocated(
     recipe: Recipe, forecaster: Forecaster, devices: int, sizes: str, schedule: str
 ) -> Iterator[Candidate]:
-    """Encoders on the LLM's ranks, in all pipelines that they may have there."""
+    """Encoders on the LLM's ranks, in all pipelines that they may have there, and the best of them
+    with what else can be chosen (`refined`)."""
     own = _with_parallel(recipe, schedule=schedule, placement="colocated")
+    made: list[Candidate] = []
     for pipelines in encoder_combinations(forecaster):
         changed = with_pipelines(own, pipelines)
         words = [f"{name} pipeline {size}" for name, size in pipelines.items()]
         forecast = forecaster.forecast_parallel(changed.parallel)
-        yield Candidate("colocated", changed, devices, ", ".join([sizes, *words]), forecast)
+        candidate = Candidate("colocated", changed, devices, ", ".join([sizes, *words]), forecast)
+        made.append(candidate)
+        yield candidate
+    first = min(made, key=lambda candidate: candidate.step_ms)
+    found = refined(forecaster, Colocated(first.recipe, first.forecast))
+    if found.words:
+        words = [first.sizes, *found.words]
+        yield Candidate("colocated", found.recipe, devices, ", ".join(words), found.forecast)
 
 
 def _with_parallel(recipe: Recipe, **changes: object) -> Recipe:

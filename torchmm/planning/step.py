@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Literal, TypedDict, Unpack
 
+from torchmm.balance.bubbles.choice import StepOrder
 from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import plan_costs
@@ -54,7 +56,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
-Search = Callable[[StageGraph, Durations], ComputeOrder]
+Search = Callable[[StageGraph, Durations], StepOrder]
 """Finds the order of a step from its graph and FLOPs (or anything proportional to times)."""
 
 
@@ -235,6 +237,7 @@ def plan_step(
     training = purpose == "training"
     search = choices.get("search")
     tuning = choices.get("tuning")
+    fills = False
     if not training:
         graph = spread_replicas(graph)
         order = forward_only(graph)
@@ -243,16 +246,14 @@ def plan_step(
     else:
         flops = task_durations(graph, modules, microbatches, targets)
         costs = scaled(flops, graph, choices.get("factors"))
-        graph, order = (
-            order_step(graph, config, costs) if search is None else (graph, search(graph, costs))
-        )
-
+        search = search or partial(_by_work, config)
+        graph, order, fills = search(graph, costs)
     # Ranks with parts of the experts meet in every layer: the same places have to be certain.
     early = choices.get("reduces_early", False) and config.expert == 1
 
     def lowered(order: ComputeOrder) -> PipelinePlan:
         plan = lower_plan(order, graph, specs(graph), sharding, training, reduces_early=early)
-        if config.tensor_bubbles and training and layout.rank_count > 1:
+        if fills and training and layout.rank_count > 1:
             plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
         validate_plan(plan).raise_for_problems()
         if tuning is not None and training:
@@ -262,6 +263,11 @@ def plan_step(
     if tuning is None or not training or layout.rank_count == 1 or config.schedule != "searched":
         return lowered(order)
     return _first_that_fits(lowered, order, bounded_orders(graph, costs))
+
+
+def _by_work(config: ParallelConfig, graph: StageGraph, costs: Durations) -> StepOrder:
+    """The recipe's schedule, by FLOPs."""
+    return StepOrder(*order_step(graph, config, costs), fills=config.tensor_bubbles > 0)
 
 
 def _first_that_fits(

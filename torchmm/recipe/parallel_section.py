@@ -30,9 +30,10 @@ class SearchConfig(Section):
     workers: int = Field(default=1, ge=1)
     """Threads that search, on at most half of the machine's cores."""
     background: bool = True
-    """Plan the next step in a separate process while this one trains. If that process has not
-    finished in time, the best order so far is used. If false, or with `training.deterministic`,
-    each step is planned before it begins, with all `evaluations`; runs are then bit-identical."""
+    """Plan the next step, also of "optimus", in a separate process while this one trains. If that
+    process has not finished in time, the best order so far is used. If false, or with
+    `training.deterministic`, each step is planned before it begins, with all `evaluations`; runs
+    are then bit-identical."""
     time_share: float = Field(default=0.8, gt=0, le=1)
     """Share of a measured step that planning the next one may take."""
 
@@ -104,8 +105,9 @@ class ParallelConfig(Section):
     search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
     """With a pipeline: how far measured times may drift from those used for planning (0.1: 10 %)
-    before the next steps are planned with new ones. 0: never; orders then depend on FLOPs alone,
-    and a resumed run is bit-identical."""
+    before the next steps are planned with new ones, by FLOPs until then. 0: static orders depend on
+    FLOPs alone, and a resumed run is bit-identical; "optimus" is planned as [parallel.search]
+    says."""
     virtual_stages: int = Field(default=1, ge=1)
     """Stages per rank; with separated modules: of the LLM."""
     replicate: int = Field(default=1, ge=-1)

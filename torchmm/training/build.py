@@ -76,6 +76,7 @@ from torchmm.training.optim import build_optimizer
 from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.pipeline import Pipeline
+from torchmm.training.planner import search_costs
 from torchmm.training.report import print_summary
 
 
@@ -231,7 +232,7 @@ def build_run(
     pipeline, compilation = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
-    costs = _search_costs(run, pipeline, mesh)
+    costs = search_costs(run, pipeline, mesh)
     optimizer = _optimizer(run, model)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     decay = recipe.training.ema_decay
@@ -409,12 +410,6 @@ def fill_model(
     dtype = DTYPES[training.dtype]
     pipeline = Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
     return FilledModel(pipeline, compilation)
-
-
-def _search_costs(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> CostModel | None:
-    if run.recipe.parallel.schedule != "searched" or mesh.pipeline_size == 1:
-        return None
-    return run_costs(run, pipeline.descriptions, run_profile(run.recipe, mesh.device))
 
 
 def _arrange(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> Arrange | None:

@@ -8,12 +8,14 @@ Static schedules are planned when the step begins, on every rank alike. With `pa
 they are planned with other weights once measured times have drifted from those planned with
 (Optimus §6).
 
-Searched schedules take longer. On the first rank of every pipeline a process searches the order of
-the next step while this one trains, lowers and validates it and tunes its layers
+Searched schedules take longer, and so does Optimus where it plays its candidates through
+(`balance.bubbles.choice`). On the first rank of every pipeline a process searches the order of the
+next step while this one trains, lowers and validates it and tunes its layers
 (`planning.ahead`); when the step begins, that rank sends the best plan so far to the others of its
 pipeline as numbers. Every data-parallel replica does so for its own data. What a process has not
 finished in time is used as far as it is; where there is nothing yet, the natural order and static
-ones are compared on every rank, which all find the same. A plan that does not fit the step (a
+ones are compared on every rank (of Optimus the first coarse order is taken), which all find the
+same. A plan that does not fit the step (a
 sample turned out corrupt) is dropped too. If the process dies, ranks search before each step.
 Runs that have to repeat to the bit (`training.deterministic`, or `background = false`) search with
 the times of the device's profile, in all evaluations, before the step begins.
@@ -44,12 +46,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchmm.balance.bubbles.choice import StepOrder
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.order_search.best_order import LEAST_GAIN
 from torchmm.balance.order_search.search import Budget
-from torchmm.balance.planners import search_budget, search_by_costs
+from torchmm.balance.planners import PLANNERS, plan_by_costs, search_budget
 from torchmm.balance.rates import (
     ActionKind,
     Change,
@@ -65,7 +68,7 @@ from torchmm.parallel.gather import exchange_device
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.pipelining.plan.plan import ComputeOrder, Durations, PipelinePlan
+from torchmm.pipelining.plan.plan import Durations, PipelinePlan
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.ahead import (
     KeptPlanning,
@@ -74,6 +77,8 @@ from torchmm.planning.ahead import (
     PlanningSetup,
     PlanRequest,
 )
+from torchmm.planning.executions import run_costs, run_profile
+from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import searched_costs
 from torchmm.training.pictures import plot_schedules, save_timeline
 from torchmm.training.pipeline import Pipeline
@@ -100,6 +105,16 @@ class PlanFigures:
     planner_ms: float | None = None
     planner_evaluations: int | None = None
     gain_over_natural: float | None = None
+
+
+def search_costs(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> CostModel | None:
+    """What orders of a run's steps are searched with; None: they are not."""
+    parallel = run.recipe.parallel
+    # With `replan_drift`, plans change when times have, and are of FLOPs until then.
+    by_flops = parallel.schedule != "searched" and parallel.replan_drift > 0
+    if parallel.schedule not in PLANNERS or by_flops or mesh.pipeline_size == 1:
+        return None
+    return run_costs(run, pipeline.descriptions, run_profile(run.recipe, mesh.device))
 
 
 class StepPlanner:
@@ -184,15 +199,18 @@ class StepPlanner:
         begin_s: float,
         graph: StageGraph,
         durations: Durations,
-    ) -> ComputeOrder:
+    ) -> StepOrder:
         """Args:
         budget: None: ranks wait, so nothing is tried but the natural order and those of static
-            planners, all of them with layers as they are, which takes a tenth of the time.
+            planners, all of them with layers as they are, which takes a tenth of the time; of
+            Optimus the first coarse order.
         """
         assert self._costs is not None
         modules = self._pipeline.descriptions
-        layerwise = self._pipeline.sharding == "layer"
-        costs = searched_costs(graph, modules, metas, self._costs, layerwise=layerwise, rates=rates)
+        sharding = self._pipeline.sharding
+        costs = searched_costs(
+            graph, modules, metas, self._costs, layerwise=sharding == "layer", rates=rates
+        )
         tuner = None
         if budget is not None and self._tuning is not None:
             # Of whole microbatches, as ranks that share their tokens have to agree.
@@ -200,12 +218,12 @@ class StepPlanner:
             specs = message_specs(graph, sizes, metas, self._pipeline.dtype)
             tuner = Tuner(graph, modules, metas, self._tuning, specs=specs)
         given = budget or Budget(evaluations=1)
-        found = search_by_costs(self._config, graph, costs, given, tuner)
+        found = plan_by_costs(self._config, graph, costs, sharding, given, tuner)
         planner_ms = (time.perf_counter() - begin_s) * 1e3
         self.figures = PlanFigures(
             None, found.planner, planner_ms, found.evaluations, found.gain_over_natural
         )
-        return found.order
+        return found.step
 
     def learn(
         self, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch], step_ms: float
@@ -251,7 +269,7 @@ class StepPlanner:
     ) -> None:
         """Pictures and records of a step into a directory; collective over all ranks."""
         save_timeline(directory, step, outcome, microbatches, self._mesh)
-        if self._searches and self._mesh.rank == 0:
+        if self._config.schedule == "searched" and self._searches and self._mesh.rank == 0:
             metas = [m.meta for m in microbatches]
             flops = task_durations(outcome.plan.graph, self._pipeline.descriptions, metas)
             plot_schedules(directory, step, outcome.plan, flops)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -10,7 +11,7 @@ from pipeline_cases import KINDS, Case, step_of
 from random_orders import random_order
 
 from torchmm.balance.costs.execution import Execution
-from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.flops import microbatch_flops, module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
@@ -22,6 +23,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.orders import order_problems
 from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.schedules.colocated import colocated_layout
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
 ENCODERS = [("clip", None), ("siglip, folded", "qwen2_5_vl"), ("siglip2", "clip")]
@@ -101,6 +103,24 @@ def test_transfers_take_as_long_as_the_messages_of_the_runtime(encoder) -> None:
             assert (key in costs.transfer_ms) == leaves
             if leaves:
                 assert costs.transfer_ms[key] == MODEL.transfers_ms([nbytes], ["node"])[0]
+
+
+def test_messages_of_replicas_that_are_yet_to_be_chosen_have_a_time() -> None:
+    """Whatever replica runs which part of the encoder, as with the replicas chosen."""
+    step = Step(Case("replicas"))
+    layers = module_layers(step.modules, step.metas)
+    layout = colocated_layout(layers, 2, slices={"vision": 2})
+    counts = {"vision": tuple(int(meta.images_of("vision") > 0) for meta in step.metas)}
+    graph = StageGraph(layout, len(step.metas), counts)
+    found = plan_costs(graph, step.modules, step.metas, MODEL).transfer_ms
+    leaving = 0
+    for replica in range(2):
+        tasks = [("vision", index, 0) for index, count in enumerate(counts["vision"]) if count]
+        placed = replace(graph, replica=dict.fromkeys(tasks, replica))
+        chosen = plan_costs(placed, step.modules, step.metas, MODEL).transfer_ms
+        assert all(found[key] == ms for key, ms in chosen.items())
+        leaving += sum(layout.stages[key[0].source].module == "vision" for key in chosen)
+    assert leaving == 2 * len(tasks)  # outputs of the second replica, and their gradients
 
 
 def test_tensor_parallel_stages_have_exposed_communication() -> None:

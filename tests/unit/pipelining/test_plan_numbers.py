@@ -7,10 +7,16 @@ import pytest
 from pipeline_cases import Case, step_of
 from random_orders import random_order
 
+from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
+from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 
 def plan_of(case: Case, seed: int) -> PipelinePlan:
@@ -32,6 +38,23 @@ def test_a_plan_comes_back_as_it_was(pipeline):
     for seed in range(4):
         plan = plan_of(case, seed)
         assert decode_plan(encode_plan(plan), plan.graph, {}) == plan
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_replicas_and_fillers_come_back(share):
+    """Of a step whose graph, there, has none yet."""
+    vision = ModuleLayers("vision", "encoder", (1.0,) * 2, sub_microbatched=True)
+    llm = ModuleLayers("llm", "llm", (1.0,) * 4)
+    layout = colocated_layout([vision, llm], 2, slices={"vision": 2})
+    graph = StageGraph(layout, 4, {"vision": (1, 2, 0, 1)})
+    durations = {Action(kind, *task): 1.0 for task in graph.tasks() for kind in COMPUTE}
+    found = optimus(graph, PlanCosts(durations), evaluations=20)
+    plan = lower_plan(found.order, found.graph, {}, sharding="step")
+    if share:
+        plan = fill_tensor_bubbles(plan, durations.__getitem__, share)
+        assert any(plan.fillers.values())
+    assert len(set(plan.graph.replica.values())) > 1
+    assert decode_plan(encode_plan(plan), graph, {}) == plan
 
 
 def test_a_plan_of_another_layout_is_refused():

@@ -8,6 +8,7 @@ import torch
 from pipeline_cases import Case, varied_microbatch
 from support.memory_needs import memory_needs
 
+from torchmm.balance.bubbles.choice import StepOrder
 from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
@@ -47,7 +48,8 @@ def test_an_order_that_does_not_fit_is_replaced_by_one_that_does():
     def planned(limit: int, config: ParallelConfig = CONFIG):
         return plan_step(
             layout, config, descriptions, metas,
-            specs=specs, sharding="none", search=lambda graph, durations: gpipe(graph),
+            specs=specs, sharding="none",
+            search=lambda graph, durations: StepOrder(graph, gpipe(graph)),
             tuning=replace(tuning, memory_limit_bytes=limit),
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from support.memory_needs import memory_needs
 from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.planners import PLANNERS, optimus_orders
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.balance.simulation.simulator import simulate
@@ -37,7 +38,7 @@ from torchmm.planning.ahead import (
     PlanningSetup,
     PlanRequest,
 )
-from torchmm.planning.step import step_graph
+from torchmm.planning.step import searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CASE = Case("planned beside training")
@@ -83,6 +84,33 @@ def test_it_plans_the_step_it_was_asked_for(process):
     graph = step_graph(setup(60).layout, config(60), metas(1))
     plan = decode_plan(planned.numbers, graph, {})
     assert validate_plan(plan).problems == ()
+
+
+def test_optimus_is_planned_with_the_replicas_of_its_encoder():
+    """In a step so slow that messages to another rank are worth it."""
+    modules = tuple(m.describe() for m in CASE.build().modality_modules())
+    section = ParallelConfig.model_validate(
+        {"pipeline": 2, "schedule": "optimus", "placement": "colocated"}
+    )
+    layers = module_layers(modules, metas(0))
+    made = PlanningSetup(
+        PLANNERS["optimus"].layout(section, layers), section, modules, "none", COSTS
+    )
+    process = PlanningProcess(made)
+    try:
+        process.submit(request(1, 1, 1e-6))
+        planned = process.take(1, WAIT_S)
+    finally:
+        process.close()
+    assert planned.finished and planned.planner.startswith("optimus ")
+    graph = step_graph(made.layout, section, metas(1))
+    plan = decode_plan(planned.numbers, graph, {})
+    assert validate_plan(plan).problems == ()
+    costs = searched_costs(graph, modules, metas(1), COSTS, rates=request(1, 1, 1e-6).rates)
+    *coarse, best = optimus_orders(section, graph, costs, "none")
+    assert plan.graph == best.step.graph and set(plan.graph.replica.values()) == {0, 1}
+    assert simulate(plan, costs).makespan_ms == pytest.approx(planned.predicted_ms)
+    assert planned.predicted_ms <= coarse[0].predicted_ms and planned.gain_over_natural >= 0
 
 
 def test_it_tunes_the_layers():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -262,7 +263,8 @@ def _input_bytes(tasks: ModuleTasks) -> int:
 def _transfers(
     graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
 ) -> dict[tuple[Message, bool], float]:
-    """Times of all messages and gradients that leave their rank."""
+    """Times of all messages and gradients that leave their rank, or may where it is still open
+    which replica runs a task."""
     layout = graph.layout
     bytes_of = {
         edge: dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
@@ -273,17 +275,32 @@ def _transfers(
         for key, values in _beside(layout, edge, tasks).items():
             of_edge[key] += model.element_bytes * values
     found: dict[tuple[Message, bool], tuple[float, Link]] = {}
+    slowest = {edge: _slowest_link(graph, edge, model) for edge in layout.edges}
     for transfer in transfers(graph):
-        if transfer.source == transfer.destination:
-            continue
         message = transfer.message
         edge = message.source, message.destination
-        found[message, transfer.backward] = (
-            bytes_of[edge][message.microbatch, message.sub_microbatch],
-            model.pipeline_link(transfer.source, transfer.destination),
-        )
+        link = slowest[edge]
+        if link is None:
+            if transfer.source == transfer.destination:
+                continue
+            link = model.pipeline_link(transfer.source, transfer.destination)
+        own_bytes = bytes_of[edge][message.microbatch, message.sub_microbatch]
+        found[message, transfer.backward] = own_bytes, link
     times_ms = model.transfers_ms([n for n, _ in found.values()], [k for _, k in found.values()])
     return dict(zip(found, times_ms, strict=True))
+
+
+def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) -> Link | None:
+    """Of those that a message over an edge may take, where replicas are still to be chosen; None
+    where its ranks are known, or none ever leaves one."""
+    ends = [graph.layout.stages[stage] for stage in edge]
+    if graph.replica or all(len(end.ranks) == 1 for end in ends):
+        return None
+    ranks = [end.ranks for end in ends]
+    alike = ends[0].module == ends[1].module  # a pipeline hands on to itself
+    pairs = zip(*ranks, strict=True) if alike else product(*ranks)
+    links = {model.pipeline_link(*pair) for pair in pairs if pair[0] != pair[1]}
+    return ("network" if "network" in links else "node") if links else None
 
 
 def _sized_by(layout: StageLayout, edge: tuple[int, int]) -> str:

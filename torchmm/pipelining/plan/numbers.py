@@ -11,12 +11,14 @@ network.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import LayerMode, MessageSpecs, PipelinePlan
 
@@ -28,16 +30,27 @@ _FIELDS = len(Action._fields)
 
 
 def encode_plan(plan: PipelinePlan) -> Int32s:
-    """All of a training plan but its graph and specs.
+    """All of a training plan but its graph's tasks and specs.
 
-    Numbers of actions by rank; the actions; for each task that recomputes, its place and the modes
-    of its layers.
+    Numbers of actions by rank; the actions; which replica of a module runs which task; places of
+    LLM actions that are filled, and by how many actions in front of them; for each task that
+    recomputes, its place and the modes of its layers.
     """
     numbers = [len(plan.actions), *map(len, plan.actions)]
     for program in plan.actions:
         for kind, *rest in program:
             numbers.append(_TYPE_NUMBERS[kind])
             numbers += rest
+    modules = _modules(plan.graph)
+    replicas = [(modules.index(key[0]), *key[1:], n) for key, n in plan.graph.replica.items()]
+    numbers.append(len(replicas))
+    for replica in replicas:
+        numbers += replica
+    numbers.append(len(plan.fillers))
+    for rank, program in enumerate(plan.actions if plan.fillers else ()):
+        for position, action in enumerate(program):
+            if action in plan.fillers:
+                numbers += (rank, position, len(plan.fillers[action]))
     for task, modes in plan.recompute.items():
         numbers += task
         numbers += map(_MODES.index, modes)
@@ -48,7 +61,7 @@ def decode_plan(numbers: Int32s, graph: StageGraph, specs: MessageSpecs) -> Pipe
     """The plan of `encode_plan`.
 
     Args:
-        graph: of the same step.
+        graph: of the same step, whatever its replicas.
         specs: of its messages.
 
     Raises:
@@ -68,7 +81,39 @@ def decode_plan(numbers: Int32s, graph: StageGraph, specs: MessageSpecs) -> Pipe
     for count in counts:
         rows.append(tuple(actions[first : first + count]))
         first += count
-    return PipelinePlan(graph, tuple(rows), specs, True, _recompute(values, end, graph))
+    found = _Reader(values, end)
+    modules = _modules(graph)
+    replica = {(modules[m], microbatch, part): n for m, microbatch, part, n in found.rows(4)}
+    graph = replace(graph, replica=replica) if replica or graph.replica else graph
+    fillers = {
+        rows[rank][position]: _in_front(rows[rank], position, count)
+        for rank, position, count in found.rows(3)
+    }
+    recompute = _recompute(values, found.at, graph)
+    return PipelinePlan(graph, tuple(rows), specs, True, recompute, fillers)
+
+
+class _Reader:
+    """Rows of numbers, behind how many there are."""
+
+    def __init__(self, values: list[int], at: int) -> None:
+        self.values, self.at = values, at
+
+    def rows(self, width: int) -> list[list[int]]:
+        count = self.values[self.at]
+        begin = self.at + 1
+        self.at = begin + count * width
+        return [self.values[i : i + width] for i in range(begin, self.at, width)]
+
+
+def _modules(graph: StageGraph) -> list[str]:
+    return [*dict.fromkeys(stage.module for stage in graph.layout.stages)]
+
+
+def _in_front(row: Sequence[Action], position: int, count: int) -> tuple[Action, ...]:
+    """The last so many compute actions before a position."""
+    before = [action for action in row[:position] if action.type in COMPUTE]
+    return tuple(before[len(before) - count :])
 
 
 def _recompute(values: list[int], at: int, graph: StageGraph) -> dict[Task, tuple[LayerMode, ...]]:

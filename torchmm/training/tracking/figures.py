@@ -209,9 +209,9 @@ class StepRecord:
         Figure(
             "planner",
             "ms",
-            "With a searched schedule, in the first pipeline: what forwards and backwards of the "
-            "step were to take, from measured times of earlier steps. What they took, in the "
-            "slowest pipeline: `pipeline_ms`.",
+            "With a schedule that is planned beside training, in the first pipeline: what forwards "
+            "and backwards of the step were to take, from measured times of earlier steps; of "
+            "Optimus, the whole plan. What they took, in the slowest pipeline: `pipeline_ms`.",
         ),
     ] = None
     planner: Annotated[
@@ -220,7 +220,7 @@ class StepRecord:
             "planner",
             "",
             'What the step\'s order comes from: "search", "natural", or the static planner that '
-            "was as good.",
+            'was as good; "optimus coarse", "optimus fine", "optimus filled".',
         ),
     ] = None
     planner_ms: Annotated[
@@ -231,12 +231,16 @@ class StepRecord:
             "Time in which the step's order was searched, during training or before the step.",
         ),
     ] = None
-    planner_evaluations: Annotated[
-        int | None, Figure("planner", "", "Orders that the search tried.")
-    ] = None
+    planner_evaluations: Annotated[int | None, Figure("planner", "", "Orders that were tried.")] = (
+        None
+    )
     gain_over_natural: Annotated[
         float | None,
-        Figure("planner", "share", "How much longer the natural order was to take."),
+        Figure(
+            "planner",
+            "share",
+            "How much longer the natural order, or Optimus' best coarse one, was to take.",
+        ),
     ] = None
     save_wait_ms: Annotated[
         float | None,
