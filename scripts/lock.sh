@@ -12,7 +12,7 @@ prepare_environment lock
 
 tested=2.13  # by CI
 extras=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z0-9]*\) = \[.*/\1/p' pyproject.toml |
-    grep -vx -e test -e lock)
+    grep -vx -e test -e lock -e docs)
 mapfile -t training < <(printf -- '--extra\n%s\n' $extras)
 
 lock() { # lock TORCH NAME [OPTION...]: which packages uv finds for a version of torch

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,7 +76,26 @@ def single(tmp_path_factory, real_data) -> list[dict]:
     """Records of the single-process run."""
     run_dir = tmp_path_factory.mktemp("single") / "run"
     run(1, tiny_recipe(run_dir, real_data, **CURVE))
+    assert not unlisted(run_dir)
     return records(run_dir)
+
+
+def unlisted(run_dir):
+    """Files of the run, and keys of its records, that the reference does not list."""
+    reference = Path(__file__).parents[2] / "docs" / "reference"
+    files, keys = (
+        set(re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (.*?) \|", page, re.MULTILINE))))
+        for page in ((reference / name).read_text() for name in ("files_of_a_run.md", "metrics.md"))
+    )
+    names = {path.name + "/" * path.is_dir() for path in run_dir.iterdir()}
+    return (names - files) | (set(records(run_dir)[0]) - keys)
+
+
+def test_what_the_reference_does_not_list_is_found(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "mood": 2}\n')
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert unlisted(tmp_path) == {"notes.txt", "mood"}
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS)

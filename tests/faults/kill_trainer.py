@@ -15,6 +15,7 @@ ranks. It starts no threads itself: a forked child would wait for them for ever.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -222,8 +223,13 @@ def kill(children: list[int], random_: random.Random) -> None:
 
 def main() -> None:
     """The undisturbed run, the kills, and the last start."""
-    directory, kills = Path(sys.argv[1]), int(sys.argv[2])
-    random_ = random.Random(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("directory", type=Path, help="for runs and copies; made")
+    parser.add_argument("kills", type=int)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    arguments = parser.parse_args()
+    directory, kills = arguments.directory, arguments.kills
+    random_ = random.Random(arguments.seed)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     directory.mkdir(parents=True, exist_ok=True)

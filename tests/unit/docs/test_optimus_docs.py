@@ -1,4 +1,4 @@
-"""docs/understand/optimus.md, docs/grow/comparison.md: pictures, figures, recipe are up to date."""
+"""Of optimus.md, comparison.md, which_placement.md: pictures, figures, recipe are up to date."""
 
 import json
 import re
@@ -45,8 +45,31 @@ def test_the_comparison_is_that_of_the_results():
             number = f"{row['ours']:.2f}" + " †" * ("does not fit" in row["metric"])
             number = f"**{number}**" if "fastest" in row["metric"] else number
             steps.setdefault(row["case"], []).append(number)
-    table = (DOCS / "grow" / "comparison.md").read_text()
+    table = (DOCS / "understand" / "comparison.md").read_text()
     for case, numbers in steps.items():
         model, sizes = case.rsplit(", ", 1)
         line = f"| {model} | {sizes.removesuffix(' sizes')} | {' | '.join(numbers)} |"
         assert line in table, line
+
+
+def test_the_decision_page_has_the_ratios_of_the_results():
+    """By case: columns of the table's rows, of the balanced chain and of what is recommended."""
+    rows = json.loads((ROOT / "benchmarks/results/head_to_head.json").read_text())
+    found = {(r["case"], r["metric"]): r["ours"] for r in rows if r["metric"].startswith("step, ")}
+    page = (DOCS / "grow" / "which_placement.md").read_text()
+    compared = [
+        ("pipeweaver_vlm_s, 16 GPUs, chosen sizes", ["Optimus, whole actions", "PipeWeaver"]),
+        ("pipeweaver_vlm_m, 32 GPUs, chosen sizes", ["Optimus, whole actions", "PipeWeaver"]),
+        ("pipeweaver_vlm_s, 16 GPUs, printed sizes", ["DistTrain"]),
+        ("pipeweaver_vlm_m, 32 GPUs, printed sizes", ["DistTrain"]),
+        ("optimus_model_a, 64 GPUs, printed sizes", ["Optimus, whole actions"]),
+        ("optimus_vit22b_gpt175b, 1536 GPUs, printed sizes", ["Optimus, whole actions"]),
+        ("disttrain_mllm_72b, 160 GPUs, printed sizes", ["DistTrain"]),
+    ]
+    for case, methods in compared:
+        steps = {m.removeprefix("step, "): s for (c, m), s in found.items() if c == case}
+        (chain,) = (s for m, s in steps.items() if m.startswith("Megatron-LM balanced"))
+        ratios = [
+            next(s for m, s in steps.items() if m.startswith(method)) / chain for method in methods
+        ]
+        assert " and ".join(f"{ratio:.2f}" for ratio in ratios) + " x" in page, (case, ratios)

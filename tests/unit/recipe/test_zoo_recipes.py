@@ -1,5 +1,6 @@
 """Recipes of models that people train: they can be built, at the size that they state."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from torchmm.planning.dry_run import describe_run
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import load_recipe
 
-ZOO = Path(__file__).parents[3] / "recipes" / "zoo"
+ROOT = Path(__file__).parents[3]
+ZOO = ROOT / "recipes" / "zoo"
 RECIPES = sorted(p for p in ZOO.glob("*.toml") if p.name != "base.toml")
 
 
@@ -101,3 +103,18 @@ def test_eight_billion_parameters_are_trained_on_one_device() -> None:
         described("--optimizer.offload=false", "--optimizer.state_dtype=float32")
     with pytest.raises(ConfigError, match=r"would need [\d.]+ GiB, h100 has 74.5"):
         described("--optimizer.offload=false", "--training.parameter_dtype=float32")
+
+
+def test_goals_have_the_hours_and_memory_of_the_forecasts() -> None:
+    """The table of recipes by goal: steps of the recipe times the simulated step."""
+    rows = json.loads((ROOT / "benchmarks/results/recipe_forecasts.json").read_text())
+    found = {(row["case"], row["metric"]): row["ours"] for row in rows}
+    table = (ROOT / "recipes" / "README.md").read_text().partition("## Trained on")[0]
+    lines = re.findall(r"\| `(\w+)` \| [^|]+ \| (\d+) \| ([\d.]+) \| (\d+) GiB \|", table)
+    assert len(lines) >= 12
+    for name, gpus, hours, memory_gib in lines:
+        recipe = load_recipe(ZOO / f"{name}.toml", []).recipe
+        assert int(gpus) == recipe.simulation.gpus, name
+        told = recipe.training.steps * found[name, "iteration"] / 3600
+        assert float(hours) == pytest.approx(told, abs=0.051), name
+        assert int(memory_gib) == round(found[name, "peak memory per GPU"]), name

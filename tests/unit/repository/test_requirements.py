@@ -18,7 +18,7 @@ LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 def wanted(lock: Path) -> list[Requirement]:
     """What pyproject asks for directly."""
     extras = PROJECT["optional-dependencies"]
-    left_out = {"lock"} if lock.stem.endswith("-test") else {"lock", "test"}
+    left_out = {"lock", "docs"} if lock.stem.endswith("-test") else {"lock", "docs", "test"}
     lines = [line for name, own in extras.items() if name not in left_out for line in own]
     return [Requirement(line) for line in (*PROJECT["dependencies"], *lines)]
 

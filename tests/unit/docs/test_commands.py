@@ -1,0 +1,258 @@
+"""Every command of every page and recipe: its own program takes its arguments, its recipe is valid.
+
+CHECKS says for each program how its commands are checked; a command of a program that is in no row
+fails. docs/develop/documentation.md shows the table. Nothing is trained here: a program is started
+in this process and stopped where it has parsed its arguments, and recipes are read as train.py
+reads them, with the command's overrides and for its number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.read import load_recipe
+
+ROOT = Path(__file__).parents[3]
+BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+IN_RECIPE = re.compile(r"^#+ +((?:torchrun|python|\./scripts/).*?)(?: {2,}\(.*)?$", re.MULTILINE)
+STAND_INS = {
+    "recipes/mine.toml": "recipes/quickstart.toml",
+    "recipe.toml": "recipes/quickstart.toml",
+    "planned.toml": "recipes/papers/disttrain_mllm_72b.toml",
+    "RECIPE": "recipes/quickstart_disaggregated.toml",
+    "recipes/zoo/NAME.toml": "recipes/zoo/qwen3_vl_8b.toml",
+    "recipes/tiny/NAME.toml": "recipes/tiny/qwen3_vl.toml",
+}
+"""What a reader has, and a recipe of the tree in its place."""
+MISSING = re.compile(r"no such (file or )?directory; (run|prepare|train|correct)")
+NUMBERS = {"N": "16"}
+
+
+class Parsed(Exception):  # noqa: N818 - an outcome, not a failure
+    """A program has parsed its arguments; `rest` is what it takes for overrides of a recipe."""
+
+    def __init__(self, values: argparse.Namespace, rest: list[str]) -> None:
+        super().__init__()
+        self.values, self.rest = values, rest
+
+
+def commands_in(text: str, recipe: bool = False) -> Iterator[str]:
+    blocks = IN_RECIPE.findall(text) if recipe else BLOCK.findall(text)
+    for block in blocks:
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            if line.strip() and not line.lstrip().startswith("#"):
+                yield " ".join(line.split())
+
+
+def tracked(*patterns: str) -> list[Path]:
+    command = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / name for name in found.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def all_commands() -> dict[str, str]:
+    """By command: a file that has it."""
+    found: dict[str, str] = {}
+    for file in tracked("*.md", "recipes/*.toml"):
+        for command in commands_in(file.read_text(), file.suffix == ".toml"):
+            found.setdefault(command, str(file.relative_to(ROOT)))
+    return found
+
+
+def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
+    """What the program's own parser makes of them.
+
+    Raises:
+        AssertionError: the parser refused them, or the program did not come to parse anything.
+    """
+    file = ROOT / (f"{path.replace('.', '/')}.py" if module else path)
+    assert re.search(r"ArgumentParser\(|make_parser\(|_parser\(", file.read_text()), path
+    known = argparse.ArgumentParser.parse_known_args
+
+    def parse_known(self, args=None, namespace=None):
+        raise Parsed(*known(self, args, namespace))
+
+    def parse_all(self, args=None, namespace=None):
+        values, rest = known(self, args, namespace)
+        if rest:
+            self.error(f"unknown: {rest}")
+        raise Parsed(values, [])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_all)
+        patch.setattr(sys, "argv", [path, *arguments])
+        patch.syspath_prepend(str(file.parent))
+        try:
+            if module:
+                runpy.run_module(path, run_name="__main__")
+            else:
+                runpy.run_path(str(ROOT / path), run_name="__main__")
+        except Parsed as parsed:
+            return parsed
+        except SystemExit as stop:
+            raise AssertionError(f"{path} {shlex.join(arguments)}: exit code {stop.code}") from None
+    raise AssertionError(f"{path} parses nothing")
+
+
+def check_program(words: list[str], ranks: int | None = None) -> None:
+    """`SCRIPT ARGUMENTS` or `-m MODULE ARGUMENTS`, and the recipe that --config names."""
+    module = words[0] == "-m"
+    path, *arguments = words[1:] if module else words
+    parsed = parse(path, [NUMBERS.get(word, word) for word in arguments], module)
+    config = getattr(parsed.values, "config", None)
+    if config is None:
+        assert not parsed.rest, parsed.rest
+        return
+    stand_in = STAND_INS.get(str(config))
+    if path != "train.py" or stand_in is not None:
+        ranks = (
+            None  # who plans, simulates or reads data has no ranks; a stand-in has its own sizes
+        )
+    elif ranks is None:
+        ranks = getattr(parsed.values, "world_size", None) or 1
+    try:
+        load_recipe(str(ROOT / (stand_in or config)), parsed.rest, ranks)
+    except ConfigError as error:
+        # Data and models that commands further up make need not be here.
+        left = [problem for problem in error.problems if not MISSING.search(problem)]
+        assert not left, left
+
+
+def check_torchrun(words: list[str]) -> None:
+    """torchrun's own parser, then the program that it starts, on that many ranks."""
+    options = get_args_parser().parse_args([word for word in words if word != "..."])
+    nodes, each = int(options.nnodes.split(":")[-1]), int(options.nproc_per_node)
+    given = any(word.startswith("--nproc") for word in words)
+    ranks = nodes * each if given else 2
+    check_program([options.training_script, *options.training_script_args], ranks)
+
+
+def check_sbatch(words: list[str]) -> None:
+    """Slurm's options are not checked; what they start is."""
+    if "--wrap" in words:
+        check(words[words.index("--wrap") + 1].replace("$SLURM_ARRAY_TASK_ID", "3"))
+        return
+    place = next(n for n, word in enumerate(words) if word.endswith(".sh"))
+    assert (ROOT / words[place]).exists()
+    nodes = int(words[words.index("--nodes") + 1])
+    check_program(["train.py", *words[place + 1 :]], 8 * nodes)
+
+
+def check_pytest(words: list[str]) -> None:
+    """Its files exist; they are run with all tests."""
+    files = [word for word in words if word.startswith("tests/")]
+    assert all((ROOT / word.partition("::")[0]).exists() for word in files), words
+
+
+def check_pip(words: list[str]) -> None:
+    """Extras are pyproject's, files of requirements exist, other packages are named by people."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for word in words:
+        if found := re.fullmatch(r"(?:\.|torchmm)\[([\w,]+)\]", word):
+            assert set(found[1].split(",")) <= set(extras), word
+        if word.startswith("requirements/"):
+            assert (ROOT / word).exists(), word
+
+
+def check_script(words: list[str]) -> None:
+    """The file is there, may be executed, and bash can read it."""
+    file = ROOT / words[0]
+    assert file.stat().st_mode & 0o100, file
+    subprocess.run(["bash", "-n", str(file)], check=True)
+
+
+def check_nothing(words: list[str]) -> None:
+    """A program of the system, which reads what a run or the lines before it left."""
+
+
+CHECKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "python -m pytest": (check_pytest, "files exist; CI runs them with all others"),
+    "python": (check_program, "arguments by its own parser; its recipe with overrides and ranks"),
+    "torchrun": (check_torchrun, "torchrun's parser, then as `python` on that many ranks"),
+    "sbatch": (check_sbatch, "what it starts, as `python` on 8 ranks a node"),
+    "pip": (check_pip, "extras and lock files exist"),
+    "./scripts/quickstart.sh": (
+        check_script,
+        "bash reads it; tests/unit/repository and CI run parts",
+    ),
+    "./scripts/test.sh": (check_script, "bash reads it; CI runs it"),
+    "./scripts/lmms_eval.sh": (check_script, "bash reads it"),
+    "export": (check_nothing, "none: sets a variable"),
+    "tail": (check_nothing, "none: a program of the system"),
+    "pip-audit": (check_nothing, "none: not installed here"),
+    "cyclonedx-py": (check_nothing, "none: not installed here"),
+}
+
+
+def check(command: str) -> None:
+    """The command, and those inside of `$( )`.
+
+    Raises:
+        AssertionError: it would not run, or no row of CHECKS knows its program.
+    """
+    for inner in re.findall(r"\$\((.*?)\)", command):
+        check(inner)
+    words = shlex.split(re.sub(r"\$\(.*?\)", "", command), comments=True)
+    while re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    line = shlex.join(words)
+    row = next((row for row in CHECKS if line == row or line.startswith(f"{row} ")), None)
+    assert row is not None, f"no row of CHECKS is about {words[0]!r}: say how it is checked"
+    skipped = 0 if CHECKS[row][0] is check_script else len(row.split())
+    CHECKS[row][0](words[skipped:])
+
+
+@pytest.mark.parametrize("command", all_commands())
+def test_every_command_would_run(command):
+    check(command)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py --config recipes/gone.toml",
+        "python scripts/simulate.py --config recipes/mine.toml --training.steps many",
+        "python train.py --config recipes/quickstart.toml --training.stepz 3",
+        "torchrun --nproc-per-node 3 train.py --config recipes/quickstart.toml",
+        "torchrun --nprocs 2 train.py --config recipes/quickstart.toml",
+        "python scripts/show_run.py outputs/mine --pages-too",
+        "python scripts/gone.py",
+        "python -m pytest tests/gone.py",
+        "pip install -e '.[gone]'",
+        "./scripts/gone.sh",
+        "make everything",
+        "sbatch --nodes 1 --wrap 'python scripts/gone.py'",
+    ],
+)
+def test_what_would_not_run_is_found(command):
+    with pytest.raises((Exception, SystemExit)):
+        check(command)
+
+
+def test_commands_are_found():
+    text = "```bash\n# why\nA=1 python a.py \\\n    --b c   # d\n\ntail x\n```\n```toml\nx\n```\n"
+    assert list(commands_in(text)) == ["A=1 python a.py --b c # d", "tail x"]
+    recipe = "# What it is.\n#\n#   torchrun x --y z    (done by it)\nbase = 1\n"
+    assert list(commands_in(recipe, recipe=True)) == ["torchrun x --y z"]
+    assert len(all_commands()) > 100
+
+
+def test_the_page_shows_the_table():
+    page = (ROOT / "docs/develop/documentation.md").read_text()
+    rows = [f"| `{program}` | {how} |" for program, (_, how) in CHECKS.items()]
+    assert not [row for row in rows if row not in page]

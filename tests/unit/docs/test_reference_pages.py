@@ -1,0 +1,29 @@
+"""Pages of docs/reference that scripts write are what they write today."""
+
+import runpy
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from torchmm.training.tracking.figures import StepRecord
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "scripts" / "run_reference.py"))
+
+
+@pytest.mark.parametrize("name", ["metrics", "exit_codes"])
+def test_the_page_is_up_to_date(script, name):
+    text = (script["REFERENCE"] / f"{name}.md").read_text()
+    assert text == script[f"{name}_page"](), "run python scripts/run_reference.py"
+
+
+def test_every_key_of_a_record_has_a_row(script):
+    page = script["metrics_page"]()
+    rows = [f"| `{field.name}` | " for field in fields(StepRecord)]
+    assert all(page.count(row) == 1 for row in rows)
+    assert "| `validation_loss` | number or null | nats | validation |" in page
