@@ -37,7 +37,8 @@ tail -n 1 outputs/mine/metrics.jsonl      # the newest step
 python scripts/show_run.py outputs/mine   # medians, best losses, waiting times
 ```
 
-The group is that of trackers' panels: `time/step_ms` there is `step_ms` here. A bare number has no unit.
+The group is that of trackers' panels: `time/step_ms` there is `step_ms` here. A bare number has
+no unit.
 
 | key | type | unit | group | meaning |
 |---|---|---|---|---|
