@@ -1,0 +1,76 @@
+"""Pictures of the run page, of runs side by side and of the terminal, for the documentation.
+
+python scripts/screenshots.py outputs/a outputs/b      # into docs/images; needs chromium
+
+The first run's page is taken in light and dark. Rejected: pictures taken by hand, which nobody
+takes again when the page changes.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).parents[1]
+DARK, LIGHT = 0, 1
+"""Of Chromium's setting `preferredColorScheme`."""
+COLUMNS = 100
+
+
+def main() -> int:
+    """Takes all pictures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run_dirs", type=Path, nargs=2, metavar="run_dir")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    arguments = parser.parse_args()
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        print("needs chromium, or google-chrome", file=sys.stderr)
+        return 2
+    run, images = arguments.run_dirs[0], arguments.images
+    output = script("show_run.py", run)
+    script("show_run.py", run, "--page")
+    photograph(browser, run / "index.html", images / "run_page.png", LIGHT, 1900)
+    photograph(browser, run / "index.html", images / "run_page_dark.png", DARK, 1300)
+    with tempfile.TemporaryDirectory() as directory:
+        page = Path(directory) / "compare.html"
+        script("compare_runs.py", *arguments.run_dirs, "--output", page)
+        photograph(browser, page, images / "compare_runs.png", LIGHT, 1100)
+    draw_terminal(f"$ python scripts/show_run.py {run}\n{output}", images / "terminal.svg")
+    return 0
+
+
+def script(name: str, *arguments: Path | str) -> str:
+    """What a script prints, with its colours."""
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, arguments)]
+    environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
+    ran = subprocess.run(command, env=environment, check=True, text=True, stdout=subprocess.PIPE)
+    return ran.stdout
+
+
+def photograph(browser: str, page: Path, picture: Path, scheme: int, height: int) -> None:
+    """The top of a page, 1200 pixels wide."""
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [f"--window-size=1200,{height}", f"--screenshot={picture.resolve()}"]
+    command += [f"--blink-settings=preferredColorScheme={scheme}", page.resolve().as_uri()]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
+    print(picture)
+
+
+def draw_terminal(text: str, picture: Path) -> None:
+    """Text with ANSI colours as a picture of a terminal."""
+    with Path(os.devnull).open("w") as nowhere:
+        console = Console(record=True, width=COLUMNS, file=nowhere)
+        console.print(Text.from_ansi(text))
+        console.save_svg(str(picture), title="torchmm")
+    print(picture)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
