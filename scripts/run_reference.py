@@ -89,7 +89,7 @@ def exit_codes_page() -> str:
                 ", ".join(filter(None, (name, f"`{kind.__name__}`"))),
             )
     lines = [f"| {code} | {when} | {name} |\n" for code, (when, name) in sorted(rows.items())]
-    states = ", ".join(f"`{state}`" for state in ending.State.__args__)
+    states = ", ".join(f"`{state}`" for state in get_args(ending.State))
     note = NOTE.format(source="torchmm/common/errors.py")
     return CODES.format(note=note, rows="".join(lines), states=states)
 
