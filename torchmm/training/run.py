@@ -62,7 +62,7 @@ def train(recipe: Recipe) -> int:
     trainer = None
 
     def end_for(error: PeerError) -> None:
-        """Ends the process, whose main thread waits for its device for ever."""
+        """Ends the process, whose main thread waits for its device, or for a save, for long."""
         logging.getLogger("torchmm").error("%s", error)
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         directory.release()
@@ -92,7 +92,7 @@ def train(recipe: Recipe) -> int:
                 start_process_group(recipe.parallel, device)
                 streams = ends.enter_context(shared_reader(recipe, model.sample_specs(tokenizer)))
                 parts = build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
-            trainer = Trainer(parts, stop, end_for if device.type == "cuda" else None)
+            trainer = Trainer(parts, stop, end_for)
             with training(run_dir):
                 trainer.run()
         if rank == 0:

@@ -133,7 +133,10 @@ class Trainer:
         self._timeline_step = min(recipe.metrics.timeline_step, recipe.training.steps)
         self._profiler = StepProfiler(recipe.metrics, parts.run_dir, mesh.rank, mesh.device)
         self._health = Health(
-            parts.run_dir / "heartbeats", recipe.parallel.timeout_s, on_lost=on_lost
+            parts.run_dir / "heartbeats",
+            recipe.parallel.timeout_s,
+            on_lost=on_lost,
+            raises=mesh.device.type != "cuda",
         )
 
     def run(self) -> None:
@@ -151,6 +154,7 @@ class Trainer:
                     with weights():
                         self._export(f"hf{suffix}")
                         write_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
+            self._health.finish()
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"

@@ -116,6 +116,38 @@ def test_a_silent_rank_is_named_whatever_its_clock_says(alive, clock_s, tmp_path
     assert named != alive and ("all ranks still respond" in str(raised.value)) == alive
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_rank_0_that_hangs_is_named_by_the_others(noticed, tmp_path, monkeypatch):
+    """It leads the barrier that would tell who is missing."""
+    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.05)
+    health._group.rank = 1
+    health._group.size = 2
+
+    def nobody_leads(timeout_s: float) -> None:
+        raise RuntimeError("timed out waiting for rank 0")
+
+    monkeypatch.setattr(health, "_barrier", nobody_leads)
+    leader = {"rank": 0, "step": 4, "phase": "step", "phase_s": 9.0, "lost_peer": noticed}
+    leader |= {"process": 77, "host": "there"}
+    ended = threading.Event()
+
+    def beat() -> None:
+        for number in range(1000):
+            content = json.dumps({**leader, "time": number})
+            replace_atomically(tmp_path / "rank-00000.json", content.encode())
+            if ended.wait(0.02):
+                return
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    with pytest.raises(PeerError) as raised, health.phase(4, "step"):
+        raise RuntimeError("Timed out waiting 15000ms for recv operation to complete")
+    ended.set()
+    thread.join()
+    health.close()
+    assert ("rank 0 (process 77 on there) did not respond" in str(raised.value)) != noticed
+
+
 def test_an_exception_on_rank_0_reaches_the_caller():
     group = SideGroup.create()
     assert group.on_rank_0(lambda: 3) == 3 and group.gather(4) == [4]

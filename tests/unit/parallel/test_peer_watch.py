@@ -1,5 +1,6 @@
 """Ranks whose device waits for a peer that is gone."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchmm.common.errors import PeerError
-from torchmm.parallel.health.peer_watch import WORD, PeerWatch
+from torchmm.parallel.health.peer_watch import FINISHED, WORD, PeerWatch
 
 
 def watch(directory: Path, rank: int, **limits: float) -> PeerWatch:
@@ -18,8 +19,9 @@ def watch(directory: Path, rank: int, **limits: float) -> PeerWatch:
     return PeerWatch(directory, rank, 3, heartbeat=lambda r: directory / f"{r}", **settings)
 
 
-def beat(directory: Path, rank: int, content: str) -> None:
-    (directory / f"{rank}").write_text(content)
+def beat(directory: Path, rank: int, phase: str) -> None:
+    content = {"process": 70 + rank, "host": "here", "phase": phase}
+    (directory / f"{rank}").write_text(json.dumps(content))
 
 
 def test_a_rank_whose_heartbeat_changes_is_not_missed(tmp_path):
@@ -37,12 +39,22 @@ def test_a_silent_rank_is_named_by_the_one_before_it_and_known_to_all(tmp_path):
     before, other = watch(tmp_path, 0), watch(tmp_path, 2, silent_s=60.0)
     assert before.look(3, "step", 100.0, False) is None
     time.sleep(0.1)
-    assert "rank 1 has been silent" in str(before.look(3, "step", 100.0, False))
+    assert "rank 1 (process 71 on here) has been silent" in str(
+        before.look(3, "step", 100.0, False)
+    )
     error = other.look(3, "step", 100.0, False)
     assert isinstance(error, PeerError) and "rank 2 lost a peer at step 3 in step" in str(error)
-    assert "rank 1 has been silent" in str(error)
+    assert "rank 1 (process 71 on here) has been silent" in str(error)
     PeerWatch.forget(tmp_path)
     assert other.look(3, "step", 100.0, False) is None
+
+
+def test_who_has_finished_is_not_missed(tmp_path):
+    beat(tmp_path, 1, FINISHED)
+    own = watch(tmp_path, 0)
+    assert own.look(3, "export", 100.0, False) is None
+    time.sleep(0.1)
+    assert own.look(3, "export", 100.0, False) is None
 
 
 def test_who_has_only_begun_may_still_fail_by_itself(tmp_path):
@@ -67,9 +79,17 @@ def test_alone_there_is_nobody_to_miss(tmp_path):
     assert own.look(3, "step", 100.0, False) is None
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_process_whose_main_thread_waits_is_ended(guarded, tmp_path):
-    """As with CUDA, the main thread does not come back to Python."""
+@pytest.mark.parametrize(
+    ("guarded", "raises", "phase"),
+    [
+        (True, False, "step"),
+        (False, False, "step"),
+        (True, True, "step"),
+        (True, True, "checkpoint"),
+    ],
+)
+def test_a_process_whose_main_thread_waits_is_ended(guarded, raises, phase, tmp_path):
+    """As with CUDA, or in a save over gloo, the main thread does not come back to Python."""
     program = f"""
         import ctypes, os, sys
         from pathlib import Path
@@ -80,8 +100,8 @@ def test_a_process_whose_main_thread_waits_is_ended(guarded, tmp_path):
             print(error, flush=True)
             os._exit(error.exit_code)
         own = health.Health(Path({str(tmp_path)!r}), 60.0, heartbeat_s=0.05,
-                            on_lost=end if {guarded} else None)
-        with own.phase(5, "step"), own.waiting_for_device():
+                            on_lost=end if {guarded} else None, raises={raises})
+        with own.phase(5, "{phase}"):
             ctypes.CDLL(None).sleep(4)
     """
     done = subprocess.run(
@@ -91,8 +111,8 @@ def test_a_process_whose_main_thread_waits_is_ended(guarded, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    if guarded:
+    if guarded and not (raises and phase == "step"):
         assert done.returncode == PeerError("").exit_code, done.stderr
-        assert "at step 5 in waiting for the device: rank 1 has been silent" in done.stdout
+        assert f"at step 5 in {phase}: rank 1 has been silent" in done.stdout
     else:
         assert done.returncode == 0, done.stderr

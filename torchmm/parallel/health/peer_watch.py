@@ -3,7 +3,9 @@
 gloo raises an error where a peer is lost. NCCL does not: its kernel waits on the device, the host
 for the device, and no Python of the main thread runs any more, no signal handler either, until
 NCCL's own watchdog aborts the process or the launcher kills it. Then nobody has said why, and
-STATUS.json still says "running". So the thread that writes the heartbeat looks after three things:
+STATUS.json still says "running". With gloo the same happens in saves, where ranks wait for half an
+hour, as the slowest disk may take that long. So the thread that writes the heartbeat looks after
+three things:
 
 - Is the next rank silent? Every rank watches one other, by when its heartbeat last changed as seen
   from here, so clocks need not agree and nobody reads thousands of files.
@@ -30,6 +32,8 @@ GRACE_S = 10.0
 """A rank is left so long in what it is doing after a peer is lost: it may fail by itself, and then
 says more."""
 WORD = "lost.json"
+FINISHED = "finished"
+"""Phase of a rank that writes no more heartbeats, and is not missed."""
 
 
 class PeerWatch:
@@ -77,7 +81,7 @@ class PeerWatch:
         """
         word = self._left_word()
         if word is None and self._is_silent():
-            word = f"rank {self._next} has been silent for more than {self._silent_s:.0f} s"
+            word = f"{self._who()} has been silent for more than {self._silent_s:.0f} s"
             replace_atomically(self._word, canonical_json({"by": self._rank, "word": word}))
         if word is None and of_device and phase_s >= self._timeout_s:
             word = (
@@ -87,6 +91,13 @@ class PeerWatch:
         if word is None or phase_s < min(self._grace_s, self._timeout_s):
             return None
         return PeerError(f"rank {self._rank} lost a peer at step {step} in {phase}: {word}")
+
+    def _who(self) -> str:
+        """The next rank, and its process if it has ever written a heartbeat."""
+        if self._seen is None:
+            return f"rank {self._next}"
+        beat = json.loads(self._seen)
+        return f"rank {self._next} (process {beat['process']} on {beat['host']})"
 
     def _left_word(self) -> str | None:
         try:
@@ -104,4 +115,5 @@ class PeerWatch:
         if beat != self._seen:
             self._seen = beat
             self._seen_at = time.monotonic()
-        return time.monotonic() - self._seen_at > self._silent_s
+        silent = time.monotonic() - self._seen_at > self._silent_s
+        return silent and (beat is None or json.loads(beat)["phase"] != FINISHED)

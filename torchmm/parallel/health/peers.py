@@ -26,12 +26,14 @@ import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import canonical_json, replace_atomically
-from torchmm.parallel.health.peer_watch import PeerWatch
+from torchmm.parallel.health.peer_watch import FINISHED, PeerWatch
 from torchmm.parallel.torch_private import new_patient_group
 
 T = TypeVar("T")
 SIDE_GROUP_TIMEOUT_S = 1800.0
 """A rank may wait this long for the slowest writer of a checkpoint."""
+PATIENT = ("checkpoint", "export")
+"""Phases in which ranks wait so long for each other: who died there would be noticed late."""
 _PEER_TROUBLE = re.compile(
     r"gloo/transport|connection (closed|reset) by peer|timed out waiting|timeout caused"
     r"|monitoredBarrier",
@@ -95,6 +97,8 @@ class Health:
         heartbeat_s: seconds between heartbeats.
         on_lost: where lost peers raise nothing: what ends the process, called in the thread of the
             heartbeat.
+        raises: whether they raise errors by themselves in time, as with gloo; then it is called
+            only in `PATIENT` phases.
     """
 
     def __init__(
@@ -104,12 +108,15 @@ class Health:
         barrier_interval: int = 100,
         heartbeat_s: float = 2.0,
         on_lost: Callable[[PeerError], None] | None = None,
+        *,
+        raises: bool = False,
     ) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:
             PeerWatch.forget(directory)
         self._group = SideGroup.create(timeout_s)
         self._directory = directory
         self._on_lost = on_lost
+        self._raises = raises
         self._watch = PeerWatch(
             directory, self._group.rank, self._group.size, timeout_s, self._file
         )
@@ -171,6 +178,12 @@ class Health:
             with self.phase(step, "health check"):
                 self._barrier(self._timeout_s)
 
+    def finish(self) -> None:
+        """This rank has no more to do with others: they shall not miss it, nor it them."""
+        self._enter(FINISHED)
+        with suppress(OSError):  # on a full disk
+            self._write_heartbeat()
+
     def close(self) -> None:
         """Ends the heartbeat."""
         self._stop.set()
@@ -189,7 +202,7 @@ class Health:
 
         Who is dead or stopped does not write heartbeats any more, which every rank can see for
         itself, and so does who says that it waits for data. Who hangs otherwise still writes, but
-        misses a barrier, which rank 0 sees.
+        misses a barrier, which rank 0 sees; if that is rank 0, it does not say that it lost a peer.
         """
         self._lost_peer = True
         with suppress(OSError):  # on a full disk, which must not hide the lost peer
@@ -199,7 +212,7 @@ class Health:
             try:
                 self._barrier(min(self._timeout_s, _LAST_BARRIER_S))
             except RuntimeError as second:
-                missing = _missing_ranks(second)
+                missing = _missing_ranks(second) or self._hanging_leader()
         text = f"rank {self._group.rank} lost a peer at step {self._step} in {self._phase}: "
         if missing:
             return PeerError(text + "; ".join(self._last_seen(rank) for rank in missing))
@@ -232,6 +245,11 @@ class Health:
             if beat and rank != self._group.rank and not beat["lost_peer"]
             if beat["phase"] == WAITING_FOR_DATA and beat["phase_s"] >= long_s
         ]
+
+    def _hanging_leader(self) -> list[int]:
+        """Rank 0 if it missed a barrier, which it alone could tell, and has lost nobody either."""
+        beat = self._read_heartbeat(0)
+        return [0] if self._group.rank and beat and not beat["lost_peer"] else []
 
     def _last_seen(self, rank: int) -> str:
         beat = self._read_heartbeat(rank)
@@ -269,7 +287,9 @@ class Health:
     def _look(self) -> None:
         phase = self._phase
         phase_s = time.monotonic() - self._phase_began
-        if self._on_lost is None or phase == WAITING_FOR_DATA:
+        if self._on_lost is None or phase in (WAITING_FOR_DATA, FINISHED):
+            return
+        if self._raises and phase not in PATIENT:
             return
         error = self._watch.look(self._step, phase, phase_s, phase == WAITING_FOR_DEVICE)
         if error is not None:

@@ -1,0 +1,127 @@
+"""Encoder, LLM and generator on ranks of their own: whichever of them is lost, in whatever way, is
+named, and the run goes on from its checkpoint to the bits of one that nothing happened to.
+
+By hand: the same command again. By restart: torchrun, with its own rendezvous.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fault_harness import Job, TorchrunJob
+from test_train_faults import process_of
+from tiny_recipe import arguments, records, weights
+from undisturbed_run import wait_for_step
+
+from torchmm.common.errors import PeerError
+from torchmm.training.ending import read_status
+
+pytest.importorskip("diffusers")
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+HANGING = Path(__file__).with_name("hanging_train.py")
+UNITS = ("vision", "llm", "generator")
+"""By rank."""
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung": signal.SIGUSR2}
+STEPS = 8
+GENERATOR = (
+    '{_class_name = "PixArtTransformer2DModel", num_attention_heads = 4, attention_head_dim = 8, '
+    "num_layers = 2, sample_size = 16, patch_size = 8}"
+)
+PATIENCE_S = 15
+CHANGES = {
+    "parallel__placement": "disaggregated",
+    "parallel__timeout_s": PATIENCE_S,
+    "model__generator__config": GENERATOR,
+    "training__steps": STEPS,
+    "training__global_batch_size": 4,
+    "checkpoint__interval": 3,
+}
+
+
+def command(run_dir: Path, data: Path) -> list[str]:
+    """Every picture is read from one source and drawn from the other."""
+    path = f'path="{data}/tuxpaint_stamps/train"'
+    sources = f'--data.sources=[{{{path}}},{{{path},generate="image"}}]'
+    return [*arguments(run_dir, data, **CHANGES), sources]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, real_data, train_server) -> Path:
+    """The run directory of a run that nothing happens to."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    logs = run_dir.parent / "logs"
+    codes, output = train_server.run(command(run_dir, real_data), logs, len(UNITS))
+    assert codes == [0] * len(UNITS), output
+    return run_dir
+
+
+def assert_same_end(run_dir: Path, whole: Path) -> None:
+    """No step missing or doubled, the same losses, every bit of the last checkpoint the same."""
+    assert read_status(run_dir).state == "done"
+    found, expected = records(run_dir), records(whole)
+    assert [r["step"] for r in found] == list(range(1, STEPS + 1))
+    for name in ("loss", "loss_text", "loss_image"):
+        assert [r[name] for r in found] == [r[name] for r in expected]
+    ours, theirs = weights(run_dir), weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_is_lost_and_the_same_command_goes_on(
+    tmp_path, real_data, train_server, whole, unit, fault
+):
+    run_dir, lost = tmp_path / "run", UNITS.index(unit)
+    given, ranks = command(run_dir, real_data), len(UNITS)
+    with Job(train_server, HANGING, given, ranks, tmp_path / "logs") as job:
+        wait_for_step(run_dir, 4)  # saved: step 3
+        since = time.monotonic()
+        job.signal(lost, FAULTS[fault])
+        others = [rank for rank in range(ranks) if rank != lost]
+        for rank in others:
+            left_s = since + 4 * PATIENCE_S - time.monotonic()
+            assert job.processes[rank].wait(left_s) == PeerError.exit_code, job.output(rank)
+        said = "".join(map(job.output, others))
+        assert re.search(rf"rank {lost} \(process {job.processes[lost].pid}", said), said
+    status = read_status(run_dir)
+    assert (status.state, status.exit_code) == ("failed", PeerError.exit_code)
+    assert len(records(run_dir)) < STEPS
+    codes, output = train_server.run(given, tmp_path / "again", ranks)
+    assert codes == [0] * ranks and "resumed from" in output, output
+    assert_same_end(run_dir, whole)
+
+
+def test_a_unit_that_is_stopped_in_a_save_is_missed_soon(tmp_path, real_data, train_server):
+    """Ranks wait half an hour for the slowest disk, but not for one without a heartbeat."""
+    run_dir = tmp_path / "run"
+    given = [*command(run_dir, real_data), "--checkpoint.interval=1"]
+    with Job(train_server, HANGING, given, len(UNITS), tmp_path / "logs") as job:
+        wait_for_step(run_dir, 2)
+        job.signal(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            assert job.processes[rank].wait(90) == PeerError.exit_code, job.output(rank)
+        assert f"rank 1 (process {job.processes[1].pid}" in job.output(0)
+
+
+@pytest.mark.parametrize(
+    ("unit", "fault"), [("vision", "killed"), ("llm", "hung"), ("generator", "stopped")]
+)
+def test_torchrun_restarts_all_units(tmp_path, real_data, whole, unit, fault):
+    run_dir, lost = tmp_path / "run", UNITS.index(unit)
+    given = command(run_dir, real_data)
+    helpers = Path(__file__).parents[1] / "helpers"
+    paths = os.pathsep.join(filter(None, [str(helpers), os.environ.get("PYTHONPATH")]))
+    job = TorchrunJob(HANGING, given, len(UNITS), tmp_path / "logs", restarts=1, PYTHONPATH=paths)
+    with job:
+        wait_for_step(run_dir, 4)
+        os.kill(process_of(run_dir, lost), FAULTS[fault])
+        assert job.wait(300) == [0], job.output()
+        assert "resumed from" in job.output()
+    assert_same_end(run_dir, whole)
