@@ -4,7 +4,7 @@
 
 Prints a line for each check: what was found, what is expected, and a verdict. Checks that no longer
 fit into the time are named and left out. Needs the small data set of the quickstart
-(`python scripts/prepare_data.py tuxpaint_stamps`). Exit code 1 if a result is wrong, whatever the
+(`python scripts/prepare_data.py emoji_scenes`). Exit code 1 if a result is wrong, whatever the
 speed.
 
     losses       the quickstart's first steps on the GPU against the CPU, in float32 and bfloat16,
@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchmm.models.layers.attention import Segments, attention
 
 ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT / "data" / "tuxpaint_stamps"
+DATA = ROOT / "data" / "emoji_scenes"
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 STEPS = 6
 ENDING_S = 40
@@ -313,7 +313,7 @@ def main() -> int:
         show_attention()
         return 0
     if not DATA.is_dir():
-        print(f"no data in {DATA}; run: python scripts/prepare_data.py tuxpaint_stamps")
+        print(f"no data in {DATA}; run: python scripts/prepare_data.py emoji_scenes")
         return 2
     lines: list[Line] = []
     print(f"{options.gpus} GPUs: {_gpu_names()}")

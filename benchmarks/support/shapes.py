@@ -66,7 +66,7 @@ class Shape:
 
 
 def _small(size: int, ffn: int, layers: int, image: int, sequence_length: int, n: int) -> Shape:
-    """Tower and LLM of the same size, six heads each, as in recipes/quickstart.toml."""
+    """Tower and LLM of the same size, six heads each."""
     both = {
         "hidden_size": size,
         "intermediate_size": ffn,
@@ -89,7 +89,7 @@ SHAPES = {
     # For tests: a step takes milliseconds.
     # A row takes the longest caption, which would be cut off otherwise, on our side only.
     "tiny": _small(48, 64, 2, image=32, sequence_length=80, n=2),
-    # The model and microbatch of recipes/quickstart.toml: 4 million parameters.
+    # 4 million parameters: the smallest shape that figures are given of.
     "quickstart": _small(192, 512, 4, image=96, sequence_length=512, n=2),
     # 44 million parameters.
     "medium": _small(480, 1536, 8, image=128, sequence_length=512, n=1),
