@@ -113,6 +113,7 @@ CASES = {
         Case(2, 2, bubbles="coarse"),
         Case(2, 1, slices=2, virtual=2),
         Case(2, 2, slices=2),
+        Case(2, 1, slices=2, virtual=2, llm_schedule="searched"),
         Case(2, 1, slices=None, freeze="tower"),
         Case(2, 1, freeze="llm"),
         Case(2, 1, slices=2, freeze="all but connector"),

@@ -7,14 +7,15 @@ Every combination of pipeline sizes that divide the LLM's, with every tensor-par
 (§4.1; with several encoders, §4.4: one tensor-parallel size for all), is first held against the
 memory of the rank that needs most, optimizer state included (`bubbles.encoder_sizes`). Of those
 that fit, the first step is planned and simulated, activations included; the fastest that still fits
-is taken, of equally fast ones the leanest. It is a pure function of the recipe, so every rank finds
-the same.
+is taken, of equally fast ones the leanest. Then images at once and stages of encoders that the
+recipe leaves open are tried with it. It is a pure function of the recipe, so every rank finds the
+same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
@@ -105,14 +106,18 @@ class Colocated(NamedTuple):
         return False, not step.fits, step.makespan_ms
 
 
-def refined(forecaster: Forecaster, start: Colocated) -> Colocated:
+def refined(forecaster: Forecaster, start: Colocated, *, of_llm: bool = True) -> Colocated:
     """Other stages of the LLM per rank, orders of the LLM, images at once and stages of encoders,
     one after the other, each kept if the first step is shorter with it: never longer than `start`.
 
     Rejected: all combinations, of which there are hundreds.
+
+    Args:
+        of_llm: False: of encoders only.
     """
     best = start
-    for vary in (_virtual_stages, _llm_schedules, _images_at_once, _slices):
+    llm = (_virtual_stages, _llm_schedules) if of_llm else ()
+    for vary in (*llm, _images_at_once, _slices):
         tried = [
             Colocated(recipe, forecaster.forecast_parallel(recipe.parallel), (*best.words, words))
             for recipe, words in vary(forecaster, best.recipe)
@@ -193,13 +198,15 @@ class EncoderChoice:
 
     Attributes:
         recipe: with the sizes chosen.
-        tried: all that were simulated, the chosen one first.
+        tried: all sizes that were simulated, the chosen ones first.
         left_out: combinations whose states alone do not fit.
+        refined: the chosen sizes with images at once and stages of encoders that are faster.
     """
 
     recipe: Recipe
     tried: tuple[Tried, ...]
     left_out: int
+    refined: Colocated | None = None
 
     def lines(self) -> Iterator[str]:
         """One line for each combination, best first."""
@@ -214,6 +221,8 @@ class EncoderChoice:
             peak = max(step.peak_bytes) / 2**30
             fits = "" if step.fits else ", more than there is"
             yield f"pipeline ranks of {sizes}: {step.makespan_ms:,.1f} ms, {peak:.1f} GiB{fits}"
+        if self.refined is not None and (step := self.refined.forecast.step) is not None:
+            yield f"the first with {', '.join(self.refined.words)}: {step.makespan_ms:,.1f} ms"
         if self.left_out:
             yield f"{self.left_out} more whose parameters and optimizer state do not fit"
 
@@ -224,7 +233,8 @@ def leaves_encoders_open(recipe: Recipe) -> bool:
 
 
 def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
-    """Tries all sizes of encoders that the recipe does not give.
+    """Tries all sizes of encoders that the recipe does not give; with the best, images at once and
+    stages that it does not give (`refined`).
 
     Raises:
         ConfigError: nothing fits into memory; the message says what comes nearest.
@@ -258,7 +268,8 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
             f"parallel.orchestrate: no pipelines of encoders fit into memory: {choices}. Use more "
             "ranks, activation_checkpoint, or encoders on ranks of their own"
         )
-    return choice
+    best = refined(forecaster, Colocated(choice.recipe, tried[0].forecast), of_llm=False)
+    return replace(choice, recipe=best.recipe, refined=best) if best.words else choice
 
 
 def _fitting(

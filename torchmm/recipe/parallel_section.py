@@ -90,11 +90,13 @@ class ParallelConfig(Section):
     under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
     orchestrate: bool = False
     """Choose sizes for `simulation.device`, by simulating the first step. With colocated encoders:
-    pipeline and tensor-parallel sizes that are not given; with disaggregated modules: all sizes of
+    what is not given of pipeline and tensor-parallel sizes, images at once and stages of encoders;
+    with disaggregated modules: all sizes of
     all modules for exactly the ranks there are, schedule and recomputation, whatever is given
     (`scripts/plan.py` shows them)."""
     llm_schedule: LlmSchedule = "interleaved_1f1b"
-    """Order of the LLM's own forwards and backwards under "optimus"."""
+    """Order of the LLM's own forwards and backwards under "optimus". "searched": interleaved 1F1B,
+    or what a search of the LLM alone finds, whichever makes the step shorter."""
     bubbles: Literal["fine", "coarse"] = "fine"
     """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": only
     before its first action and after its last."""

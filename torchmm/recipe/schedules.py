@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 Placement = Literal["interleaved", "colocated", "disaggregated"]
 
-LlmSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+LlmSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "searched"]
 """Schedules that can also order the LLM alone, with encoders in its bubbles."""
 
 CSV_PREFIX = "csv:"

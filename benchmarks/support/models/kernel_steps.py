@@ -27,8 +27,9 @@ import numpy as np
 
 from support.models.layer_pieces import layer_pieces
 from torchmm.balance.bubbles.encoder_work import EncoderWork, encoder_work, pipeline_stages
+from torchmm.balance.bubbles.llm_orders import SEARCHED, sequences
 from torchmm.balance.bubbles.llm_timeline import RankActions, llm_timeline
-from torchmm.balance.bubbles.optimus import order_of, place_encoders, sequences, whole_actions
+from torchmm.balance.bubbles.optimus import order_of, place_encoders, whole_actions
 from torchmm.balance.bubbles.scheduler import BubbleSchedule, fill_bubbles
 from torchmm.balance.compiled import Int64s
 from torchmm.balance.costs.layers import layer_linears
@@ -46,8 +47,6 @@ from torchmm.pipelining.schedules.names import order_named
 
 HALVES = (("query", "key", "value"), ("attention_output",)), (("gate", "up"), ("down",))
 """Products of a layer between which nothing is sent."""
-SEARCHED = "searched"
-"""In the place of a schedule's name."""
 
 
 class KernelStep(NamedTuple):

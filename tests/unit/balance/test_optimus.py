@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from torchmm.balance.bubbles.optimus import optimus, sequences
+from torchmm.balance.bubbles.llm_orders import sequences
+from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts

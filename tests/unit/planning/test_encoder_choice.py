@@ -1,7 +1,9 @@
 """Encoder plans chosen where a recipe leaves them open, and what fits into memory."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -80,7 +82,40 @@ def test_the_fastest_of_all_pipelines_is_taken():
     best = choice.tried[0].pipelines["vision"]
     assert choice.recipe.parallel.sizes_given("vision") == {"pipeline": best}
     assert orchestrated(recipe_of("vision"), 8) == choice.recipe
-    assert len(list(choice.lines())) == 3
+    lines = list(choice.lines())
+    assert len(lines) == 3 + (choice.refined is not None)
+    if choice.refined is not None:
+        assert choice.refined.forecast.step.makespan_ms < times_ms[0]
+        assert lines[3].startswith("the first with ")
+
+
+def test_images_at_once_and_stages_are_chosen_where_they_make_the_step_shorter():
+    """By a simulator to which two images at once do, in stages of four layers."""
+    recipe = recipe_of("vision", parallel="vision = {pipeline = 1}\n")
+    forecaster = forecaster_of(recipe)
+    real = forecaster.forecast_parallel
+
+    def forecast(parallel):
+        found = real(parallel)
+        factor = {2: 0.5}.get(parallel.sub_microbatch_images("vision"), 1.0)
+        factor *= {1: 0.5}.get(parallel.slices("vision"), 1.0)
+        times = SimpleNamespace(
+            makespan_ms=factor * found.step.makespan_ms,
+            fits=found.step.fits,
+            peak_bytes=found.step.peak_bytes,
+        )
+        return replace(found, step=times)
+
+    forecaster.forecast_parallel = forecast
+    choice = choose_encoders(forecaster)
+    found = choice.recipe.parallel
+    assert found.sub_microbatch_images("vision") == 2 and found.slices("vision") == 1
+    assert choice.refined.words[0] == "2 images at once"
+    assert choice.refined.words[1].startswith("encoder stages of ")
+    given = recipe_of(
+        "vision", parallel="vision = {pipeline = 1, sub_microbatch_images = 4, segments = 2}\n"
+    )
+    assert choose_encoders(forecaster_of(given)).refined is None
 
 
 def test_given_sizes_stay_and_every_encoder_has_its_own():
@@ -100,7 +135,7 @@ def test_tensor_parallel_sizes_are_tried_too():
     best = choice.tried[0]
     sizes = {"tensor": best.tensor, "pipeline": best.pipelines["vision"]}
     assert choice.recipe.parallel.sizes_given("vision") == sizes
-    assert all("tensor" in line for line in choice.lines())
+    assert all("tensor" in line for line in [*choice.lines()][: len(tried)])
     given = recipe_of("vision", parallel="tensor = 2\nvision = {tensor = 1}\n")
     only = choose_encoders(forecaster_of(given)).tried
     assert [found.tensor for found in only] == [1, 1, 1]

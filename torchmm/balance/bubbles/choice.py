@@ -5,7 +5,7 @@ what runs inside the LLM's actions never has to run in front of them. So a fine 
 longer than a coarse one, and one with fillers longer than one without. Each candidate is therefore
 lowered and simulated with all costs, transfers, gathers and reductions among them:
 
-    coarse, fine, fine with fillers      x      sequences in which the LLM takes the microbatches
+    coarse, fine, fine with fillers      x      orders of the LLM (`llm_orders`)
 
 Coarse ones come first: they need the least time to plan, and whatever comes after is not longer.
 """
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import tee
 from typing import Literal, NamedTuple
 
+from torchmm.balance.bubbles.llm_orders import llm_orders
 from torchmm.balance.bubbles.optimus import optimus_steps
 from torchmm.balance.bubbles.scheduler import Granularity
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -73,7 +75,8 @@ def bubble_choices(
     Args:
         graph: of a colocated layout.
         costs: of the graph.
-        llm_schedule, evaluations: see `optimus`.
+        llm_schedule: see `optimus`; of "searched" what was not searched is a candidate too.
+        evaluations: see `optimus`.
         granularity: "coarse": no other candidates.
         sharding: as the plan will be lowered.
         tensor_share: of LLM actions, in which encoders may run; 0: no candidates with fillers.
@@ -88,11 +91,12 @@ def bubble_choices(
         costs = replace(costs, tensor_ms=_tensor_ms(graph, costs, tensor_share))
     best: BubbleChoice | None = None
     played = 0
-    for kind in kinds:
+    orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
+    for kind, own in zip(kinds, orders, strict=True):
         places: Granularity = "coarse" if kind == "coarse" else granularity
         fills = kind == "filled"
         for found in optimus_steps(
-            graph, costs, llm_schedule, places, sharding, evaluations=evaluations, inside=fills
+            graph, costs, own, places, sharding, evaluations=evaluations, inside=fills
         ):
             plan = lower_plan(
                 found.order, found.graph, {}, sharding, reduces_early=costs.runs_beside

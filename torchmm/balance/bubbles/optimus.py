@@ -13,15 +13,12 @@ order they stand directly in front of the LLM action in which their first piece 
 after it to be filled (`torchmm.pipelining.schedules.fillers`). There a step may take longer than
 promised: what does not fit alongside LLM actions runs in front of them.
 
-Which microbatch the LLM takes when is free: a step's loss is the sum over all. Where microbatches
-have different numbers of images, small encoder tasks are wanted first, before a wide lead of the
-encoder has been built up, and last, when nothing hides backwards any more (the idea of DistTrain's
-reordering inside a group). A few such sequences are tried and the shortest step is kept.
+The LLM's own order is one of a few (`llm_orders`); all are tried and the shortest step is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
@@ -34,6 +31,7 @@ from torchmm.balance.bubbles.encoder_work import (
     in_pieces,
     pipeline_stages,
 )
+from torchmm.balance.bubbles.llm_orders import llm_orders
 from torchmm.balance.bubbles.llm_timeline import llm_timeline
 from torchmm.balance.bubbles.scheduler import BubbleSchedule, Granularity, fill_bubbles
 from torchmm.balance.compiled import Int64s
@@ -42,8 +40,7 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
-from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
-from torchmm.pipelining.schedules.names import order_named
+from torchmm.pipelining.schedules.colocated import encoder_names
 
 PIECES = 8
 """Per encoder action where bubbles inside the LLM's actions count: a layer has four products
@@ -75,18 +72,19 @@ def optimus(
         graph: of a colocated layout (`torchmm.pipelining.schedules.colocated`).
         costs: of the graph. Where ranks compute while gradients are reduced, encoders' backwards
             run beside the reduction of the LLM's.
-        llm_schedule: name of a classic schedule for the LLM alone.
+        llm_schedule: name of a classic schedule for the LLM alone, or "searched".
         granularity: coarse: encoders before and after the LLM only.
         sharding: as the plan will be lowered.
-        evaluations: as for `fill_bubbles`.
+        evaluations: as for `fill_bubbles`, and of each search of the LLM's order.
         inside: whether encoders may run while an LLM action communicates, for its `tensor_ms`.
 
     Raises:
         SimulationError: a cost is missing or no duration.
         ValueError: the layout is not colocated, or does not suit the LLM's schedule.
     """
+    orders = llm_orders(graph, costs, llm_schedule, evaluations)
     found = optimus_steps(
-        graph, costs, llm_schedule, granularity, sharding, evaluations=evaluations, inside=inside
+        graph, costs, orders, granularity, sharding, evaluations=evaluations, inside=inside
     )
     return min(found, key=lambda step: step.schedule.total_ms)
 
@@ -94,14 +92,14 @@ def optimus(
 def optimus_steps(
     graph: StageGraph,
     costs: PlanCosts,
-    llm_schedule: str,
+    orders: Iterable[ComputeOrder],
     granularity: Granularity,
     sharding: Gathering,
     *,
     evaluations: int = 256,
     inside: bool = False,
 ) -> Iterator[OptimusStep]:
-    """A step for each sequence in which the LLM may take the microbatches; as `optimus`."""
+    """A step for each of some orders of the LLM (`llm_orders`); as `optimus`."""
     encoders = encoder_names(graph.layout)
     works = [encoder_work(graph, costs, name) for name in encoders]
     placed_works = [in_pieces(work, PIECES) for work in works] if inside else works
@@ -110,8 +108,7 @@ def optimus_steps(
         tensor_ms = costs.tensor_ms.get(action, 0.0) if inside else 0.0
         return tensor_ms, costs.compute_ms[action] - tensor_ms
 
-    for sequence in sequences(graph, costs):
-        order = backbone_order(graph, order_named(llm_schedule), sequence)
+    for order in orders:
         timeline = llm_timeline(
             graph,
             order,
@@ -159,22 +156,6 @@ def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
         for task, pipeline in zip(work.tasks, pipelines, strict=True)
     }
     return replace(graph, replica=replicas)
-
-
-def sequences(graph: StageGraph, costs: PlanCosts) -> Iterator[Sequence[int]]:
-    """Orders in which the LLM may take the microbatches: as they are, and if encoder work differs
-    between them, small ones first, and small ones at both ends."""
-    natural = list(range(graph.microbatches))
-    yield natural
-    encoders = set(encoder_names(graph.layout))
-    work_ms = [0.0] * graph.microbatches
-    for action, duration_ms in costs.compute_ms.items():
-        if graph.layout.stages[action.stage].module in encoders:
-            work_ms[action.microbatch] += duration_ms
-    rising = sorted(natural, key=work_ms.__getitem__)
-    if len(set(work_ms)) > 1:
-        yield rising
-        yield rising[::2] + rising[1::2][::-1]
 
 
 def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
