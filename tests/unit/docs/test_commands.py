@@ -3,7 +3,7 @@
 CHECKS says for each program how its commands are checked; a command of a program that is in no row
 fails. docs/develop/documentation.md shows the table. Nothing is trained here: a program is started
 in this process and stopped where it has parsed its arguments, and recipes are read as train.py
-reads them, with the command's overrides and for its number of ranks.
+reads them, with the command's overrides and for its number of ranks. Commands of RUN are run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ STAND_INS = {
 }
 """What a reader has, and a recipe of the tree in its place."""
 MISSING = re.compile(r"no such (file or )?directory; (run|prepare|train|correct)")
+RUN = ("python train.py --list-recipes", "python scripts/build_site.py --pages")
+"""Commands of a second or two, which are run as they stand."""
 NUMBERS = {"N": "16"}
 
 
@@ -211,6 +213,12 @@ def check(command: str) -> None:
     while re.match(r"[A-Z_]+=", words[0]):
         words.pop(0)
     line = shlex.join(words)
+    if line in RUN:
+        ran = subprocess.run(
+            [sys.executable, *words[1:]], cwd=ROOT, check=True, text=True, stdout=-1
+        )
+        assert ran.stdout
+        return
     row = next((row for row in CHECKS if line == row or line.startswith(f"{row} ")), None)
     assert row is not None, f"no row of CHECKS is about {words[0]!r}: say how it is checked"
     skipped = 0 if CHECKS[row][0] is check_script else len(row.split())
@@ -250,6 +258,7 @@ def test_commands_are_found():
     recipe = "# What it is.\n#\n#   torchrun x --y z    (done by it)\nbase = 1\n"
     assert list(commands_in(recipe, recipe=True)) == ["torchrun x --y z"]
     assert len(all_commands()) > 100
+    assert {command.partition(" #")[0].strip() for command in all_commands()} >= set(RUN)
 
 
 def test_the_page_shows_the_table():
