@@ -57,6 +57,7 @@ def script(name: str, *arguments: Path | str) -> str:
 def photograph(browser: str, page: Path, picture: Path, scheme: int, height: int) -> None:
     """The top of a page, 1200 pixels wide."""
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--virtual-time-budget=5000"]  # until all is drawn
     command += [f"--window-size=1200,{height}", f"--screenshot={picture.resolve()}"]
     command += [f"--blink-settings=preferredColorScheme={scheme}", page.resolve().as_uri()]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
