@@ -265,3 +265,26 @@ def test_the_page_shows_the_table():
     page = (ROOT / "docs/develop/documentation.md").read_text()
     rows = [f"| `{program}` | {how} |" for program, (_, how) in CHECKS.items()]
     assert not [row for row in rows if row not in page]
+
+
+SHOWN = re.compile(r"```toml\n(base = .*?)```", re.DOTALL)
+RECIPES = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in sorted((ROOT / "docs" / "start").glob("*.md"))
+    for number, block in enumerate(
+        re.findall(r"```toml\n(base = .*?)```", page.read_text(), re.DOTALL)
+    )
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_that_is_shown_is_valid(recipe, tmp_path):
+    """But for data and models that only a reader has."""
+    assert RECIPES
+    path = tmp_path / "mine.toml"
+    path.write_text(recipe.replace('base = "', f'base = "{ROOT}/recipes/', 1))
+    try:
+        load_recipe(path, [], 16 if "lora" not in recipe else 1)
+    except ConfigError as error:
+        left = [problem for problem in error.problems if not MISSING.search(problem)]
+        assert not left, left
