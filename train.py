@@ -58,11 +58,17 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise
     # Imported late: a mistake in the recipe should not take the seconds torch needs to load.
     if arguments.dry_run:
+        from rich.console import Console
+
+        from torchmm.common.log import log_to_console, working
         from torchmm.planning.dry_run import describe_run
 
         picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
         command = ["--config", arguments.config, *overrides]
-        print(describe_run(recipe, world_size, picture, command))
+        log_to_console(Console(stderr=True), only_progress=True)
+        with working("planning and simulating the first step"):
+            told = describe_run(recipe, world_size, picture, command)
+        print(told)
         return 0
     from torchmm.training.run import train
 

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.log import log_to_console, working
 from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.training_section import BenchmarksConfig, TrainingConfig, ValidationConfig
@@ -61,13 +62,15 @@ def main() -> int:
     """Evaluates what the command line names."""
     transformers.logging.set_verbosity_error()
     arguments = _parser().parse_args()
+    log_to_console(Console(stderr=True), only_progress=True)
     try:
         target = _target(arguments.model, arguments.export)
         texts: list[GeneratedText] = []
-        if arguments.tasks:
-            evaluation = _answered(arguments, target)
-        else:
-            evaluation, texts = _written(arguments, target)
+        with working("answering"):
+            if arguments.tasks:
+                evaluation = _answered(arguments, target)
+            else:
+                evaluation, texts = _written(arguments, target)
         _show(evaluation)
         _keep(evaluation, texts, target, arguments.json)
     except TorchmmError as error:

@@ -15,12 +15,14 @@ opens with transformers' `from_pretrained` where the model has a class there, an
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, TorchmmError
+from torchmm.common.log import log_to_console, working
 from torchmm.training.checkpoint.manifest import checkpoints_at, step_of
 from torchmm.training.exports.checkpoint import SHARD_BYTES, export_checkpoint, push
 
@@ -46,7 +48,7 @@ def main() -> int:
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to Hugging Face's hub")
     parser.add_argument("--private", action="store_true", help="if that is a new repository")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    log_to_console(Console(stderr=True))
     try:
         found = checkpoints_at(arguments.checkpoint.resolve())
         if not found:
@@ -55,17 +57,20 @@ def main() -> int:
         name = f"hf-{step_of(path)}{'-ema' if arguments.ema else ''}"
         output = arguments.output or path.parent.parent / name
         print(f"exporting {path} to {output}")
-        export_checkpoint(
-            path,
-            output,
-            dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
-            shard_bytes=int(arguments.shard_gb * 1e9),
-            apart=arguments.adapters == "apart",
-            averaged=arguments.ema,
-        )
+        with working("exporting"):
+            export_checkpoint(
+                path,
+                output,
+                dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
+                shard_bytes=int(arguments.shard_gb * 1e9),
+                apart=arguments.adapters == "apart",
+                averaged=arguments.ema,
+            )
         print(f"{output} is complete")
         if arguments.push is not None:
-            print(f"uploaded to {push(output, arguments.push, arguments.private)}")
+            with working("uploading"):
+                place = push(output, arguments.push, arguments.private)
+            print(f"uploaded to {place}")
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.log import log_to_console, working
 from torchmm.training.text.opened import Writer, open_writer
 from torchmm.training.text.prompts import (
     Request,
@@ -45,7 +46,8 @@ def main() -> int:
     """Writes what the command line asks for."""
     parser = _parser()
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    if not arguments.stream and not arguments.chat:  # these show what they write
+        log_to_console(Console(stderr=True), only_progress=True)
     try:
         sampling = Sampling(
             max_new_tokens=arguments.max_new_tokens,
@@ -59,7 +61,8 @@ def main() -> int:
         parser.error(str(error))
     try:
         requests = [] if arguments.chat else _requests(arguments)
-        writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
+        with working("opening the model"):
+            writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
         if arguments.chat:
             _talk(writer, sampling, arguments)
         else:

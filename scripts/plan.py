@@ -19,6 +19,7 @@ from rich.console import Console
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
+from torchmm.common.log import log_to_console, working
 from torchmm.planning.apart.search import EFFORT, Candidate, fits
 from torchmm.planning.placement import choose_placement, plan_recipe
 from torchmm.planning.placement_report import (
@@ -83,7 +84,9 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     recipe = recipe.model_copy(
         update={"simulation": recipe.simulation.model_copy(update={"device": device})}
     )
-    planned = plan_recipe(recipe, devices, profile, effort=1e6 * options.effort)
+    log_to_console(Console(stderr=True), only_progress=True)
+    with working(f"planning {devices} devices"):
+        planned = plan_recipe(recipe, devices, profile, effort=1e6 * options.effort)
     console = Console(width=170)
     console.print(unit_table(planned, profile.device.name))
     console.print(certificate(planned.judged), soft_wrap=True)

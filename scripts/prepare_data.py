@@ -31,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from rich.console import Console
 
 from torchmm.common.errors import TorchmmError
+from torchmm.common.log import log_to_console, working
 from torchmm.data.prepare import (
     emoji_scenes,
     manifest,
@@ -56,6 +58,7 @@ def main() -> int:
     packages = arguments.packages or output / ".packages"
     output.mkdir(parents=True, exist_ok=True)
     datasets.disable_progress_bars()
+    log_to_console(Console())
     try:
         if emoji_scenes.NAME in arguments.sets:
             prepare_scenes(output, packages)
@@ -118,7 +121,8 @@ def ensure(
     current = manifest.is_current(output, name, options)
     if not current:
         print(f"preparing {output / name} ...", flush=True)
-        prepare(output, packages.absolute(), options)
+        with working(f"fetching and making {name}"):
+            prepare(output, packages.absolute(), options)
     entry = manifest.read(output)[name]
     counts = ", ".join(f"{count} {what}" for what, count in entry["counts"].items())
     verb = "reused" if current else "made"

@@ -76,6 +76,11 @@ def test_metrics_have_every_field_with_sane_values(everything):
         assert 1e8 < record["peak_memory_bytes"] < 1e11
         assert record["slowest_rank"] == record["skipped_samples"] == record["epoch"] == 0
         assert record["bubble_fraction"] is None
+    told = json.loads((everything / "memory.json").read_text())
+    (rank,) = told["ranks"]
+    # On a CPU the whole process is measured, with its libraries.
+    assert 1e6 < rank["predicted_bytes"] < rank["measured_bytes"] < 1e11
+    assert rank["measured_bytes"] == found[told["step"] - 1]["peak_memory_bytes"]
     assert [r["validation_loss"] is None for r in found] == [True, False, True, False]
     assert found[-1]["validation_loss"] < found[1]["validation_loss"]
 
@@ -98,7 +103,7 @@ def test_profiler_trace_is_json_and_names_step_and_phases(everything):
 
 def test_trackers_leave_their_files(everything):
     events = EventAccumulator(str(everything / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == list(range(1, STEPS + 1))
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
     assert list((everything / "wandb").glob("offline-run-*/run-*.wandb"))
 
 

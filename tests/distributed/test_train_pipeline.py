@@ -155,12 +155,22 @@ def test_timeline_of_one_step_is_saved(runs):
         "step-3.json",
         "step-3.trace.json",
     }
-    ET.parse(directory / "step-3.svg")
+    drawn = ET.parse(directory / "step-3.svg")
+    labels = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert labels.index("predicted") < labels.index("measured")
     assert json.loads((directory / "step-3.trace.json").read_text())
     found, graph = read_records(directory / "step-3.json")
     assert {r.rank for r in found} == {0, 1}
     assert graph.sub_microbatches["vision"]
     assert analyze_timeline(found, graph.layout).bubble_fraction > 0
+
+
+def test_memory_of_every_rank_stands_beside_the_prediction(runs):
+    (whole,), halves = (json.loads((r / "memory.json").read_text())["ranks"] for r in runs.values())
+    assert len(halves) == 2
+    for rank in halves:
+        assert 0 < rank["predicted_bytes"] < whole["predicted_bytes"]
+        assert rank["predicted_bytes"] < rank["measured_bytes"]  # with the process's libraries
 
 
 @pytest.mark.parametrize("name", ["hf", "hf-ema"])

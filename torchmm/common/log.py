@@ -1,8 +1,19 @@
-"""Logging set-up and the JSON-lines file that records a run.
+"""Logging set-up, progress of what takes long, and the JSON-lines file that records a run.
 
 Messages go to the console from rank 0 only, and warnings and errors of *every* rank to its own
 file in the run directory: when one rank of a thousand fails, its file says why. Rejected: one
 shared log file (lines of many writers interleave on network file systems).
+
+    with working("reading weights", total=len(tensors), unit="tensors") as work:
+        for tensor in tensors:
+            ...
+            work.advance()
+
+What takes long says so through the same logger, once nothing was said for `QUIET_S`: plain lines in
+a file, a panel that renews itself on a terminal. So only rank 0 shows it, short work is never
+mentioned, and nobody hands a progress bar around. The threads that tell it touch no device and end
+with the work. Rejected: tqdm, whose bars of several libraries and ranks overwrite each other, and
+which writes nothing while a single thing takes long.
 """
 
 from __future__ import annotations
@@ -11,14 +22,27 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.logging import RichHandler
+from rich.text import Text
 
 from torchmm.common.files import naming_the_file
+
+QUIET_S = 3.0
+"""After which what is under way says so, and again."""
+POLL_S = 0.5
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("torchmm")
 
 
 def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
@@ -28,12 +52,7 @@ def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
     `logs/rank-N.log` in the run directory (the file appears with the first warning). Calling it
     again replaces the handlers of the previous call.
     """
-    logger = logging.getLogger("torchmm")
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-        handler.close()
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger = _own_logger()
     log_dir = run_dir / "logs"
     log_dir.mkdir(parents=True, exist_ok=True)
     file = _RankFile(log_dir / f"rank-{rank}.log", delay=True, encoding="utf-8")
@@ -43,6 +62,154 @@ def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
     if rank == 0:
         logger.addHandler(_console_handler(console, rank))
     return logger
+
+
+def log_to_console(
+    console: Console, rank: int | None = None, *, only_progress: bool = False
+) -> None:
+    """Shows messages of rank 0 on a console: of programs, and of runs until `setup_logging`.
+
+    Args:
+        rank: this one of a run; None: it is none.
+        only_progress: progress and errors alone.
+    """
+    logger = _own_logger()
+    if not rank:
+        handler = _console_handler(console, rank)
+        if only_progress:
+            handler.addFilter(lambda r: hasattr(r, "work") or r.levelno >= logging.ERROR)
+        logger.addHandler(handler)
+
+
+def _own_logger() -> logging.Logger:
+    logger = logging.getLogger("torchmm")
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    return logger
+
+
+class Work:
+    """Something under way, and how far it is.
+
+    Args:
+        what: "reading weights".
+        total: of what `advance` counts; None: nobody knows.
+        unit: of it, in the plural.
+    """
+
+    def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
+        self._what, self._total, self._unit = what, total, unit
+        self._done = 0
+        self._began_s = self._quiet_since_s = time.monotonic()
+        self._told = False
+        self.ended = False
+
+    def advance(self, count: int = 1) -> None:
+        """So much more is done."""
+        self._done += count
+
+    def at(self, done: int) -> None:
+        """So much is done in all."""
+        self._done = done
+
+    def now(self, what: str) -> None:
+        """Something else is under way."""
+        self._what = what
+        self._began_s = time.monotonic()
+
+    def said(self) -> None:
+        """Something was shown elsewhere."""
+        self._quiet_since_s = time.monotonic()
+
+    def tell(self, why: str = "") -> None:
+        """Says how far it is, where nothing was said for long."""
+        if time.monotonic() - self._quiet_since_s >= QUIET_S:
+            self.said()
+            self._told = True
+            _logger.info("%s%s", self, why and f"; {why}", extra={"work": self})
+
+    def end(self, how: str = "") -> None:
+        """Says how it ended, if anything was said before."""
+        self.ended = True
+        if self._told and how:
+            _logger.info("%s, %s", self, how, extra={"work": self})
+
+    def __str__(self) -> str:
+        seconds = f"{time.monotonic() - self._began_s:.0f} s"
+        of = "" if self._total is None else f" of {self._total:,}"
+        count = f"{self._done:,}{of} {self._unit}, " if self._done or of else ""
+        return f"{self._what}: {count.replace(' ,', ',')}{seconds}"
+
+
+@contextmanager
+def working(what: str, total: int | None = None, unit: str = "") -> Iterator[Work]:
+    """Work that says every few seconds how far it is; arguments as of `Work`."""
+    work = Work(what, total, unit)
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(POLL_S):
+            work.tell()
+
+    thread = threading.Thread(target=tell, name=what, daemon=True)
+    thread.start()
+    how = "stopped"
+    try:
+        yield work
+        how = "done"
+    finally:
+        ended.set()
+        thread.join()
+        work.end(how)
+
+
+def worked(what: str, of: Iterable[T], total: int | None = None, unit: str = "") -> Iterator[T]:
+    """What an iterable gives, counted as `working`."""
+    with working(what, total, unit) as work:
+        for each in of:
+            yield each
+            work.advance()
+
+
+class _Terminal(RichHandler):
+    """Messages, and below them one panel of all that is under way."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console=console, show_path=False, markup=False)
+        self._works: list[Work] = []
+        self._panel: Live | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        work: Work | None = getattr(record, "work", None)
+        if work is None or work.ended:
+            self._works = [other for other in self._works if other is not work]
+            if not self._works:
+                self._clear()
+            super().emit(record)
+            return
+        if work not in self._works:
+            self._works.append(work)
+        if self._panel is None:
+            self._panel = Live(self, console=self.console, transient=True)
+            self._panel.start()
+        self._panel.refresh()  # below the bar of steps it does not renew itself
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for work in [work for work in self._works if not work.ended]:
+            yield Text(str(work), no_wrap=True, overflow="ellipsis")
+
+    def _clear(self) -> None:
+        panel, self._panel = self._panel, None
+        if panel is not None:
+            panel.stop()
+
+    def close(self) -> None:
+        """Takes the panel away."""
+        self._clear()
+        super().close()
 
 
 class _RankFile(logging.FileHandler):
@@ -58,11 +225,12 @@ class _RankFile(logging.FileHandler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-def _console_handler(console: Console, rank: int) -> logging.Handler:
+def _console_handler(console: Console, rank: int | None) -> logging.Handler:
     if console.is_terminal:
-        return RichHandler(console=console, show_path=False, markup=False)
+        return _Terminal(console)
     plain = logging.StreamHandler(console.file)  # rich would wrap long lines at 80 columns
-    plain.setFormatter(logging.Formatter(f"[rank {rank}] %(levelname)s %(message)s"))
+    form = "%(message)s" if rank is None else f"[rank {rank}] %(levelname)s %(message)s"
+    plain.setFormatter(logging.Formatter(form))
     return plain
 
 

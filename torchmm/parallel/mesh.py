@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.common.errors import ConfigError, PeerError
+from torchmm.common.log import working
 from torchmm.parallel.gather import exchange_device
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
@@ -272,6 +273,7 @@ def select_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+@working("meeting the other ranks")
 def start_process_group(config: ParallelConfig, device: torch.device) -> None:
     """Joins the process group of torchrun's environment; a lone process forms a group of one.
 

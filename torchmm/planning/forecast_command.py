@@ -12,6 +12,7 @@ from rich.console import Console
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.log import log_to_console, working
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.report import forecast_table, write_forecasts
 from torchmm.recipe.read import load_recipe
@@ -40,14 +41,18 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
         profile = load_profile(options.device or section.device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    forecaster = Forecaster(recipe, world_size, profile)
-    if options.schedule == ["all"]:
-        forecasts = forecaster.forecast_all()
-    else:
-        names = options.schedule
-        if unknown := [name for name in names if name not in SCHEDULES and ":" not in name]:
-            raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(SCHEDULES)}")
-        forecasts = [forecaster.forecast(name) for name in names or [None]]
+    log_to_console(Console(stderr=True), only_progress=True)
+    with working("building the model, sizing the first step"):
+        forecaster = Forecaster(recipe, world_size, profile)
+    names = options.schedule
+    unknown = [name for name in names if name not in SCHEDULES and ":" not in name]
+    if names != ["all"] and unknown:
+        raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(SCHEDULES)}")
+    with working("planning and simulating steps"):
+        if names == ["all"]:
+            forecasts = forecaster.forecast_all()
+        else:
+            forecasts = [forecaster.forecast(name) for name in names or [None]]
     console = Console(width=150)
     console.print(forecast_table(forecaster, forecasts))
     if options.out is not None:

@@ -282,7 +282,8 @@ class MetricsConfig(Section):
     """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
     timeline_step: int = Field(default=5, ge=0)
     """Step for which a picture, a trace and records of the pipeline are saved in `timeline/` (the
-    last step if there are fewer); 0: none. Without a pipeline there is nothing to show."""
+    last step if there are fewer); 0: none. Without a pipeline there is nothing to show. At
+    that step every rank's peak of memory is compared with the one predicted (`memory.json`)."""
     memory_snapshot_step: int = Field(default=0, ge=0)
     """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
 

@@ -27,7 +27,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import setup_logging
+from torchmm.common.log import setup_logging, working
 from torchmm.common.module_names import LLM
 from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
@@ -143,6 +143,7 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
     return model, tokenizer
 
 
+@working("reading sizes of the first samples, and cutting the model")
 def cut_model(
     run: Resolved,
     model: MultimodalModel,
@@ -307,6 +308,7 @@ class OpenData(NamedTuple):
     """None: nothing is validated."""
 
 
+@working("opening the data")
 def open_data(
     run: Resolved,
     model: MultimodalModel,

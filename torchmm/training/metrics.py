@@ -241,14 +241,16 @@ class MetricsRecorder:
             *make_trackers(config, run_dir, name, recipe, log, start_step),
         ]
 
-    def record(self, record: StepRecord) -> None:
-        """Write one step to metrics.jsonl and, every `log_interval` steps, show it."""
+    def record(self, record: StepRecord) -> bool:
+        """Write one step to metrics.jsonl and, every `log_interval` steps, show it; whether it
+        did."""
         values = asdict(record)
         self._jsonl.write(values)
         shown = record.step % self._log_interval == 0 or record.step == self._steps
-        if shown or record.validation_loss is not None:
-            for sink in self._sinks:
-                sink.emit(values)
+        shown = shown or record.validation_loss is not None
+        for sink in self._sinks if shown else ():
+            sink.emit(values)
+        return shown
 
     def close(self) -> None:
         """Finish all sinks and draw `loss.png`, for which alone no run fails."""

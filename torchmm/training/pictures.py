@@ -1,6 +1,6 @@
 """One step of a pipeline as a picture, a trace and a file of records, in the run directory.
 
-timeline/step-N.svg          what each rank did when; bubbles by class
+timeline/step-N.svg          what each rank did when, below what was predicted; bubbles by class
 timeline/step-N.trace.json   the same for Perfetto and chrome://tracing
 timeline/step-N.json         the records, for `scripts/draw.py --records`
 
@@ -12,6 +12,7 @@ were to be by the mean times of the step itself, and what was measured.
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from torchmm.balance.picoseconds import SimulationError
 from torchmm.balance.rates import ActionKind, step_totals
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
@@ -34,6 +36,8 @@ from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.pipelining.view.exchange import write_chrome_trace
 from torchmm.pipelining.view.records import StepContent, read_records, write_records
 from torchmm.training.step import StepOutcome
+
+logger = logging.getLogger("torchmm")
 
 
 class _RankRecords(NamedTuple):
@@ -93,15 +97,9 @@ def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
     Args:
         durations: FLOPs of the plan's actions.
     """
-    records, _ = read_records(directory / f"step-{step}.json")
+    records, costs = _measured(directory, step, plan, durations)
     graph = plan.graph
-    rates = {
-        kind: total.measured_ms / total.flops
-        for kind, total in step_totals(records, graph, durations).items()
-        if total.flops > 0
-    }
-    chosen = tuple(tuple(a for a in row if a.type in COMPUTE) for row in plan.actions)
-    costs = _costs(graph, chosen, durations, rates)
+    chosen = _computed(plan)
     static = separated(graph, costs.compute_ms.__getitem__)
     panels = [
         Panel(label, simulate(lower_plan(order, graph, {}), costs).records, graph.layout)
@@ -112,6 +110,41 @@ def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
         [*panels, Panel("searched (measured)", records, graph.layout)],
     )
     replace_atomically(directory / f"step-{step}.schedules.svg", picture.encode())
+
+
+def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
+    """Draws a step again that `save_timeline` has written, below what its plan was to be by the
+    mean times of its actions, without messages: what differs is waiting and uneven ranks.
+
+    Args:
+        durations: FLOPs of the plan's actions.
+    """
+    records, costs = _measured(directory, step, plan, durations)
+    layout = plan.graph.layout
+    try:
+        predicted = Panel("predicted", simulate(plan, costs).records, layout)
+    except SimulationError as error:  # a picture is no reason to end a run
+        logger.warning("step %d is drawn without a prediction: %s", step, error)
+        return
+    picture = timelines_svg(f"step {step}", [predicted, Panel("measured", records, layout)])
+    replace_atomically(directory / f"step-{step}.svg", picture.encode())
+
+
+def _measured(
+    directory: Path, step: int, plan: PipelinePlan, durations: Durations
+) -> tuple[list[ActionRecord], PlanCosts]:
+    """Records of a step, and what its actions cost by their mean times."""
+    records, _ = read_records(directory / f"step-{step}.json")
+    rates = {
+        kind: total.measured_ms / total.flops
+        for kind, total in step_totals(records, plan.graph, durations).items()
+        if total.flops > 0
+    }
+    return records, _costs(plan.graph, _computed(plan), durations, rates)
+
+
+def _computed(plan: PipelinePlan) -> ComputeOrder:
+    return tuple(tuple(a for a in row if a.type in COMPUTE) for row in plan.actions)
 
 
 def _costs(

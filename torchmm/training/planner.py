@@ -80,7 +80,7 @@ from torchmm.planning.ahead import (
 from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import searched_costs
-from torchmm.training.pictures import plot_schedules, save_timeline
+from torchmm.training.pictures import plot_prediction, plot_schedules, save_timeline
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import StepOutcome
 
@@ -269,10 +269,12 @@ class StepPlanner:
     ) -> None:
         """Pictures and records of a step into a directory; collective over all ranks."""
         save_timeline(directory, step, outcome, microbatches, self._mesh)
-        if self._config.schedule == "searched" and self._searches and self._mesh.rank == 0:
+        if self._mesh.rank == 0:
             metas = [m.meta for m in microbatches]
             flops = task_durations(outcome.plan.graph, self._pipeline.descriptions, metas)
-            plot_schedules(directory, step, outcome.plan, flops)
+            reorders = self._searches and self._config.schedule == "searched"
+            plot = plot_schedules if reorders else plot_prediction
+            plot(directory, step, outcome.plan, flops)
 
     def close(self) -> None:
         """Ends the planning process; not collective."""

@@ -16,15 +16,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
+from torchmm.common.log import log_to_console, working
 from torchmm.common.processes import launched
 from torchmm.data.producers.engine import started_producers
 from torchmm.data.producers.registry import own_registry
 from torchmm.data.samples import shares_reader
 from torchmm.data.shared_reader import ReaderAddress, SharedReader
-from torchmm.models.multimodal import SampleSpecs
+from torchmm.models.multimodal import MultimodalModel, SampleSpecs
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.gather import gather_texts, ranks_of_machine
 from torchmm.parallel.health.peers import peer_errors
@@ -32,7 +35,7 @@ from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_pairs
 from torchmm.planning.open_sizes import orchestrated
-from torchmm.planning.resolved import resolve
+from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run, build_unfilled_model, cut_model
 from torchmm.training.checkpoint.directory import CheckpointDirectory
@@ -79,8 +82,8 @@ def train(recipe: Recipe) -> int:
                 ends.enter_context(own_registry(recipe.data.producers))
             reserve_hardware_queues()
             keep_compiled_code(run_dir / "compile_cache")
-            run = resolve(orchestrated(recipe, world_size), world_size)
-            model, tokenizer = build_unfilled_model(run)
+            log_to_console(Console(), rank)
+            run, model, tokenizer = _before_ranks_meet(recipe, world_size)
             if rank == 0:
                 specs = model.sample_specs(tokenizer)
                 ends.enter_context(started_producers(recipe.data, recipe.training, specs))
@@ -107,6 +110,14 @@ def train(recipe: Recipe) -> int:
         _leave(run_dir, directory, recipe.metrics.page and rank == 0)
     dist.destroy_process_group()
     return EXIT_DONE
+
+
+@working("choosing sizes, and building the model without weights")
+def _before_ranks_meet(
+    recipe: Recipe, world_size: int
+) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:
+    run = resolve(orchestrated(recipe, world_size), world_size)
+    return run, *build_unfilled_model(run)
 
 
 def _leave(run_dir: Path, directory: CheckpointDirectory, has_page: bool) -> None:

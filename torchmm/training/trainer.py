@@ -32,6 +32,7 @@ from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
 from torchmm.training.evaluation.benchmarks import FOLDER, Benchmarks
 from torchmm.training.exports.write import Trained, write_adapters, write_export
+from torchmm.training.memory import predicted_peak_bytes, save_memory
 from torchmm.training.metrics import (
     StepMeter,
     expert_load,
@@ -209,7 +210,8 @@ class Trainer:
             return
         if (answered := self.benchmarks.poll()) is not None:
             record = replace(record, scores={**(record.scores or {}), **answered.scores})
-        parts.recorder.record(replace(record, **parts.checkpoints.take_figures()))
+        if parts.recorder.record(replace(record, **parts.checkpoints.take_figures())):
+            self._health.said()
 
     def _start_benchmarks(self) -> None:
         """With a snapshot of what is validated; collective."""
@@ -301,8 +303,13 @@ class Trainer:
         tell_graphs(graphs, step, parts.logger)
         local = self._meter.measure(batch, outcome, begin_s, wait_ms, skipped, graphs)
         measured = gather_rank_steps(local)
-        if parts.mesh.pipeline_size > 1 and step == self._timeline_step:
-            self._planner.draw(parts.run_dir / "timeline", step, outcome, batch.microbatches)
+        if step == self._timeline_step:
+            if parts.mesh.pipeline_size > 1:
+                self._planner.draw(parts.run_dir / "timeline", step, outcome, batch.microbatches)
+            predicted = predicted_peak_bytes(
+                parts.run, parts.pipeline, parts.mesh, outcome, batch.microbatches
+            )
+            save_memory(parts.run_dir, step, local.peak_memory_bytes, predicted, parts.mesh)
         step_ms = (time.perf_counter() - begin_s) * 1e3
         self._planner.learn(step, outcome, batch.microbatches, step_ms)
         record = make_record(

@@ -27,6 +27,7 @@ from torchmm.common.batch import Microbatch
 from torchmm.common.errors import DataError
 from torchmm.common.files import replace_atomically
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
+from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import Loader, StepBatch
@@ -265,7 +266,7 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
     source = mesh.global_rank(pipeline=pipeline.last_rank(GENERATOR))
     x_PV = inputs.noise_PV.clone()
     images = len(inputs.grids_thw)
-    for step in range(steps, 0, -1):
+    for step in worked("drawing", range(steps, 0, -1), steps, "steps from noise"):
         # At time t an input is (1 - t) pixels + t noise: with both equal to x, it is x at any t.
         now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=[step / steps] * images)
         velocity_PV = pipeline.velocities(replace(moved, generator=now))

@@ -1,4 +1,5 @@
 import json
+import logging
 import math
 import threading
 import time
@@ -6,6 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from torchmm.common import log
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import replace_atomically
 from torchmm.parallel.gather import gather_floats
@@ -153,3 +155,19 @@ def test_an_exception_on_rank_0_reaches_the_caller():
     assert group.on_rank_0(lambda: 3) == 3 and group.gather(4) == [4]
     with pytest.raises(KeyError):
         group.on_rank_0(lambda: {}["missing"])
+
+
+def test_what_a_long_step_waits_for_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(log, "QUIET_S", 0.05)
+    monkeypatch.setattr(logging.getLogger("torchmm"), "propagate", True)
+    caplog.set_level(logging.INFO, "torchmm")
+    health = Health(tmp_path, timeout_s=5.0, heartbeat_s=0.02)
+    deadline = time.monotonic() + 30
+    with health.phase(7, "step"), health.waiting_for_data():
+        while "step 7, waiting for data" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    health.close()
+    told = len(caplog.records)
+    time.sleep(0.2)
+    assert len(caplog.records) == told

@@ -125,6 +125,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/training/ablation.py": "what a script does with a trained model, without training",
     "torchmm/training/checkpoint/fetch.py": "how files come; its importer knows nothing of a store",
     "torchmm/training/evaluation/lmms_tasks.py": "a program, of another environment",
+    "torchmm/training/memory.py": "asks the simulator, which the loop knows nothing of",
     "torchmm/training/optimizers/muon.py": "about matrices alone, without states or groups",
     "torchmm/training/profiling.py": "about the profiler alone",
     "torchmm/training/run.py": "what is before and after the loop; train.py imports it late",

@@ -50,6 +50,10 @@ def made_run(folder: Path, lr: float) -> Path:
     (folder / "timeline").mkdir()
     picture = '<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="90" height="30">'
     (folder / "timeline" / "step-5.svg").write_text(picture + "<rect width='9' height='9'/></svg>")
+    ranks = [{"measured_bytes": 3 * 2**30, "predicted_bytes": 2 * 2**30},
+             {"measured_bytes": 5 * 2**29, "predicted_bytes": None}]  # fmt: skip
+    memory = {"step": 5, "device": "cuda", "ranks": ranks}
+    (folder / "memory.json").write_text(json.dumps(memory))
     write_status(folder, Status("done", 20, 0, 0))
     return folder
 
@@ -59,6 +63,8 @@ def test_a_page_has_what_the_files_say(run_dir: Path) -> None:
     assert "data:image/png;base64," in page and "captions[3]: torn" in page
     assert "step 20: 1 of 1 are written exactly" in page and "optimizer.lr" in page
     assert '"points":[[1,5.0],' in page and '"held out"' in page and '"MFU"' not in page
+    assert "<td>3.00 GiB</td><td>2.00 GiB</td><td>150%</td>" in page
+    assert "<td>2.50 GiB</td><td></td><td></td>" in page
     assert page.count("<svg") == 1  # the pipeline; curves are drawn by the browser
     assert "'" + str(run_dir) + "'" in page.replace("&#x27;", "'")  # commands quote the space
 
@@ -71,7 +77,7 @@ def test_nothing_of_the_data_is_code(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["recipe.toml", "samples.json", "STATUS.json", "evaluations.jsonl"]
+    "file", ["recipe.toml", "samples.json", "memory.json", "STATUS.json", "evaluations.jsonl"]
 )
 @pytest.mark.parametrize("content", [None, b"", b"\xff{[", b"[1, 2]", b'{"a": 1}\n'])
 def test_files_may_be_missing_or_torn(run_dir: Path, file: str, content: bytes | None) -> None:

@@ -36,6 +36,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites.parts import LLAVA_LLM
@@ -211,7 +212,8 @@ def _gather(
     """Fill the exports' weights on the writing rank; returns connectors that are part of none."""
     connectors: dict[str, dict[str, Tensor]] = {}
     adapters = gather_adapters(model, gather)
-    for module, name, value in gather(model, lambda name: not of_adapter(name)):
+    gathered = gather(model, lambda name: not of_adapter(name))
+    for module, name, value in worked("gathering weights to export", gathered, unit="tensors"):
         if not writes:
             continue
         assert value is not None

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
+from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import split_place
@@ -257,7 +258,8 @@ def _directory(source: str) -> Path:
     try:
         name, revision = split_place(source)
         patterns = ["*.safetensors", "*.json"]
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        with working(f"fetching {source}"):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
         raise CheckpointError(
             f"weights of {source!r} are neither a local directory nor on the hub ({error})"
@@ -375,10 +377,12 @@ def _shape_problems(expected: dict[str, tuple[list[list[int]], FileTensor]]) -> 
 @torch.no_grad()
 def _read(found: dict[str, tuple[Piece, FileTensor]]) -> None:
     by_file = _by_file((stored, piece) for piece, stored in found.values())
-    for path, entries in by_file.items():
-        with safe_open(path, "pt") as opened:
-            for name, piece in entries:
-                piece.fill(opened.get_slice(name))
+    with working("reading weights", len(found), "tensors") as work:
+        for path, entries in by_file.items():
+            with safe_open(path, "pt") as opened:
+                for name, piece in entries:
+                    piece.fill(opened.get_slice(name))
+                    work.advance()
 
 
 def _by_file(entries: Iterable[tuple[FileTensor, T]]) -> dict[Path, list[tuple[str, T]]]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import canonical_json, replace_atomically
+from torchmm.common.log import Work
 from torchmm.parallel.health.peer_watch import FINISHED, PeerWatch
 from torchmm.parallel.torch_private import new_patient_group
 
@@ -126,6 +127,7 @@ class Health:
         self._step = 0
         self._phase = "start"
         self._phase_began = time.monotonic()
+        self._work = Work("start")
         self._lost_peer = False
         self._stop = threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
@@ -188,9 +190,15 @@ class Health:
         """Ends the heartbeat."""
         self._stop.set()
         self._thread.join()
+        self._work.end()
 
     def _enter(self, phase: str) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
+        self._work.now(f"step {self._step}, {'computing' if phase == 'step' else phase}")
+
+    def said(self) -> None:
+        """A step was shown: there is nothing to tell for some time."""
+        self._work.said()
 
     def _barrier(self, timeout_s: float) -> None:
         if self._group.group is not None:
@@ -283,6 +291,8 @@ class Health:
             with suppress(OSError):
                 self._write_heartbeat()
                 self._look()
+            if self._group.rank == 0:
+                self._work.tell()  # where a step takes long, or is not shown
 
     def _look(self) -> None:
         phase = self._phase

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchmm.common.errors import CheckpointError, PeerError
 from torchmm.common.files import canonical_json, sync_directory, write_synced
+from torchmm.common.log import working
 from torchmm.common.rng import capture_rng
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
 from torchmm.recipe.data_section import is_address
@@ -267,6 +268,7 @@ class CheckpointManager:
             for directory in self._claimed:
                 directory.release()
 
+    @working("verifying and loading the newest checkpoint")
     def resume(
         self,
         model: nn.Module,

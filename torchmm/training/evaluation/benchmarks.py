@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.log import working
 from torchmm.recipe.training_section import BenchmarksConfig
 from torchmm.training.evaluation import results
 from torchmm.training.evaluation.results import Evaluation
@@ -124,6 +125,7 @@ class Benchmarks:
         self._logger.info("benchmarks of step %d: %s", started.step, shown)
         return found
 
+    @working("waiting for benchmarks")
     def finish(self) -> None:
         """Waits for what is being answered, for `timeout_s` at most."""
         if self._started is None:

@@ -31,6 +31,17 @@ MOST_POINTS = 800
 MOST_WARNINGS = 200
 PERIODS = 4
 SAMPLES_FILE, SAMPLES_FOLDER = "samples.json", "samples"
+MEMORY_FILE = "memory.json"
+
+
+class Memory(NamedTuple):
+    """Peaks of memory by rank."""
+
+    step: int
+    """Up to which, and of whose plan."""
+    device: str
+    ranks: list[tuple[int, int | None]]
+    """Bytes, measured and predicted."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,15 @@ class RunContents:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
         return found
+
+    def memory(self) -> Memory | None:
+        """Of all ranks; None: it was not compared."""
+        try:
+            told = json.loads((self.directory / MEMORY_FILE).read_text())
+            ranks = [(int(r["measured_bytes"]), r["predicted_bytes"]) for r in told["ranks"]]
+            return Memory(int(told["step"]), str(told["device"]), ranks)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def warnings(self) -> list[str]:
         """The newest lines of all ranks' logs, in order of time."""

@@ -204,7 +204,7 @@ def pictures_of(run: RunContents) -> str:
         for file in run.drawings()[-1:]
     ]
     for name, picture in run.timelines():
-        what = "the searched order and the static one" if "schedules" in name else "measured"
+        what = "the searched order and the static one" if "schedules" in name else "a step"
         parts.append(
             f"<figure><figcaption>{escape(name)}: {what}<small>wheel: zoom, drag: move, "
             f'double click: all</small></figcaption><div class="zoom">{picture}</div></figure>'
@@ -227,6 +227,29 @@ def ranks_of(run: RunContents) -> str:
     return (
         "<p>Share of steps in which a rank was the slowest:</p>"
         f"<table class='figures'><tr><th>rank</th>{head}</tr>{body}</table>"
+    )
+
+
+def memory_of(run: RunContents) -> str:
+    """Peaks of memory, measured beside predicted; the fullest ranks of many."""
+    found = run.memory()
+    if found is None:
+        return ""
+    fullest = sorted(enumerate(found.ranks), key=lambda entry: -entry[1][0])[:SHOWN_RANKS]
+    rows = ""
+    for rank, (measured, predicted) in fullest:
+        told = ["", ""]
+        if predicted:
+            told = [f"{predicted / GIB:.2f} GiB", f"{measured / predicted:.0%}"]
+        cells = "".join(f"<td>{text}</td>" for text in (f"{measured / GIB:.2f} GiB", *told))
+        rows += f"<tr><th>{rank}</th>{cells}</tr>"
+    what = "allocated on the device"
+    if found.device == "cpu":
+        what = "of the whole process, with its libraries, which the prediction leaves out"
+    return (
+        f"<p>Peak up to step {found.step:,} ({what}), and what the plan of that step was simulated "
+        "to need:</p><table class='figures'><tr><th>rank</th><th>measured</th><th>predicted</th>"
+        f"<th>measured of predicted</th></tr>{rows}</table>"
     )
 
 

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
+from torchmm.common.log import worked
 from torchmm.common.module_names import LLM
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
@@ -82,8 +83,9 @@ def generate_tokens(
     row = join_prompts(prompts).to(mesh.device)
     written: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
+    most = sampling.max_new_tokens
     with pipeline.writing():
-        for step in range(sampling.max_new_tokens):
+        for step in worked("writing", range(most), most, "tokens at most"):
             with torch.inference_mode(mesh.world_size == 1 and step > 0):
                 logits_BV = pipeline.next_token_logits(row)
             tokens_B = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device)

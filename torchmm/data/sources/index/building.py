@@ -18,7 +18,6 @@ no process group for; locks of the kernel, which few network file systems have.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import time
@@ -33,6 +32,7 @@ from uuid import uuid4
 
 from torchmm.common.errors import DataError
 from torchmm.common.files import check_writable, replace_atomically
+from torchmm.common.log import Work, working
 from torchmm.common.processes import fork_server, make_worker_setup
 from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.index.length_index import MANIFEST, LengthIndex, read_index
@@ -45,11 +45,9 @@ STALE_S = 120.0
 """Who has measured nothing for so long is believed to be gone, or stuck in a read."""
 POLL_S = 0.2
 TOLD_S = 10.0
-"""Between lines of the log, and touches of the lock."""
+"""Between touches of the lock."""
 WORKERS_FROM = 20_000
 """Samples from which on starting worker processes, which takes seconds, is worth it."""
-
-logger = logging.getLogger(__name__)
 
 
 def load_or_build(
@@ -94,7 +92,6 @@ class Building:
 
     def __post_init__(self) -> None:
         self.ranges = cut(len(self.source))
-        self._told = time.monotonic()
 
     def prepare(self) -> None:
         """Makes the directory.
@@ -109,16 +106,18 @@ class Building:
     def build_or_wait(self) -> LengthIndex:
         """The index, as soon as this process or another one has measured what is missing."""
         lock = Lock(self.directory / LOCK)
+        waiting = Work(f"waiting for sizes of source {self.name}")
         while True:
             index = read_index(self.directory)
             if index is not None:
+                waiting.end("measured")
                 return index
             if lock.take():
                 with lock.held():
                     self.measure(range(len(self.ranges)))
                     self.finish()
                 continue
-            self._tell(f"{lock.owner()} measures it; waiting")
+            waiting.tell(f"{lock.owner()} measures it")
             time.sleep(POLL_S)
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
@@ -134,13 +133,14 @@ class Building:
         missing = self.missing(numbers)
         samples = sum(self.ranges[n].samples for n in missing)
         done = 0
-        if self.workers and len(missing) > 1 and samples >= WORKERS_FROM:
-            measured = self._in_workers(missing)
-        else:
-            measured = self._here(missing, samples)
-        for number in measured:
-            done += self.ranges[number].samples
-            self._tell(f"{done:,} of {samples:,} samples measured")
+        with working(f"measuring source {self.name}", samples, "samples") as work:
+            if self.workers and len(missing) > 1 and samples >= WORKERS_FROM:
+                measured = self._in_workers(missing)
+            else:
+                measured = self._here(missing, work)
+            for number in measured:
+                done += self.ranges[number].samples
+                work.at(done)
 
     def finish(self) -> bool:
         """Writes the manifest if all shards are there; returns whether they are."""
@@ -151,14 +151,14 @@ class Building:
         replace_atomically(self.directory / MANIFEST, manifest_of(found))
         return True
 
-    def _here(self, missing: list[int], samples: int) -> Iterator[int]:
+    def _here(self, missing: list[int], work: Work) -> Iterator[int]:
         beat = Heartbeat(self.directory / LOCK)
         before = 0
         for number in missing:
 
             def tell(measured: int, before: int = before) -> None:
                 beat()
-                self._tell(f"{before + measured:,} of {samples:,} samples measured")
+                work.at(before + measured)
 
             measure_shard(
                 self.source, self.reader, self.ranges[number], self.directory, number, tell
@@ -182,11 +182,6 @@ class Building:
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _tell(self, text: str) -> None:
-        if time.monotonic() - self._told > TOLD_S:
-            self._told = time.monotonic()
-            logger.info("measuring source %s: %s", self.name, text)
 
 
 class Heartbeat:

@@ -1,0 +1,116 @@
+"""What takes long says so, in a file and on a terminal, and ends."""
+
+import io
+import logging
+import threading
+import time
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from torchmm.common import log
+from torchmm.common.log import Work, log_to_console, worked, working
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(log, "QUIET_S", 0.05)
+    monkeypatch.setattr(log, "POLL_S", 0.01)
+    logger = logging.getLogger("torchmm")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.handlers, logger.level, logger.propagate = before[0], before[1], before[2]
+
+
+def shown(text: io.StringIO, wanted: str) -> None:
+    """Waits until it is."""
+    deadline = time.monotonic() + 30
+    while wanted not in text.getvalue():
+        assert time.monotonic() < deadline, text.getvalue()
+        time.sleep(0.01)
+
+
+def test_a_file_gets_plain_lines_with_counts():
+    text = io.StringIO()
+    log_to_console(Console(file=text), rank=0)
+    with working("reading weights", total=1200, unit="tensors") as work:
+        work.advance(700)
+        shown(text, "reading weights: 700 of 1,200 tensors")
+        work.at(1200)
+    lines = text.getvalue().splitlines()
+    assert lines[-1].startswith("[rank 0] INFO reading weights: 1,200 of 1,200 tensors")
+    assert lines[-1].endswith("done") and "\x1b" not in text.getvalue()
+
+
+def test_short_work_is_never_mentioned(monkeypatch):
+    monkeypatch.setattr(log, "QUIET_S", 60.0)
+    text = io.StringIO()
+    log_to_console(Console(file=text))
+    assert list(worked("counting", range(3), 3, "numbers")) == [0, 1, 2]
+    assert text.getvalue() == ""
+
+
+def test_work_that_fails_does_not_say_that_it_is_done():
+    text = io.StringIO()
+    log_to_console(Console(file=text))
+    with pytest.raises(OSError, match="gone"), working("fetching"):
+        shown(text, "fetching: ")
+        raise OSError("gone")
+    assert text.getvalue().splitlines()[-1].endswith("stopped")
+
+
+def test_threads_end_with_the_work_also_where_nobody_goes_on():
+    before = threading.active_count()
+    for _ in worked("counting", range(3)):
+        break
+    with working("waiting"):
+        pass
+    assert threading.active_count() == before
+
+
+def test_ranks_but_the_first_are_silent():
+    text = io.StringIO()
+    log_to_console(Console(file=text), rank=1)
+    with working("reading"):
+        time.sleep(0.2)
+    assert text.getvalue() == ""
+
+
+def test_programs_may_show_progress_and_errors_alone():
+    text = io.StringIO()
+    log_to_console(Console(file=text), only_progress=True)
+    logging.getLogger("torchmm.data").info("unasked")
+    logging.getLogger("torchmm").error("wrong")
+    with working("reading"):
+        shown(text, "reading: ")
+    assert "unasked" not in text.getvalue() and "wrong" in text.getvalue()
+
+
+def test_a_terminal_gets_one_panel_below_the_bar_of_steps():
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=80)
+    log_to_console(console)
+    with Progress(console=console, auto_refresh=False) as steps:
+        steps.add_task("steps", total=3)
+        with working("planning"), working("reading"):
+            shown(text, "planning: 0 s\nreading: 0 s")
+        logging.getLogger("torchmm").info("afterwards")
+    assert "planning" not in text.getvalue().rpartition("afterwards")[2]
+
+
+def test_what_is_under_way_changes_without_a_word():
+    text = io.StringIO()
+    log_to_console(Console(file=text))
+    work = Work("step 1")
+    time.sleep(0.1)
+    work.now("step 2, waiting for data")
+    work.tell()
+    assert "step 2, waiting for data: 0 s" in text.getvalue() and "step 1" not in text.getvalue()
+    work.said()
+    work.tell()
+    work.end()
+    assert len(text.getvalue().splitlines()) == 1
