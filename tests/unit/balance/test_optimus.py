@@ -189,7 +189,7 @@ def test_small_microbatches_come_first_where_that_is_shorter(monkeypatch):
     graph = vision_step(8, 1)
     work = [4.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
     costs = uniform(graph, lambda task: work[task.microbatch])
-    monkeypatch.setattr("torchmm.balance.bubbles.optimus.sequences", lambda *_: [range(8)])
+    monkeypatch.setattr("torchmm.balance.bubbles.llm_orders.sequences", lambda *_: [range(8)])
     kept = optimus(graph, costs).schedule.total_ms
     monkeypatch.undo()
     planned = optimus(graph, costs)
