@@ -127,6 +127,7 @@ def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
 def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     sources = [
         {"path": str(real_data / "tuxpaint_stamps"), "weight": 2.0},
+        {"path": str(real_data / "tuxpaint_stamps/train")},
         {"path": "owner/pictures", "format": "hub", "revision": "abc"},
     ]
     model, checkpoint = saved(CASES["LLaVA"], name="mine", data={"sources": sources})
@@ -146,6 +147,7 @@ def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     counts = sum(p.numel() for p in model.llm.parameters())
     assert f"- `llm`: {counts:,} parameters, began with random weights" in body
     assert "tuxpaint_stamps`, weight 2; licence: GPL" in body
+    assert "tuxpaint_stamps/train`, weight 1; licence: GPL" in body
     assert "`owner/pictures` at abc, weight 1; licence: not recorded" in body
     told = tomllib.loads(body.split("```toml\n")[1].split("```")[0])
     again = Recipe.model_validate(told)

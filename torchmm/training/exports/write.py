@@ -136,8 +136,10 @@ def _head(model: MultimodalModel, trained: Trained) -> Iterator[str]:
 def _described(source: SourceConfig) -> str:
     """A source, with its licence if `scripts/prepare_data.py` has recorded it."""
     path = Path(source.path)
-    prepared: dict[str, Any] = {} if "://" in source.path else read_prepared(path.parent)
-    licence = prepared.get(path.name, {}).get("licence", "not recorded")
+    licence = "not recorded"
+    for directory in () if "://" in source.path else (path, path.parent):  # or that of a split
+        prepared: dict[str, Any] = read_prepared(directory.parent)
+        licence = prepared.get(directory.name, {}).get("licence", licence)
     revision = f" at {source.revision}" if source.revision else ""
     place = f"`{without_secrets(source.path)}`{revision}"
     return f"- {place}, weight {source.weight:g}; licence: {licence}"
