@@ -15,9 +15,9 @@ microbatches itself, so there only groups are balanced.
 What is good for a chain may be bad for the plan that runs, and groups with equal work do not end
 together. So of as many arrangements as there are, balanced or not and ordered or not, the one is
 taken whose slowest group ends first in the step's own graph: all stages, in the order of the
-schedule. A step is never arranged to take longer there. Where the order is made from the batch, as
-by a search, or modules have replicas, the chain is the judge, and without a chain the largest share
-of work.
+schedule, with tasks dealt to replicas as if all took the same. A step is never arranged to take
+longer there. Where the order is made from the batch, as by a search, the chain is the judge, and
+without a chain the largest share of work.
 
 Rejected: FLOPs as sizes, which rank text and images wrongly wherever efficiencies differ; ordering
 packs before they are grouped, as microbatches of several packs would mix them again.
@@ -44,6 +44,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
+from torchmm.pipelining.schedules.disaggregated import deal_tasks, disaggregated_order
 from torchmm.pipelining.schedules.names import order_named
 from torchmm.recipe.schedules import find_schedule
 
@@ -134,17 +135,29 @@ def step_program(layout: StageLayout, schedule: str, microbatches: int) -> StepP
         schedule: by the recipe's name.
 
     Returns:
-        None where nothing is done in turn, where backwards are split, where modules have replicas,
-        and where the order is made from the batch.
+        None where nothing is done in turn, where backwards are split, and where the order is made
+        from the batch.
     """
     known = find_schedule(schedule)
-    ranks = {stage.ranks for stage in layout.stages}
-    if len(ranks) == 1 or any(len(replicas) > 1 for replicas in ranks):
+    if len({rank for stage in layout.stages for rank in stage.ranks}) == 1:
         return None
     if known is None or known.cut in ("separated", "colocated") or known.splits_backward:
         return None
     graph = StageGraph(replace(layout, sub_microbatched=frozenset()), microbatches)
-    return compile_order(order_named(schedule)(graph), graph)
+    order = order_named(schedule)
+    if not _are_apart(layout):
+        return compile_order(order(graph), graph)
+    graph = deal_tasks(graph)
+    return compile_order(disaggregated_order(graph, order), graph)
+
+
+def _are_apart(layout: StageLayout) -> bool:
+    """Whether every rank has stages of one module only."""
+    owners: dict[int, set[str]] = {}
+    for stage in layout.stages:
+        for rank in stage.ranks:
+            owners.setdefault(rank, set()).add(stage.module)
+    return len({s.module for s in layout.stages}) > 1 and all(len(o) == 1 for o in owners.values())
 
 
 def _ordered(program: StepProgram, microbatches: Int64s, times: PackTimes) -> Int64s:
