@@ -1,8 +1,10 @@
+import gc
 import json
 import logging
 import math
 import threading
 import time
+import weakref
 
 import pytest
 import torch.distributed as dist
@@ -88,6 +90,26 @@ def test_heartbeat_tells_step_and_phase(tmp_path):
             assert time.monotonic() < deadline, beat
     assert beat["phase"] == "forward"
     health.close()
+
+
+def test_one_that_is_closed_keeps_no_run_alive(tmp_path):
+    """Nor its data workers: what ends a run knows the run."""
+
+    class Run:
+        def end(self, error: PeerError) -> None:
+            raise error
+
+    run = Run()
+    known = weakref.ref(run)
+    health = Health(tmp_path, timeout_s=1, heartbeat_s=0.01, on_lost=run.end)
+    del run
+    gc.disable()
+    try:
+        assert known() is not None
+        health.close()
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("clock_s", [-60.0, 0.0, 60.0])

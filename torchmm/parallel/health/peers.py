@@ -190,6 +190,9 @@ class Health:
         """Ends the heartbeat."""
         self._stop.set()
         self._thread.join()
+        # It knows its run, and the run this: in a circle, data workers would live on until the
+        # process ends, which waits for them.
+        self._on_lost = None
         self._work.end()
 
     def _enter(self, phase: str) -> None:
