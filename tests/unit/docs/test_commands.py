@@ -96,6 +96,7 @@ def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
         patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_all)
         patch.setattr(sys, "argv", [path, *arguments])
+        patch.delitem(sys.modules, path, raising=False)  # runpy warns of what was imported
         patch.syspath_prepend(str(file.parent))
         try:
             if module:
