@@ -60,6 +60,11 @@ HOSTILE = "unit/data/test_hostile_records.py::"
 HUNG = "faults/test_hung_data.py::"
 LOADER = "unit/data/test_loader.py::"
 METRICS = "unit/training/test_metrics.py::"
+READER = "unit/data/test_shared_reader.py::"
+REGISTRY = "unit/data/test_registry.py::"
+PLANNED = "unit/data/test_planned_by_producers.py::"
+PLANNING = "unit/planning/test_planning_process.py::"
+EXPORT = "unit/training/test_export.py::"
 PREEMPT = "unit/training/test_preempt.py::"
 
 FAULTS = [
@@ -991,6 +996,149 @@ FAULTS = [
         "-",
         "FAIL: dtaa/x became an id",
         ("unit/data/test_sources.py::test_hub_ids_are_told_from_missing_paths",),
+    ),
+    # Processes beside a run
+    Fault(
+        "P1",
+        "the process that reads a stream for all ranks is stopped, killed; someone guesses",
+        "3",
+        "-",
+        "named with its process after data.timeout_s; who has not the secret gets no answer",
+        "-",
+        NOT_TRIED,
+        (
+            f"{READER}test_a_reader_that_was_killed_or_stopped_is_named",
+            f"{READER}test_only_who_knows_the_secret_is_answered",
+        ),
+    ),
+    Fault(
+        "P2",
+        "mistakes in the data of a stream that another process reads",
+        "3",
+        "-",
+        "told to every rank",
+        "-",
+        NOT_TRIED,
+        (f"{READER}test_mistakes_in_the_data_are_told_to_every_rank",),
+    ),
+    Fault(
+        "P3",
+        "producers that leave, are killed and are added in a run; a registry that goes",
+        "-",
+        "-",
+        "who is there is asked, who was killed forgotten; the run goes on without its registry",
+        "every batch",
+        NOT_TRIED,
+        (
+            f"{REGISTRY}test_producers_come_and_go_in_a_run",
+            f"{REGISTRY}test_a_run_goes_on_without_its_registry",
+        ),
+    ),
+    Fault(
+        "P3",
+        "a registry that is not there; producers of other data; reports that are none",
+        "3",
+        "-",
+        "named with the key; not asked; refused",
+        "-",
+        NOT_TRIED,
+        (
+            f"{REGISTRY}test_a_registry_that_is_not_there_is_named",
+            f"{REGISTRY}test_producers_of_other_data_are_not_asked",
+            f"{REGISTRY}test_registries_want_the_token_and_reports_as_they_are",
+        ),
+    ),
+    Fault(
+        "P4",
+        "steps planned by producers: other recipes, answers and requests that are nonsense",
+        "3",
+        "-",
+        "refused by key; not taken for a step",
+        "-",
+        NOT_TRIED,
+        (
+            f"{PLANNED}test_other_recipes_are_refused_by_key",
+            f"{PLANNED}test_nonsense_is_not_taken_for_a_step",
+            f"{PLANNED}test_nonsense_is_refused",
+        ),
+    ),
+    Fault(
+        "P5",
+        "the planning process is killed, stopped, cannot plan, is asked for steps of 1 MB",
+        "0",
+        "-",
+        "no step waits for it",
+        "steps are planned before they begin",
+        NOT_TRIED,
+        (
+            f"{PLANNING}test_a_dead_process_is_told",
+            f"{PLANNING}test_a_step_that_cannot_be_planned_is_told",
+            f"{PLANNING}test_nobody_waits_for_a_process_that_was_stopped",
+        ),
+    ),
+    Fault(
+        "P5",
+        "a planning process that dies once, dies always, finds no free core",
+        "0",
+        "-",
+        "begun again after a pause; given up after some deaths, said; gets a share of the cores",
+        "-",
+        NOT_TRIED,
+        (
+            f"{PLANNING}test_a_process_that_died_is_started_again_after_a_pause",
+            f"{PLANNING}test_one_that_always_dies_is_given_up",
+            f"{PLANNING}test_one_that_is_starved_gets_a_share_of_the_cores",
+        ),
+    ),
+    # Exports
+    Fault(
+        "E1",
+        "SIGKILL of an export, also while it replaces another",
+        "-9",
+        "-",
+        "has no name; the next one removes its remains",
+        "the export of before",
+        NOT_TRIED,
+        (
+            f"{EXPORT}test_an_export_that_is_killed_has_no_name_and_the_next_one_removes_it",
+            f"{EXPORT}test_an_export_that_is_killed_while_it_replaces_one_loses_neither",
+        ),
+    ),
+    Fault(
+        "E2",
+        "disks too small for an export, at five sizes, of two models",
+        "4",
+        "-",
+        "file and reason are named; nothing is left",
+        "an export once there is room",
+        NOT_TRIED,
+        (f"{EXPORT}test_a_disk_that_is_too_small_leaves_nothing",),
+        each=5,
+    ),
+    Fault(
+        "E3",
+        "a name that exists, no checkpoint, what cannot be exported, damage",
+        "2 or 4",
+        "-",
+        "named; nothing is left",
+        "what was there",
+        NOT_TRIED,
+        (
+            f"{EXPORT}test_the_script_takes_a_run_and_says_what_is_wrong",
+            f"{EXPORT}test_what_cannot_be_exported_leaves_nothing",
+            f"{EXPORT}test_damage_and_older_checkpoints_are_told",
+        ),
+    ),
+    Fault(
+        "E4",
+        "a hub that is not reached; one that refuses",
+        "2",
+        "-",
+        "name, reason and HF_TOKEN are named",
+        "the export on the disk",
+        NOT_TRIED,
+        (f"{EXPORT}test_an_export_is_pushed_and_stays_if_the_hub_refuses",),
+        each=2,
     ),
 ]
 
