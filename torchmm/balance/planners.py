@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from torchmm.balance.bubbles.choice import BubbleChoice, StepOrder, bubble_choices
+from torchmm.balance.bubbles.choice import BubbleChoice, StepOrder, bubble_choices, llm_tensor_ms
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.compiled import Uint32s
 from torchmm.balance.order_search.best_order import (
@@ -30,7 +30,6 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import ComputeOrder, Durations, Gathering
 from torchmm.pipelining.schedules.colocated import colocated_layout
-from torchmm.pipelining.schedules.fillers import encoder_stages
 from torchmm.pipelining.schedules.layouts import (
     ModuleLayers,
     megatron_balanced_layout,
@@ -117,12 +116,7 @@ def plan_optimus(
     """
     costs = relative_costs(graph, durations).costs
     if config.tensor_bubbles:
-        encoders = encoder_stages(graph)
-        tensor_ms = {
-            action: config.tensor_bubbles * ms
-            for action, ms in costs.compute_ms.items()
-            if action.stage not in encoders
-        }
+        tensor_ms = llm_tensor_ms(graph, costs, config.tensor_bubbles)
         costs = replace(costs, tensor_ms=tensor_ms)
     planned = optimus(
         graph,

@@ -22,6 +22,7 @@ from torchmm.balance.bubbles.optimus import optimus_steps
 from torchmm.balance.bubbles.scheduler import Granularity
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
@@ -88,7 +89,7 @@ def bubble_choices(
     kinds: Sequence[Bubbles] = ("coarse", "fine") if granularity == "fine" else ("coarse",)
     if tensor_share:
         kinds = (*kinds, "filled")
-        costs = replace(costs, tensor_ms=_tensor_ms(graph, costs, tensor_share))
+        costs = replace(costs, tensor_ms=llm_tensor_ms(graph, costs, tensor_share))
     best: BubbleChoice | None = None
     played = 0
     orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
@@ -120,6 +121,7 @@ def _key(choice: BubbleChoice) -> tuple[bool, float]:
     return not choice.simulated.fits, choice.simulated.makespan_ms
 
 
-def _tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict:
+def llm_tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict[Action, float]:
+    """Time of each LLM action in which its ranks only communicate: a share of it."""
     encoders = encoder_stages(graph)
     return {a: share * ms for a, ms in costs.compute_ms.items() if a.stage not in encoders}
