@@ -103,7 +103,7 @@ class Work:
     def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
         self._what, self._total, self._unit = what, total, unit
         self._done = 0
-        self._began_s = self._quiet_since_s = time.monotonic()
+        self.began_s = self._now_since_s = self._quiet_since_s = time.monotonic()
         self._told = False
         self.ended = False
 
@@ -118,7 +118,7 @@ class Work:
     def now(self, what: str) -> None:
         """Something else is under way."""
         self._what = what
-        self._began_s = time.monotonic()
+        self._now_since_s = time.monotonic()
 
     def said(self) -> None:
         """Something was shown elsewhere."""
@@ -138,7 +138,7 @@ class Work:
             _logger.info("%s, %s", self, how, extra={"work": self})
 
     def __str__(self) -> str:
-        seconds = f"{time.monotonic() - self._began_s:.0f} s"
+        seconds = f"{time.monotonic() - self._now_since_s:.0f} s"
         of = "" if self._total is None else f" of {self._total:,}"
         count = f"{self._done:,}{of} {self._unit}, " if self._done or of else ""
         return f"{self._what}: {count.replace(' ,', ',')}{seconds}"
@@ -192,6 +192,7 @@ class _Terminal(RichHandler):
             return
         if work not in self._works:
             self._works.append(work)
+            self._works.sort(key=lambda work: work.began_s)  # what is inside stands below
         if self._panel is None:
             self._panel = Live(self, console=self.console, transient=True)
             self._panel.start()

@@ -102,6 +102,18 @@ def test_a_terminal_gets_one_panel_below_the_bar_of_steps():
     assert "planning" not in text.getvalue().rpartition("afterwards")[2]
 
 
+def test_work_inside_other_work_stands_below_it_whoever_speaks_first():
+    text = io.StringIO()
+    log_to_console(Console(file=text, force_terminal=True, width=80))
+    outer, inner = Work("planning"), Work("reading")
+    time.sleep(0.1)
+    inner.tell()
+    outer.tell()
+    assert "planning: 0 s\nreading: 0 s" in text.getvalue()
+    inner.end("done")
+    outer.end("done")
+
+
 def test_what_is_under_way_changes_without_a_word():
     text = io.StringIO()
     log_to_console(Console(file=text))
