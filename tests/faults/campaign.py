@@ -1,10 +1,11 @@
 """The faults that this project is held against: what is done, what happens, which tests show it.
 
 `FAULTS` is the table. `number` is that of the list of faults the project began with (F1 to F33), of
-a finding of the review of reliability (R, S), or U for copies of checkpoints. `before` is what that
-review saw, at commit 4776752, where it tried the same. A row is shown by tests, each of whose cases
-is one injection, or `each` of them. `write_page.py` makes docs/reference/reliability.md of the
-table and of what ran.
+a finding of the review of reliability (R, S), or a letter of ours: U for copies of checkpoints, P
+for processes beside those that train, M for modules apart, Q for schedulers, E for exports.
+`before` is what that review saw, at commit 4776752, where it tried the same. A row is shown by
+tests, each of whose cases is one injection, or `each` of them. `write_page.py` makes
+docs/reference/reliability.md of the table and of what ran.
 
 Rejected: results written by hand, which say what somebody once saw; tests written from the table,
 which would be one test for faults that have nothing in common.
@@ -66,6 +67,9 @@ PLANNED = "unit/data/test_planned_by_producers.py::"
 PLANNING = "unit/planning/test_planning_process.py::"
 EXPORT = "unit/training/test_export.py::"
 PREEMPT = "unit/training/test_preempt.py::"
+RAY = "faults/test_ray_runs.py::"
+SLURM = "faults/test_slurm.py::"
+UNITS = "faults/test_unit_faults.py::"
 
 FAULTS = [
     # Processes
@@ -1089,6 +1093,59 @@ FAULTS = [
             f"{PLANNING}test_one_that_always_dies_is_given_up",
             f"{PLANNING}test_one_that_is_starved_gets_a_share_of_the_cores",
         ),
+    ),
+    Fault(
+        "P6",
+        "one of three producers that Ray runs is killed, and one is added from outside",
+        "0",
+        "done",
+        "the others are asked; Ray starts it again; the new one serves; none is left at the end",
+        "losses and the last checkpoint bit by bit of a run without producers",
+        NOT_TRIED,
+        (f"{RAY}test_one_of_three_is_killed_and_one_is_added",),
+        each=2,
+    ),
+    # Modules on ranks of their own
+    Fault(
+        "M1",
+        "encoder, LLM and generator, each killed, stopped and hung; started again by hand",
+        "6, then 0",
+        "failed, then done",
+        "the others end after parallel.timeout_s at the latest and name rank and process",
+        "losses, no step missing or doubled, the last checkpoint bit by bit",
+        NOT_TRIED,
+        (f"{UNITS}test_a_unit_is_lost_and_the_same_command_goes_on",),
+    ),
+    Fault(
+        "M2",
+        "the encoder killed, the LLM hung, the generator stopped under torchrun --max-restarts",
+        "0",
+        "done",
+        "torchrun starts all of them again",
+        "losses, no step missing or doubled, the last checkpoint bit by bit",
+        NOT_TRIED,
+        (f"{UNITS}test_torchrun_restarts_all_units",),
+    ),
+    Fault(
+        "M3",
+        "the LLM is stopped while all save",
+        "6",
+        "failed",
+        "it is missed by its heartbeat, though ranks wait half an hour for the slowest disk",
+        "-",
+        NOT_TRIED,
+        (f"{UNITS}test_a_unit_that_is_stopped_in_a_save_is_missed_soon",),
+    ),
+    # Schedulers
+    Fault(
+        "Q1",
+        "Slurm signals a job of two nodes before its limit",
+        "75, then 0",
+        "preempted, then done",
+        "it saves, and Slurm queues it again",
+        "losses, no step missing or doubled, the last checkpoint bit by bit",
+        NOT_TRIED,
+        (f"{SLURM}test_a_preempted_job_is_queued_again_and_ends_with_the_same_bits",),
     ),
     # Exports
     Fault(

@@ -33,8 +33,8 @@ What was done to runs, and what happened: written by `tests/faults/write_page.py
 
 F1 to F33 are the faults that this project began with; R and S are findings of a review at commit
 4776752, whose verdict is in the column "before" (of 256 injections 61 failed there, of about 25
-causes); U are copies of checkpoints in a store, P processes beside those that train, E exports.
-"times" counts injections that went as described.
+causes); U are copies of checkpoints in a store, P processes beside those that train, M modules on
+ranks of their own, Q schedulers, E exports. "times" counts injections that went as described.
 
 | | injected | times | code | STATUS | what happens | the same afterwards | before | now, by |
 |---|---|---|---|---|---|---|---|---|
