@@ -12,8 +12,8 @@ fitted, and no device was measured. Models and data are those of the papers' rec
 
 Sizes: "printed" are the recipe's pipeline and tensor-parallel sizes, the same for all but
 DistTrain, which chooses sizes itself. "chosen" lets the others choose too: the fastest that fits of
-several pipeline and tensor-parallel sizes, on as many devices. Encoder plans, and DistTrain's among
-its planner's six best, are chosen by simulation in both. All may recompute, see
+several pipeline and tensor-parallel sizes, on as many devices. Encoder plans, and DistTrain's, are
+chosen by simulation in both, by the planners of runs. All may recompute, see
 `head_to_head_methods`.
 
 A step that does not fit into memory is shown, but not counted as the fastest.
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from support.cases.head_to_head_methods import (
     forecast,
     key,
     optimus_results,
+    whole_actions,
 )
 from support.harness import Row, describe_machine, make_parser, report
 
@@ -48,7 +50,7 @@ RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
 BASELINE, WHOLE = "Megatron-LM balanced", "Optimus, whole actions"
 WHICH = ("printed", "chosen")
 METHODS = ("Megatron-LM", BASELINE, WHOLE, "Optimus", "PipeWeaver", "DistTrain")
-SIZES = tuple(product((1, 2, 4), (4, 8, 16)))
+SIZES = tuple(product((1, 2, 4, 8), (4, 8, 16)))
 """Tensor-parallel and pipeline sizes that are tried where sizes are chosen."""
 
 
@@ -70,8 +72,9 @@ class Case(NamedTuple):
 CASES = (
     Case("pipeweaver_vlm_s", 16, choose=True),
     Case("pipeweaver_vlm_m", 32, choose=True),
-    Case("optimus_model_a", 64),
+    Case("optimus_model_a", 64, choose=True),
     Case("optimus_vit22b_gpt175b", 1536),
+    Case("optimus_vit22b_gpt175b", 2048),
     Case("optimus_vit22b_gpt175b", 3072),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
 )
@@ -90,7 +93,7 @@ def results(
     """All methods that share devices, with the recipe's sizes, or some others."""
     recipe = loaded(case, case.gpus, **parallel)
     one = loaded(case, case.gpus, **{**parallel, "virtual_stages": 1})  # papers print no other
-    whole = optimus_results(recipe, case.gpus, profile, None, images)
+    whole = whole_actions(recipe, case.gpus, profile, images)
     every = (
         forecast("Megatron-LM", one, case.gpus, profile, "megatron"),
         forecast(BASELINE, recipe, case.gpus, profile, "megatron_balanced"),
@@ -168,29 +171,65 @@ def draw(case: Case, every: list[Result], directory: Path) -> Path:
     return file
 
 
-def run_case(case: Case, which: Sequence[str], pictures: Path | None = None) -> list[Row]:
+def run_case(
+    case: Case, which: Sequence[str], seeds: int = 1, pictures: Path | None = None
+) -> list[Row]:
     """All rows of a case.
 
     Args:
         which: "printed" sizes, "chosen" ones, or both.
+        seeds: of the microbatches; the first one's rows are shown in full.
     """
-    profile = load_profile(loaded(case).simulation.device)
-    plain, apart = disttrain(loaded(case), case.gpus, profile)
     rows = []
     for sizes in which:
         if sizes == "chosen" and not case.choose:
             continue
-        if sizes == "chosen":
-            found, fastest = chosen(case, profile)
-            recipe = loaded(case, case.gpus, **fastest)
-        else:
-            found, recipe = list(results(case, profile)), loaded(case, case.gpus)
-        found += [plain] if plain else []
-        own = [each for each in found if not each.method.startswith("Megatron")]
-        found.append(combined(recipe, case.gpus, profile, [*own, apart]))
-        rows += _shown(case, sizes, found)
+        by_seed = [every_method(_seeded(case, seed), sizes) for seed in range(seeds)]
+        rows += _shown(case, sizes, by_seed[0])
+        rows += spread_rows(f"{case.title}, {sizes} sizes", by_seed) if seeds > 1 else []
         if pictures is not None and sizes == "printed":
-            print(draw(case, found, pictures))
+            print(draw(case, by_seed[0], pictures))
+    return rows
+
+
+def _seeded(case: Case, seed: int) -> Case:
+    return case._replace(changes=(*case.changes, f"--simulation.seed={seed}"))
+
+
+def every_method(case: Case, sizes: str) -> list[Result]:
+    """All methods, the best combination last."""
+    profile = load_profile(loaded(case).simulation.device)
+    if sizes == "chosen":
+        found, fastest = chosen(case, profile)
+        recipe = loaded(case, case.gpus, **fastest)
+    else:
+        found, recipe = list(results(case, profile)), loaded(case, case.gpus)
+    plain, apart = disttrain(loaded(case), case.gpus, profile)
+    found += [plain] if plain else []
+    own = [each for each in found if not each.method.startswith("Megatron")]
+    return [*found, combined(recipe, case.gpus, profile, [*own, apart])]
+
+
+def spread_rows(title: str, by_seed: Sequence[Sequence[Result]]) -> list[Row]:
+    """What other microbatches of the same statistics change; a method counts with the seeds that
+    it can run with."""
+    rows = []
+    for method in dict.fromkeys(found.method for every in by_seed for found in every):
+        pairs = [
+            (found.step_s, base.step_s)
+            for every in by_seed
+            for found in every
+            for base in every
+            if found.method == method and base.method == BASELINE
+        ]
+        steps_s = [step_s for step_s, _ in pairs]
+        ratio = median(base_s / step_s for step_s, base_s in pairs)
+        own = f"of {len(pairs)} seeds, {method}"
+        rows += [
+            Row(title, f"step, least {own}", "s", min(steps_s), better="lower", kind="simulated"),
+            Row(title, f"step, most {own}", "s", max(steps_s), better="lower", kind="simulated"),
+            Row(title, f"x balanced, median {own}", "", ratio, kind="simulated"),
+        ]
     return rows
 
 
@@ -206,13 +245,20 @@ def main() -> None:
     parser = make_parser(__doc__ or "")
     parser.add_argument("--cases", nargs="*", metavar="RECIPE", help="only those of these recipes")
     parser.add_argument("--sizes", nargs="*", choices=WHICH, default=WHICH, help="default: both")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="of the microbatches; default: %(default)s"
+    )
     parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     cases = QUICK if arguments.quick else CASES
     if arguments.cases:
         cases = tuple(case for case in cases if case.recipe in arguments.cases)
-    rows = [row for case in cases for row in run_case(case, arguments.sizes, arguments.pictures)]
+    rows = [
+        row
+        for case in cases
+        for row in run_case(case, arguments.sizes, arguments.seeds, arguments.pictures)
+    ]
     machine = describe_machine(torch.device("cpu"))
     report(f"Head to head, simulated; {machine}", rows, arguments.json)
 

@@ -106,6 +106,12 @@ def plan_bytes(step: StepSamples) -> int:
     return sum(array.nbytes for array in arrays)
 
 
+def sample_count(step: StepSamples) -> int:
+    """Of all ranks."""
+    assert isinstance(step.pack, Packs)
+    return int(step.pack.starts_P1[-1])
+
+
 def planning(size: str) -> Iterator[list[Row]]:
     """A step of all replicas, from three sources, on one rank."""
     counts = {"tiny": [8], "quick": [64, 1024], "full": [64, 256, 1024, 10_000]}[size]
@@ -125,7 +131,7 @@ def planning(size: str) -> Iterator[list[Row]]:
             case = f"{replicas} replicas x {PACKS} packs"
             goal = 50.0 if replicas <= 1024 else None
             yield [
-                Row(case, "samples of a step", "", len(step.samples)),
+                Row(case, "samples of a step", "", sample_count(step)),
                 Row(case, "planning a step", "ms CPU", min(taken_s) * 1e3, goal=goal,
                     better="lower"),
                 Row(case, "own share as objects", "ms CPU", share_s * 1e3, better="lower"),
@@ -146,7 +152,7 @@ def billion(size: str) -> Iterator[list[Row]]:
         grown = own_bytes() - before
         case = f"{samples:.1e} samples"
         state = json.loads(json.dumps(first.state))
-        draws = int(1e5 * len(first.samples))
+        draws = int(1e5 * sample_count(first))
         state["feeds"]["s0"]["draws"] = draws
         state["steps"] = 100_000
         resume_s, (_, resumed) = cpu_s(lambda: _begun(directory, 64, state))

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from support.models.kernel_steps import SEARCHED, optimus_kernels
-from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.orchestration.search import OrchestrationPlan, orchestrate
+from torchmm.balance.orchestration.space import Variant
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import tune_layers
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -25,25 +24,24 @@ from torchmm.common.errors import ConfigError, PlanError
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
-from torchmm.planning.apart.problem import orchestration_problem, sized_recipe
-from torchmm.planning.encoder_sizes import encoder_combinations, with_pipelines
+from torchmm.planning.apart.problem import plan_variants
+from torchmm.planning.apart.search import search_plans
+from torchmm.planning.encoder_sizes import choose_encoders, encoder_combinations, with_pipelines
 from torchmm.planning.executions import layer_tuning, module_executions
-from torchmm.planning.forecast import Forecast, Forecaster
+from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import ActivationCheckpointConfig
 
 TUNED = ActivationCheckpointConfig(mode="tuned", memory_limit="97%")
-EVALUATIONS, ALTERNATIVES = 32, 5
+EVALUATIONS = 32
 ROUNDS = 2
 """Of orders found and layers tuned."""
 IMAGES = (None, 2)
 """Of an encoder at once; None: as the recipe says."""
-SCHEDULES_APART = (("interleaved_1f1b", 2), ("zero_bubble", 1), ("separated", 1))
-"""Of modules on devices of their own, other than 1F1B, and LLM stages per rank."""
 TRIED = 2
-"""Plans that are tuned, and tried under other schedules: the fastest ones."""
+"""Encoder plans that are tuned: the fastest ones."""
 
 
 class Result(NamedTuple):
@@ -88,6 +86,12 @@ def tuned(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"activation_checkpoint": TUNED})
 
 
+def colocated(recipe: Recipe, **changes: object) -> Recipe:
+    """The recipe with encoders in the LLM's bubbles."""
+    changes = {"placement": "colocated", "schedule": "optimus", **changes}
+    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
+
+
 def memory_ways(recipe: Recipe) -> Iterator[tuple[Recipe, str]]:
     """The recipe as it is, and tuned, with words for a note."""
     yield recipe, ""
@@ -123,33 +127,16 @@ class Colocated(NamedTuple):
     @classmethod
     def of(cls, forecaster: Forecaster, recipe: Recipe) -> Colocated:
         """The recipe's first step."""
-        changes = {"placement": "colocated", "schedule": "optimus"}
-        parallel = recipe.parallel.model_copy(
-            update={**changes, "pipeline": forecaster.run.llm.pipeline}
-        )
+        own = colocated(recipe, pipeline=forecaster.run.llm.pipeline)
+        parallel = own.parallel
         modules, metas = forecaster.modules, forecaster.workload.microbatches
-        colocated = recipe.model_copy(update={"parallel": parallel})
-        run = replace(forecaster.run, recipe=colocated, units={})
+        run = replace(forecaster.run, recipe=own, units={})
         executions = module_executions(run, modules)
         sharded = any(execution.shard > 1 for execution in executions.values())
         graph = step_graph(plan_layout(parallel, modules, metas), parallel, metas)
         model = CostModel(forecaster.profile, recipe.training.dtype, executions)
         costs = plan_costs(graph, modules, metas, model)
         return cls(forecaster, parallel, graph, model, costs, "step" if sharded else "none")
-
-    def whole(self, recipe: Recipe) -> SimulatedStep | None:
-        """Whole actions in bubbles; None: nothing fits."""
-        planned = optimus(self.graph, self.costs, sharding=self.sharding, evaluations=EVALUATIONS)
-        plan = lower_plan(planned.order, planned.graph, {}, sharding=self.sharding)
-        modules, metas = self.forecaster.modules, self.forecaster.workload.microbatches
-        tuning = layer_tuning(recipe, modules, self.model, layerwise=False)
-        if tuning is None:
-            return simulate(plan, self.costs)
-        try:
-            plan = tune_layers(plan, modules, metas, tuning).plan
-        except PlanError:
-            return None
-        return simulate(plan, costs_of_plan(plan, modules, metas, self.model))
 
     def kernels(self, recipe: Recipe, llm_schedule: str) -> tuple[SimulatedStep, float] | None:
         """Kernels in bubbles; the step, and the share of it that they hide. None: nothing fits.
@@ -188,24 +175,21 @@ def optimus_results(
     recipe: Recipe,
     gpus: int,
     profile: Profile,
-    llm_schedule: str | None = "interleaved_1f1b",
+    llm_schedule: str = "interleaved_1f1b",
     images: Sequence[int | None] = IMAGES,
 ) -> Result | None:
-    """The best encoder plan, planned with the costs that time it; the fastest ones tuned too.
+    """The best encoder plan with kernels in bubbles, planned with the costs that time it; the
+    fastest ones tuned too.
 
     Args:
-        llm_schedule: of the LLM, with kernels in bubbles; None: whole actions.
+        llm_schedule: of the LLM.
         images: of an encoder at once, to be tried; None: as the recipe says.
     """
     forecaster = Forecaster(recipe, gpus, profile)
 
     def tried(pipelines: dict[str, int], count: int | None, own: Recipe) -> Result | None:
         changed = with_pipelines(own, pipelines, sub_microbatch_images=count)
-        one = Colocated.of(forecaster, changed)
-        whole = one.whole(changed) if llm_schedule is None else None
-        made = (whole, 0.0) if whole else None
-        if llm_schedule is not None:
-            made = one.kernels(changed, llm_schedule)
+        made = Colocated.of(forecaster, changed).kernels(changed, llm_schedule)
         if made is None:
             return None
         sizes = ", ".join(f"{name} {size}" for name, size in pipelines.items())
@@ -226,56 +210,53 @@ def optimus_results(
     return best([*(found for found, *_ in plain), *again], "Optimus")
 
 
-def disttrain(recipe: Recipe, gpus: int, profile: Profile) -> tuple[Result | None, Result | None]:
-    """The fastest of its planner's best plans under 1F1B, and under any schedule.
+def whole_actions(
+    recipe: Recipe, gpus: int, profile: Profile, images: Sequence[int | None] = IMAGES
+) -> Result | None:
+    """Encoders in bubbles by whole actions, as a run plans them: their sizes by `choose_encoders`.
 
-    Plans are looked for with what the recipe says of recomputation, and with everything recomputed,
-    which leaves room for more in one place; the fastest ones are then tuned, too.
+    Args:
+        images: just None: encoders' images at once and stages stay as the recipe says.
     """
-    plans: list[OrchestrationPlan] = []
-    full = ActivationCheckpointConfig(mode="full")
-    for lean in (recipe, recipe.model_copy(update={"activation_checkpoint": full})):
+    found: list[Result | None] = []
+    for own, note in memory_ways(colocated(recipe)):
         try:
-            problem = orchestration_problem(lean, gpus, profile)
-            found = orchestrate(problem, alternatives=ALTERNATIVES)
-        except (ConfigError, ValueError):
+            choice = choose_encoders(Forecaster(own, gpus, profile))
+        except ConfigError:  # nothing fits
             continue
-        plans += [found.best, *found.alternatives]
-    first = [
-        (made, plan)
-        for plan in plans
-        if (made := _apart(recipe, plan, profile, ("1f1b", 1))) is not None
-    ]
-    first.sort(key=lambda each: each[0].step_s)
-    plain: list[Result | None] = [made for made, _ in first]
-    every = list(plain)
-    for _, plan in first[:TRIED]:
-        plain.append(_apart(tuned(recipe), plan, profile, ("1f1b", 1)))
-        for schedule in SCHEDULES_APART:
-            every += [_apart(own, plan, profile, schedule) for own in (recipe, tuned(recipe))]
-    return best(plain, "DistTrain"), best([*plain, *every], "modules apart, any schedule")
+        best_one = choice.refined if len(images) > 1 else None
+        made = choice.tried[0].forecast if best_one is None else best_one.forecast
+        sizes = ", ".join(f"{name} {size}" for name, size in choice.tried[0].pipelines.items())
+        words = [f"pipeline ranks: {sizes}", *(best_one.words if best_one else ()), note]
+        found.append(result("Optimus", made, "; ".join(filter(None, words))))
+    return best(found, "Optimus")
+
+
+def disttrain(recipe: Recipe, gpus: int, profile: Profile) -> tuple[Result | None, Result | None]:
+    """The fastest plan of modules apart under 1F1B, as in the paper, and under any schedule."""
+    sample = StepSample(recipe)
+    try:
+        variants = plan_variants(recipe, gpus, profile, sample)
+    except ConfigError:
+        return None, None
+    plain = [variant for variant in variants if variant.schedule == "1f1b"]
+    under_1f1b = _apart(recipe, gpus, profile, sample, plain)
+    under_any = _apart(recipe, gpus, profile, sample, variants)
+    either = best([under_1f1b, under_any], "modules apart, any schedule")
+    return best([under_1f1b], "DistTrain"), either
 
 
 def _apart(
-    recipe: Recipe, plan: OrchestrationPlan, profile: Profile, schedule: tuple[str, int]
+    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample, variants: Sequence[Variant]
 ) -> Result | None:
-    """A step of modules on devices of their own; None: it cannot be run."""
-    own = sized_recipe(recipe, {unit.name: unit.sizes for unit in plan.units})
-    changes = {"schedule": schedule[0], "virtual_stages": schedule[1]}
-    try:
-        forecaster = Forecaster(own, plan.devices, profile)
-        made = forecaster.forecast_parallel(own.parallel.model_copy(update=changes))
-    except ConfigError:  # a model cannot be cut for every plan
+    found = search_plans(recipe, gpus, profile, sample=sample, variants=variants).best
+    if found is None:
         return None
-    sizes = ", ".join(
-        f"{unit.name} {s.pipeline} x {s.data} x {s.tensor}"
-        for unit in plan.units
-        for s in [unit.sizes]
-    )
-    words = [f"pipeline x data x tensor: {sizes}; {plan.devices} devices"]
-    words += [schedule[0]] if schedule[0] != "1f1b" else []
-    words += ["layers tuned"] if recipe.activation_checkpoint == TUNED else []
-    return result("DistTrain", made, "; ".join(words))
+    parallel, mode = found.recipe.parallel, found.recipe.activation_checkpoint.mode
+    words = [f"pipeline x data x tensor: {found.sizes}; {found.devices} devices"]
+    words += [parallel.schedule] if parallel.schedule != "1f1b" else []
+    words += ["layers tuned" if mode == TUNED.mode else f"recomputation: {mode}"]
+    return result("DistTrain", found.forecast, "; ".join(words))
 
 
 def combined(
