@@ -117,7 +117,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     outcomes = item.config.getoption("--outcomes")
     if outcomes is not None and (report.when == "call" or not report.passed):
         with outcomes.open("a") as out:
-            out.write(json.dumps({"test": item.nodeid, "outcome": report.outcome}) + "\n")
+            line = {"test": item.nodeid, "outcome": report.outcome, "s": round(report.duration, 3)}
+            out.write(json.dumps(line) + "\n")
     return report
 
 
