@@ -109,9 +109,9 @@ CASES = {
     "states on the host": Case(2, HOST_STATES),
     "muon": Case(2, {"optimizer__name": "muon", "training__parameter_dtype": "bfloat16"}),
 }
-DEFAULT = {"quickstart", "pp2"}
+DEFAULT = {"quickstart"}
 """Cases that run without `--all`."""
-QUICK_DEFECTS = DEFAULT | {"look_at_device", "pageable_copy", "swapped_sends"}
+QUICK_DEFECTS = DEFAULT | {"look_at_device", "pageable_copy"}
 """These and the defects that are looked for in them."""
 
 

@@ -117,7 +117,10 @@ CASES_OF_4 = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES_OF_2), (4, CASES_OF_4)])
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(2, CASES_OF_2), pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign)],
+)
 def test_shared_rows_equal_single_process(ranks, cases):
     for outcomes in zip(*run_distributed(compare_all, ranks, cases), strict=True):
         for name, loss_error, norm_error, gradient_errors in outcomes:

@@ -78,6 +78,7 @@ def test_a_run_equals_that_on_local_files_and_no_secret_is_written(
     assert SECRET not in output
 
 
+@pytest.mark.campaign
 def test_killed_and_resumed_with_the_store_away_meanwhile(
     store, reference, train_server, real_data, tmp_path
 ):

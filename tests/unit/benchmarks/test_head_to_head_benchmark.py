@@ -27,7 +27,7 @@ def profile():
     return load_profile("h100")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_all_methods_run_the_same_microbatches(benchmark, profile, tmp_path):
     case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
     every = list(benchmark.results(case, profile, (None,)))

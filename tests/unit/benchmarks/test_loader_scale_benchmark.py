@@ -16,7 +16,7 @@ def benchmark(monkeypatch):
 @pytest.mark.parametrize("case", ["planning", "billion", "index"])
 def test_each_case_gives_rows(benchmark, case):
     rows = {row.metric: row for table in getattr(benchmark, case)("tiny") for row in table}
-    assert rows and all(row.ours > 0 for row in rows.values() if row.metric != "memory")
+    assert rows and all(row.ours > 0 for row in rows.values() if "memory" not in row.metric)
     if case == "planning":  # eight replicas of several packs, each of several samples
         assert rows["samples of a step"].ours > 8 * benchmark.PACKS
     if case == "billion":
