@@ -43,6 +43,7 @@ from support.harness import Row, describe_machine, make_parser, report
 from torchmm.balance.costs.profiles import Profile, load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.draw import Panel, timelines_svg
+from torchmm.planning.apart.search import EFFORT
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -62,6 +63,8 @@ class Case(NamedTuple):
     changes: tuple[str, ...] = ()
     choose: bool = False
     """Whether to let all methods choose their sizes."""
+    effort: float = EFFORT
+    """Of DistTrain's planner."""
 
     @property
     def title(self) -> str:
@@ -78,7 +81,7 @@ CASES = (
     Case("optimus_vit22b_gpt175b", 3072),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
 )
-QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=12",)),)
+QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=12",), effort=EFFORT / 50),)
 
 
 def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:
@@ -204,7 +207,7 @@ def every_method(case: Case, sizes: str) -> list[Result]:
         recipe = loaded(case, case.gpus, **fastest)
     else:
         found, recipe = list(results(case, profile)), loaded(case, case.gpus)
-    plain, apart = disttrain(loaded(case), case.gpus, profile)
+    plain, apart = disttrain(loaded(case), case.gpus, profile, case.effort)
     found += [plain] if plain else []
     own = [each for each in found if not each.method.startswith("Megatron")]
     return [*found, combined(recipe, case.gpus, profile, [*own, apart])]

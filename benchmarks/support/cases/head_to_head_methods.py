@@ -25,7 +25,7 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.apart.problem import plan_variants
-from torchmm.planning.apart.search import search_plans
+from torchmm.planning.apart.search import EFFORT, search_plans
 from torchmm.planning.encoder_sizes import choose_encoders, encoder_combinations, with_pipelines
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
@@ -232,24 +232,33 @@ def whole_actions(
     return best(found, "Optimus")
 
 
-def disttrain(recipe: Recipe, gpus: int, profile: Profile) -> tuple[Result | None, Result | None]:
-    """The fastest plan of modules apart under 1F1B, as in the paper, and under any schedule."""
+def disttrain(
+    recipe: Recipe, gpus: int, profile: Profile, effort: float = EFFORT
+) -> tuple[Result | None, Result | None]:
+    """The fastest plan of modules apart under 1F1B, as in the paper, and under any schedule.
+
+    Args:
+        effort: of each search, as of `search_plans`.
+    """
     sample = StepSample(recipe)
     try:
         variants = plan_variants(recipe, gpus, profile, sample)
     except ConfigError:
         return None, None
     plain = [variant for variant in variants if variant.schedule == "1f1b"]
-    under_1f1b = _apart(recipe, gpus, profile, sample, plain)
-    under_any = _apart(recipe, gpus, profile, sample, variants)
+    under_1f1b, under_any = (
+        _apart(recipe, gpus, profile, sample, some, effort) for some in (plain, variants)
+    )
     either = best([under_1f1b, under_any], "modules apart, any schedule")
     return best([under_1f1b], "DistTrain"), either
 
 
 def _apart(
-    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample, variants: Sequence[Variant]
-) -> Result | None:
-    found = search_plans(recipe, gpus, profile, sample=sample, variants=variants).best
+    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample, variants: Sequence[Variant],
+    effort: float,
+) -> Result | None:  # fmt: skip
+    judged = search_plans(recipe, gpus, profile, effort=effort, sample=sample, variants=variants)
+    found = judged.best
     if found is None:
         return None
     parallel, mode = found.recipe.parallel, found.recipe.activation_checkpoint.mode
