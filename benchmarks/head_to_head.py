@@ -21,7 +21,7 @@ A step that does not fit into memory is shown, but not counted as the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 from support.cases.head_to_head_methods import (
-    IMAGES,
     Result,
+    Start,
     combined,
     disttrain,
     forecast,
+    kernels_in_bubbles,
     key,
-    optimus_results,
     whole_actions,
 )
 from support.harness import Row, describe_machine, make_parser, report
@@ -81,7 +81,7 @@ CASES = (
     Case("optimus_vit22b_gpt175b", 3072),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
 )
-QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=12",), effort=EFFORT / 50),)
+QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=8",), effort=EFFORT / 50),)
 
 
 def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:
@@ -90,41 +90,47 @@ def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:
     return load_recipe(RECIPES / f"{case.recipe}.toml", [*case.changes, *more], gpus).recipe
 
 
-def results(
-    case: Case, profile: Profile, images: Sequence[int | None] = IMAGES, **parallel: Any
-) -> Iterator[Result]:
+class Found(NamedTuple):
+    """Methods that share devices, on the same ones, and what their best combination begins with."""
+
+    results: list[Result]
+    starts: tuple[Start, ...]
+
+
+def results(case: Case, profile: Profile, **parallel: Any) -> Found:
     """All methods that share devices, with the recipe's sizes, or some others."""
     recipe = loaded(case, case.gpus, **parallel)
     one = loaded(case, case.gpus, **{**parallel, "virtual_stages": 1})  # papers print no other
-    whole = whole_actions(recipe, case.gpus, profile, images)
+    filled = whole_actions(recipe, case.gpus, profile)
     every = (
         forecast("Megatron-LM", one, case.gpus, profile, "megatron"),
         forecast(BASELINE, recipe, case.gpus, profile, "megatron_balanced"),
-        None if whole is None else whole._replace(method=WHOLE),
-        optimus_results(recipe, case.gpus, profile, images=images),
+        None if filled.whole is None else filled.whole._replace(method=WHOLE),
+        kernels_in_bubbles(filled.starts, case.gpus, profile),
         forecast("PipeWeaver", recipe, case.gpus, profile, "searched"),
     )
-    yield from (found for found in every if found is not None)
+    return Found([found for found in every if found is not None], filled.starts)
 
 
-def chosen(case: Case, profile: Profile) -> tuple[list[Result], dict[str, Any]]:
-    """Each method with its fastest sizes that fit; those of the fastest of all."""
-    best: dict[str, tuple[Result, dict[str, Any]]] = {}
+def chosen(case: Case, profile: Profile) -> tuple[Found, Recipe]:
+    """Each method with its fastest sizes that fit; the recipe with those of the fastest of all."""
+    best: dict[str, tuple[Result, dict[str, Any], tuple[Start, ...]]] = {}
     for tensor, pipeline in SIZES:
         if case.gpus % (tensor * pipeline):
             continue
         sizes = {"pipeline": pipeline, "tensor": tensor, "sequence_parallel": _toml(tensor > 1)}
         try:
-            every = list(results(case, profile, (None,), **sizes))
+            every, starts = results(case, profile, **sizes)
         except ConfigError:  # sizes the model cannot be cut for
             continue
         for found in every:
             own = f"pipeline {pipeline}, tensor {tensor}"
             mine = found._replace(note=f"{own}; {found.note}" if found.note else own)
             if found.method not in best or key(mine) < key(best[found.method][0]):
-                best[found.method] = mine, sizes
+                best[found.method] = mine, sizes, starts
     ordered = [best[name] for name in METHODS if name in best]
-    return [found for found, _ in ordered], min(ordered, key=lambda both: key(both[0]))[1]
+    _, sizes, starts = min(ordered, key=lambda each: key(each[0]))
+    return Found([found for found, *_ in ordered], starts), loaded(case, case.gpus, **sizes)
 
 
 def _toml(value: bool) -> str:
@@ -203,14 +209,14 @@ def every_method(case: Case, sizes: str) -> list[Result]:
     """All methods, the best combination last."""
     profile = load_profile(loaded(case).simulation.device)
     if sizes == "chosen":
-        found, fastest = chosen(case, profile)
-        recipe = loaded(case, case.gpus, **fastest)
+        found, recipe = chosen(case, profile)
     else:
-        found, recipe = list(results(case, profile)), loaded(case, case.gpus)
+        found, recipe = results(case, profile), loaded(case, case.gpus)
     plain, apart = disttrain(loaded(case), case.gpus, profile, case.effort)
-    found += [plain] if plain else []
-    own = [each for each in found if not each.method.startswith("Megatron")]
-    return [*found, combined(recipe, case.gpus, profile, [*own, apart])]
+    every = [*found.results, *([plain] if plain else [])]
+    own = [each for each in every if not each.method.startswith("Megatron")]
+    together = combined(recipe, case.gpus, profile, found.starts, [*own, apart])
+    return [*every, *([together] if together else [])]
 
 
 def spread_rows(title: str, by_seed: Sequence[Sequence[Result]]) -> list[Row]:

@@ -7,7 +7,7 @@ less where there is room. The faster one that fits counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.apart.problem import plan_variants
 from torchmm.planning.apart.search import EFFORT, search_plans
-from torchmm.planning.encoder_sizes import choose_encoders, encoder_combinations, with_pipelines
+from torchmm.planning.encoder_sizes import choose_encoders, with_pipelines
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.step import plan_layout, step_graph
@@ -38,10 +38,9 @@ TUNED = ActivationCheckpointConfig(mode="tuned", memory_limit="97%")
 EVALUATIONS = 32
 ROUNDS = 2
 """Of orders found and layers tuned."""
-IMAGES = (None, 2)
-"""Of an encoder at once; None: as the recipe says."""
+OPTIMUS = "Optimus"
 TRIED = 2
-"""Encoder plans that are tuned: the fastest ones."""
+"""Sizes of encoders that kernels begin with, for each way to recompute."""
 
 
 class Result(NamedTuple):
@@ -171,65 +170,65 @@ class Colocated(NamedTuple):
         return min(found, key=lambda each: (not each[0].fits, each[0].makespan_ms), default=None)
 
 
-def optimus_results(
-    recipe: Recipe,
-    gpus: int,
-    profile: Profile,
-    llm_schedule: str = "interleaved_1f1b",
-    images: Sequence[int | None] = IMAGES,
-) -> Result | None:
-    """The best encoder plan with kernels in bubbles, planned with the costs that time it; the
-    fastest ones tuned too.
+class Start(NamedTuple):
+    """Encoders with sizes, from which kernels in bubbles begin."""
 
-    Args:
-        llm_schedule: of the LLM.
-        images: of an encoder at once, to be tried; None: as the recipe says.
-    """
-    forecaster = Forecaster(recipe, gpus, profile)
-
-    def tried(pipelines: dict[str, int], count: int | None, own: Recipe) -> Result | None:
-        changed = with_pipelines(own, pipelines, sub_microbatch_images=count)
-        made = Colocated.of(forecaster, changed).kernels(changed, llm_schedule)
-        if made is None:
-            return None
-        sizes = ", ".join(f"{name} {size}" for name, size in pipelines.items())
-        words = [f"pipeline ranks: {sizes}", f"{count} images at once" if count else ""]
-        words += ["layers tuned" if own is not recipe else ""]
-        mfu = forecaster.rate("optimus", made[0]).mfu
-        return Result("Optimus", made[0], mfu, "; ".join(filter(None, words)), made[1])
-
-    plain = [
-        (found, pipelines, count)
-        for pipelines in encoder_combinations(forecaster)
-        for count in images
-        if (found := tried(pipelines, count, recipe)) is not None
-    ]
-    plain.sort(key=lambda each: each[0].step_s)
-    lean = tuned(recipe)
-    again = [tried(pipelines, count, lean) for _, pipelines, count in plain[:TRIED]]
-    return best([*(found for found, *_ in plain), *again], "Optimus")
+    recipe: Recipe
+    note: str
 
 
-def whole_actions(
-    recipe: Recipe, gpus: int, profile: Profile, images: Sequence[int | None] = IMAGES
-) -> Result | None:
-    """Encoders in bubbles by whole actions, as a run plans them: their sizes by `choose_encoders`.
+class Filled(NamedTuple):
+    """Encoders in bubbles by whole actions."""
 
-    Args:
-        images: just None: encoders' images at once and stages stay as the recipe says.
-    """
+    whole: Result | None
+    starts: tuple[Start, ...]
+    """The fastest sizes, as a run has them and otherwise."""
+
+
+def whole_actions(recipe: Recipe, gpus: int, profile: Profile) -> Filled:
+    """As a run plans them: sizes, stages and images at once of encoders by `choose_encoders`."""
     found: list[Result | None] = []
+    starts: list[Start] = []
     for own, note in memory_ways(colocated(recipe)):
         try:
             choice = choose_encoders(Forecaster(own, gpus, profile))
         except ConfigError:  # nothing fits
             continue
-        best_one = choice.refined if len(images) > 1 else None
-        made = choice.tried[0].forecast if best_one is None else best_one.forecast
-        sizes = ", ".join(f"{name} {size}" for name, size in choice.tried[0].pipelines.items())
-        words = [f"pipeline ranks: {sizes}", *(best_one.words if best_one else ()), note]
-        found.append(result("Optimus", made, "; ".join(filter(None, words))))
-    return best(found, "Optimus")
+        several = len({tried.tensor for tried in choice.tried}) > 1
+        for tried in choice.tried[:TRIED]:
+            tensor = tried.tensor if several else None
+            words = [f"pipeline ranks: {_sizes(tried.pipelines)}", note]
+            words += [f"tensor {tensor}"] if tensor else []
+            sized = with_pipelines(own, tried.pipelines, tensor=tensor)
+            starts.append(Start(sized, "; ".join(filter(None, words))))
+        best_one, words = choice.tried[0].forecast, [starts[-len(choice.tried[:TRIED])].note]
+        if choice.refined is not None:
+            best_one, words = choice.refined.forecast, [*words, *choice.refined.words]
+            starts.append(Start(choice.recipe, "; ".join(words)))
+        found.append(result(OPTIMUS, best_one, "; ".join(words)))
+    return Filled(best(found, OPTIMUS), tuple(starts))
+
+
+def _sizes(pipelines: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in pipelines.items())
+
+
+def kernels_in_bubbles(
+    starts: Sequence[Start], gpus: int, profile: Profile, llm_schedule: str = "interleaved_1f1b"
+) -> Result | None:
+    """The best of some encoder plans with kernels in bubbles, planned with the costs that time it.
+
+    Args:
+        llm_schedule: of the LLM.
+    """
+    found: list[Result | None] = []
+    for start in starts:
+        forecaster = Forecaster(start.recipe, gpus, profile)
+        made = Colocated.of(forecaster, start.recipe).kernels(start.recipe, llm_schedule)
+        if made is not None:
+            mfu = forecaster.rate("optimus", made[0]).mfu
+            found.append(Result(OPTIMUS, made[0], mfu, start.note, made[1]))
+    return best(found, OPTIMUS)
 
 
 def disttrain(
@@ -269,20 +268,28 @@ def _apart(
 
 
 def combined(
-    recipe: Recipe, gpus: int, profile: Profile, others: Sequence[Result | None]
+    recipe: Recipe,
+    gpus: int,
+    profile: Profile,
+    starts: Sequence[Start],
+    others: Sequence[Result | None],
 ) -> Result | None:
     """The best combination of the three: encoder plans of Optimus, searched or other orders of the
     LLM, microbatches reordered over and inside of data-parallel groups, layers tuned.
 
     Args:
+        starts: encoder plans.
         others: further candidates, each with its name in `method`.
     """
     data = recipe.data.model_copy(update={"reorder": "both"})
     reordered = recipe.model_copy(update={"data": data})
+    own = [
+        start._replace(recipe=start.recipe.model_copy(update={"data": data})) for start in starts
+    ]
     found = [each for each in others if each is not None]
     for name in (SEARCHED, "interleaved_1f1b", "zero_bubble"):
         try:
-            each = optimus_results(reordered, gpus, profile, name, (None,))
+            each = kernels_in_bubbles(own, gpus, profile, name)
         except (ConfigError, PlanError, ValueError):  # an order the model or its memory cannot have
             continue
         if each is not None:

@@ -6,7 +6,7 @@ Shared by `paper_tables.py`, which runs everything, and `paper_steps.py`, which 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +36,9 @@ class Comparison:
     note: str = ""
     """How ours came about, or why the paper's cannot follow from its text."""
     goal_percent: float | None = None
-    """Relative error to be reached."""
+    """Relative error to be reached; of an identity: that our reading is right to."""
+    identity: bool = False
+    """Whether it follows from the paper's own numbers, whatever ours does."""
 
     @property
     def error_percent(self) -> float:
@@ -44,10 +46,11 @@ class Comparison:
         return (self.ours / self.figure.value - 1) * 100
 
     def rows(self) -> Iterator[Row]:
-        """The cell, and its error if there is a goal."""
+        """The cell, and its error if there is a goal; an identity meets none."""
         case, unit = self.figure.source, self.figure.unit
-        yield Row(case, "value", unit, self.ours, paper=self.figure.value, kind="simulated")
-        if self.goal_percent is not None:
+        metric = "value, an identity" if self.identity else "value"
+        yield Row(case, metric, unit, self.ours, paper=self.figure.value, kind="simulated")
+        if self.goal_percent is not None and not self.identity:
             error = abs(self.error_percent)
             yield Row(
                 case, "relative error", "%", error,
@@ -65,6 +68,15 @@ class Section:
     """What holds for all of them."""
 
 
+def identities(title: str, cells: Sequence[Comparison]) -> Section:
+    """Cells that predict nothing."""
+    text = (
+        "Identities: they follow from numbers that the papers print, and show that we and our "
+        "recipes read them right. They predict nothing and meet no goal."
+    )
+    return Section(title, [replace(cell, identity=True) for cell in cells], text)
+
+
 def show(section: Section) -> None:
     """Prints a section."""
     table = Table(title=section.title, title_justify="left", caption=section.text or None)
@@ -73,7 +85,8 @@ def show(section: Section) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("note")
     for cell in section.cells:
-        goal = "" if cell.goal_percent is None else f"{cell.goal_percent:g} %"
+        none = cell.goal_percent is None or cell.identity
+        goal = "" if none else f"{cell.goal_percent:g} %"
         numbers = (_shown(cell.ours), _shown(cell.figure.value), f"{cell.error_percent:+.1f} %")
         table.add_row(cell.figure.source, cell.figure.unit, *numbers, goal, cell.note)
     Console(width=160).print(table)
@@ -93,7 +106,8 @@ def markdown(found: Sequence[Section], machine: str) -> str:
         lines += ["", f"## {section.title}", *(["", section.text] if section.text else [])]
         lines += ["", "| cell | unit | ours | paper | error | |", "|---|---|--:|--:|--:|---|"]
         for cell in section.cells:
-            goal = "" if cell.goal_percent is None else f" (<= {cell.goal_percent:g} %)"
+            none = cell.goal_percent is None or cell.identity
+            goal = "" if none else f" (<= {cell.goal_percent:g} %)"
             lines.append(
                 f"| {cell.figure.source} | {cell.figure.unit} | {_shown(cell.ours)} | "
                 f"{_shown(cell.figure.value)} | {cell.error_percent:+.1f} %{goal} | {cell.note} |"

@@ -30,7 +30,7 @@ def profile():
 @pytest.mark.campaign
 def test_all_methods_run_the_same_microbatches(benchmark, profile, tmp_path):
     case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
-    every = list(benchmark.results(case, profile, (None,)))
+    every, starts = benchmark.results(case, profile)
     assert [found.method for found in every] == list(benchmark.METHODS[:5])
     flops = [found.step.model_flops for found in every]
     assert flops == pytest.approx([flops[0]] * 5, rel=1e-6)
@@ -38,6 +38,7 @@ def test_all_methods_run_the_same_microbatches(benchmark, profile, tmp_path):
     whole, optimus = every[2:4]
     assert all(found.step.plan.graph.replica and "vision" in found.note for found in every[2:4])
     assert all(0 < found.idle < 1 for found in every) and optimus.step_s < whole.step_s
+    assert starts and all(start.recipe.parallel.placement == "colocated" for start in starts)
     rows = benchmark.case_rows(case, "title", every)
     fastest = [row for row in rows if row.metric.endswith("(fastest)") and "step" in row.metric]
     best = min(found.step_s for found in every if found.step.fits)
@@ -65,10 +66,11 @@ def test_the_best_combination_is_the_best_of_all_that_it_knows(benchmark, profil
     case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
     recipe = benchmark.loaded(case)
     searched = benchmark.forecast("PipeWeaver", recipe, case.gpus, profile, "searched")
-    found = benchmark.combined(recipe, case.gpus, profile, [searched, None])
+    starts = benchmark.whole_actions(recipe, case.gpus, profile).starts[:1]
+    found = benchmark.combined(recipe, case.gpus, profile, starts, [searched, None])
     assert found.method == "best combination" and found.note
     assert benchmark.key(found) <= benchmark.key(searched)
     assert found.step.model_flops == pytest.approx(searched.step.model_flops, rel=1e-6)
     instant = searched._replace(step=replace(searched.step, records=[]), method="instant")
-    again = benchmark.combined(recipe, case.gpus, profile, [instant])
+    again = benchmark.combined(recipe, case.gpus, profile, starts, [instant])
     assert again.note.startswith("instant") and again.step_s == instant.step_s

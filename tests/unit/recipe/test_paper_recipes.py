@@ -200,6 +200,8 @@ def test_exact_tables_are_reproduced(load, tmp_path, monkeypatch, capsys) -> Non
     assert all(r["met"] for r in stages if r["metric"] == "relative error")
     assert all(f"## {section.title}" in document.read_text() for section in found)
     assert found[0].title in capsys.readouterr().out
+    sizes = [r for r in rows if r["case"].startswith("Optimus table 11")]
+    assert sizes and all(r["metric"] == "value, an identity" and not r["met"] for r in sizes)
 
 
 @pytest.mark.slow
