@@ -29,8 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 from support.cases.head_to_head_methods import (
+    OPTIMUS,
     Result,
     Start,
+    best,
     combined,
     disttrain,
     forecast,
@@ -81,7 +83,7 @@ CASES = (
     Case("optimus_vit22b_gpt175b", 3072),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
 )
-QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=8",), effort=EFFORT / 50),)
+QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",), effort=EFFORT / 50),)
 
 
 def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:
@@ -102,11 +104,12 @@ def results(case: Case, profile: Profile, **parallel: Any) -> Found:
     recipe = loaded(case, case.gpus, **parallel)
     one = loaded(case, case.gpus, **{**parallel, "virtual_stages": 1})  # papers print no other
     filled = whole_actions(recipe, case.gpus, profile)
+    kernels = kernels_in_bubbles(filled.starts, case.gpus, profile)  # or not, if that is longer
     every = (
         forecast("Megatron-LM", one, case.gpus, profile, "megatron"),
         forecast(BASELINE, recipe, case.gpus, profile, "megatron_balanced"),
         None if filled.whole is None else filled.whole._replace(method=WHOLE),
-        kernels_in_bubbles(filled.starts, case.gpus, profile),
+        best([kernels, filled.whole], OPTIMUS),
         forecast("PipeWeaver", recipe, case.gpus, profile, "searched"),
     )
     return Found([found for found in every if found is not None], filled.starts)
@@ -114,7 +117,7 @@ def results(case: Case, profile: Profile, **parallel: Any) -> Found:
 
 def chosen(case: Case, profile: Profile) -> tuple[Found, Recipe]:
     """Each method with its fastest sizes that fit; the recipe with those of the fastest of all."""
-    best: dict[str, tuple[Result, dict[str, Any], tuple[Start, ...]]] = {}
+    fastest: dict[str, tuple[Result, dict[str, Any], tuple[Start, ...]]] = {}
     for tensor, pipeline in SIZES:
         if case.gpus % (tensor * pipeline):
             continue
@@ -126,9 +129,9 @@ def chosen(case: Case, profile: Profile) -> tuple[Found, Recipe]:
         for found in every:
             own = f"pipeline {pipeline}, tensor {tensor}"
             mine = found._replace(note=f"{own}; {found.note}" if found.note else own)
-            if found.method not in best or key(mine) < key(best[found.method][0]):
-                best[found.method] = mine, sizes, starts
-    ordered = [best[name] for name in METHODS if name in best]
+            if found.method not in fastest or key(mine) < key(fastest[found.method][0]):
+                fastest[found.method] = mine, sizes, starts
+    ordered = [fastest[name] for name in METHODS if name in fastest]
     _, sizes, starts = min(ordered, key=lambda each: key(each[0]))
     return Found([found for found, *_ in ordered], starts), loaded(case, case.gpus, **sizes)
 
