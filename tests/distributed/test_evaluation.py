@@ -11,12 +11,12 @@ from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.prepare import tiny_qwen
-from torchmm.models.hf.export import PARTS_FILE, export_hf
+from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
 from torchmm.recipe.data_section import DataConfig, SourceConfig
-from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.evaluation.exported import Export, Writing, write_texts
 from torchmm.training.evaluation.scores import Answer, score

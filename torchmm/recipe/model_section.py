@@ -9,13 +9,15 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from torchmm.common.module_names import AUDIO, GENERATOR, LLM, VISION
 from torchmm.recipe.section import Section
 
 ALL_LINEAR = "all-linear"
 """In place of names: every linear that an adapter can be in."""
+PARTS_FILE = "torchmm.json"
+"""`[model]` of an export whose parts have no Hugging Face class together; with relative paths."""
 
 
 def place_of(source: str | None, revision: str | None) -> str | None:
@@ -131,7 +133,8 @@ class ModelConfig(Section):
     source: str | None = None
     """Hugging Face id or local directory of a composite model (LLaVA, Qwen2.5-VL); excludes
     `llm` and `encoders`. Its vision tower is the encoder named "vision", its audio tower
-    "audio"."""
+    "audio". Or the directory of an export in parts, whose `torchmm.json` says what the parts
+    are, and their names."""
     revision: str | None = None
     """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
     without it is logged."""
@@ -164,6 +167,16 @@ class ModelConfig(Section):
     take almost no memory; worth it for vocabularies beyond some ten thousand words. The loss is the
     same."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_parts(cls, given: Any) -> Any:
+        """In place of the directory of an export in parts: its parts."""
+        source = given.get("source") if isinstance(given, dict) else None
+        parts = _json_file(source, PARTS_FILE) if isinstance(source, str) else {}
+        if not parts or {"llm", "encoders"} & given.keys():
+            return given
+        return {**_below(Path(source), parts), **{k: v for k, v in given.items() if k != "source"}}
+
     @property
     def place(self) -> str | None:
         """The composite's source, with its revision: see `split_place`."""
@@ -179,7 +192,7 @@ class ModelConfig(Section):
         """All encoders, in the recipe's order."""
         if not self.is_composite:
             return list(self.encoders)
-        parts = composite_parts({**_config_file(self.source), **(self.config or {})})
+        parts = composite_parts({**_json_file(self.source, "config.json"), **(self.config or {})})
         found = [name for name in (VISION, AUDIO) if name in parts]
         return list(self.towers or found or [VISION])
 
@@ -211,13 +224,25 @@ def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, An
     }
 
 
-def _config_file(source: str | None) -> dict[str, Any]:
-    """The Hugging Face config in a directory; {}: there is none that can be read."""
+def _json_file(directory: str | None, name: str) -> dict[str, Any]:
+    """The table in a file of a directory; {}: there is none that can be read."""
     try:
-        config = json.loads((Path(source or "") / "config.json").read_text())
+        table = json.loads((Path(directory or "") / name).read_text())
     except (OSError, ValueError):
         return {}  # on a hub, or damaged: who opens the model says so
-    return config if isinstance(config, dict) else {}
+    return table if isinstance(table, dict) else {}
+
+
+def _below(directory: Path, value: Any) -> Any:
+    """A table whose sources and tokenizer are relative to a directory."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: str(directory / item)
+        if key in ("source", "tokenizer") and isinstance(item, str)
+        else _below(directory, item)
+        for key, item in value.items()
+    }
 
 
 class FreezeConfig(Section):

@@ -14,12 +14,12 @@ from model_cases import randomize
 from PIL import Image
 from transformers import AutoTokenizer
 
-from torchmm.models.hf.export import PARTS_FILE, export_hf
+from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
 from torchmm.planning.resolved import recipe_model
-from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports.checkpoint import export_checkpoint
 from torchmm.training.text.prompts import parts_of, request_of

@@ -3,9 +3,10 @@
 Composites keep their class; an encoder and an LLM from separate sources get the class that they
 are (`torchmm.models.hf.pairs`), LLaVA's most often; an LLM alone becomes a causal LM. Hugging
 Face's own `save_pretrained` writes the files, so names, shards and configs are its. Other pairs
-have no Hugging Face class: their parts are written side by side with `torchmm.json`, whose content
-is the `[model]` section of a recipe that puts them together again. Diffusers writes a generator, if
-there is one, to `generator/`: its connector is what diffusers calls its caption projection.
+have no Hugging Face class: their parts are written side by side with `torchmm.json`, the `[model]`
+that puts them together again where a recipe's `source` is such a directory. Diffusers writes a
+generator, if there is one, to `generator/`: its connector is what diffusers calls its caption
+projection.
 
 Low-rank adapters are added to the weights that they belong to (`torchmm.models.hf.adapter_files`
 writes them apart).
@@ -50,9 +51,8 @@ from torchmm.models.initialize import named_tensors, random_copy
 from torchmm.models.layered import LayeredModule, units
 from torchmm.models.layers.lora import CHILD, merged, of_adapter
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import split_place
+from torchmm.recipe.model_section import PARTS_FILE, split_place
 
-PARTS_FILE = "torchmm.json"
 _TOWER = "model.vision_tower."
 Prefixes = tuple[tuple[str, str], ...]
 Gather = Callable[

@@ -27,14 +27,13 @@ from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.tokenizer import read_tokenizer
-from torchmm.models.hf.export import PARTS_FILE
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
 from torchmm.recipe.data_section import DataConfig
-from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.pipeline import whole_pipeline
@@ -71,10 +70,9 @@ class Export:
         Raises:
             ConfigError: it is no export.
         """
-        parts = directory / PARTS_FILE
-        if parts.is_file():
-            table = absolute(json.loads(parts.read_text()), directory)
-            return cls(directory, ModelConfig.model_validate(table), directory / "llm", None)
+        model = ModelConfig(source=str(directory))
+        if not model.is_composite:
+            return cls(directory, model, directory / "llm", None)
         config = directory / "config.json"
         if not config.is_file():
             raise ConfigError(
@@ -82,19 +80,7 @@ class Export:
                 "writes one at its end, scripts/export.py one of a checkpoint"
             )
         (kind,) = json.loads(config.read_text())["architectures"]
-        return cls(directory, ModelConfig(source=str(directory)), directory, kind)
-
-
-def absolute(value: object, directory: Path) -> object:
-    """`[model]` of an export of parts: `source` and `tokenizer` are relative to its directory."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: str(directory / item)
-        if key in ("source", "tokenizer") and isinstance(item, str)
-        else absolute(item, directory)
-        for key, item in value.items()
-    }
+        return cls(directory, model, directory, kind)
 
 
 class Writing(NamedTuple):

@@ -22,10 +22,10 @@ from torchmm.data.prepare.manifest import read as read_prepared
 from torchmm.data.storage.addresses import without_secrets
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.experts_apart import Keep, in_memory
-from torchmm.models.hf.export import PARTS_FILE, Gather, export_hf, gather_whole
+from torchmm.models.hf.export import Gather, export_hf, gather_whole
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.data_section import SourceConfig
-from torchmm.recipe.model_section import split_place
+from torchmm.recipe.model_section import PARTS_FILE, split_place
 from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.exports.place import whole_directory
 
@@ -71,9 +71,22 @@ def write_export(
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     with whole_directory(directory) if writes else nullcontext(directory) as place:
-        export_hf(model, place, tokenizer, gather, shard_bytes, keep)
-        if writes:
-            (place / CARD).write_text(card(model, place, trained))
+        write_files(model, place, tokenizer, trained, gather, shard_bytes, keep)
+
+
+def write_files(
+    model: MultimodalModel,
+    place: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Trained,
+    gather: Gather = gather_whole,
+    shard_bytes: int | None = None,
+    keep: Keep = in_memory,
+) -> None:
+    """`write_export` into a place that is there already; collective, rank 0 writes."""
+    export_hf(model, place, tokenizer, gather, shard_bytes, keep)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (place / CARD).write_text(card(model, place, trained))
 
 
 def write_adapters(model: MultimodalModel, directory: Path, gather: Gather = gather_whole) -> None:
@@ -172,8 +185,8 @@ def _use(directory: Path) -> list[str]:
     if (directory / PARTS_FILE).exists():
         return [
             "Hugging Face has no class for this pair. Its parts are in folders of their own, which",
-            f"`scripts/generate.py` of torchmm reads; `{PARTS_FILE}` is the `[model]` section of a",
-            "recipe that trains on.",
+            "`scripts/generate.py` of torchmm reads; the directory trains on there as the `source`",
+            f"of a recipe's `[model]` (`{PARTS_FILE}` says what the parts are).",
         ]
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
     text = "AutoTokenizer" if kind.endswith("ForCausalLM") else "AutoProcessor"
