@@ -1,6 +1,7 @@
 """An encoder and an LLM from separate sources: their Hugging Face class, or why they have none."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from model_cases import (
     LLMS,
     SOUND_TOKEN_ID,
     build,
-    make_inputs,
     microbatch,
     pair_config,
     relative_error,
 )
+from speech_cases import three_samples
+from test_speech import alone
 from transformers import (
     AudioFlamingo3ForConditionalGeneration,
     AutoProcessor,
@@ -25,14 +27,14 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from torchmm.common.batch import EncoderInputs
+from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.hf.chat_parts import template_for_parts
-from torchmm.models.hf.export import PARTS_FILE, export_hf
+from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.hf.pairs import PairClass, pair_class
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import PARTS_FILE, EncoderConfig, LlmConfig, ModelConfig
 
 _VIT = {
     **{k: v for k, v in ENCODERS["clip"].items() if k != "model_type"},
@@ -111,6 +113,16 @@ def test_folded_patches_and_a_norm_are_internvl(
     assert torch.isclose(again(here), model(batch), rtol=1e-6)
 
 
+def two_sounds(token: int) -> tuple[Microbatch, dict]:
+    """A sample for the encoder "eye", and what Hugging Face's model takes."""
+    batch, (sample, *_) = three_samples("audioflamingo3")
+    heard = alone(batch)
+    ids_T = torch.where(heard.input_ids_T == SOUND_TOKEN_ID, token, heard.input_ids_T)
+    del sample["use_cache"]
+    ours = replace(heard, input_ids_T=ids_T, encoders={"eye": heard.encoders["audio"]})
+    return ours, {**sample, "input_ids": ids_T[None]}
+
+
 def test_two_linears_behind_audio_flamingos_tower_are_audio_flamingo(
     tmp_path: Path, tokenizer
 ) -> None:
@@ -121,14 +133,15 @@ def test_two_linears_behind_audio_flamingos_tower_are_audio_flamingo(
     projector = plain.model.multi_modal_projector.state_dict()
     for name, value in model.encoders["eye"].connector.state_dict().items():
         assert torch.equal(value, projector[name])
-    sounds = make_inputs("audioflamingo3")
-    tokens = len(model.encoders["eye"](sounds))
-    sounds.positions_K = torch.arange(2, 2 + tokens)
-    batch = microbatch([tokens + 9], {"eye": sounds}, sounds.positions_K)
+    heard, sample = two_sounds(plain.config.audio_token_id)
+    theirs = plain(**sample, use_cache=False).logits[0]
+    everywhere = torch.arange(len(heard.input_ids_T))
+    assert relative_error(model.llm.logits(heard, model.encode(heard), everywhere), theirs) < 1e-5
+    assert written(model, as_prompt(heard)) == written_by(plain, sample)
     again = build(ModelConfig(source=str(tmp_path)), seed=7)
     load_weights(again)
-    here = microbatch([tokens + 9], {"audio": sounds}, sounds.positions_K)
-    assert torch.isclose(again(here), model(batch), rtol=1e-6)
+    here = replace(heard, encoders={"audio": heard.encoders["eye"]})
+    assert torch.isclose(again(here), model(heard), rtol=1e-6)
     assert again.text.image_token == plain.config.audio_token_id == 63 != SOUND_TOKEN_ID
 
 
