@@ -114,7 +114,7 @@ def test_a_disk_too_small_for_the_export(disk, tmp_path, real_data, train_server
 
 def test_what_a_killed_export_left_is_gone_at_the_next_start(tmp_path, real_data, train_server):
     run_dir = tmp_path / "run"
-    for name in (".hf-7.partial", ".weights-abc"):
+    for name in (".hf-7.partial", ".weights-abc.partial"):
         (run_dir / name).mkdir(parents=True)
         (run_dir / name / "config.json").write_text("{}")
     (run_dir / ".hf.before").mkdir()

@@ -1,6 +1,7 @@
 """A checkpoint becomes the files that its run would have exported."""
 
 import contextlib
+import fcntl
 import json
 import os
 import runpy
@@ -8,6 +9,7 @@ import shutil
 import signal
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +32,7 @@ from torchmm.recipe.model_section import LlmConfig, ModelConfig
 from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports import checkpoint as exporting
+from torchmm.training.exports import place
 from torchmm.training.exports.checkpoint import export_checkpoint, recipe_of
 from torchmm.training.exports.place import clear_unfinished, scratch_directory, whole_directory
 from torchmm.training.exports.write import Trained, write_export
@@ -170,7 +173,7 @@ def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting, "write_export", full)
+    monkeypatch.setattr(exporting, "write_files", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*hf: No space left on device"):
         export_checkpoint(checkpoint, tmp_path / "hf")
     assert {p.name for p in tmp_path.iterdir()} == {"run", "there"}
@@ -220,7 +223,7 @@ def names(directory: Path) -> set[str]:
 def test_an_export_that_is_killed_has_no_name_and_the_next_one_removes_it(saved, tmp_path):
     _, checkpoint = saved(CASES["tied"])
     killed_at(0, checkpoint, tmp_path / "hf")  # when all files but the name are there
-    assert {".hf.partial", "run"} < names(tmp_path) and "hf" not in names(tmp_path)
+    assert names(tmp_path) == {".hf.partial", ".hf.partial.lock", "run"}
     export_checkpoint(checkpoint, tmp_path / "another")
     assert names(tmp_path) == {"run", "another"}
     export_checkpoint(checkpoint, tmp_path / "hf")
@@ -253,20 +256,102 @@ def test_an_export_that_is_killed_while_it_replaces_one_loses_neither(saved, tok
 
 def test_an_export_of_another_process_is_left_alone(saved, tmp_path):
     _, checkpoint = saved(CASES["tied"])
-    with whole_directory(tmp_path / "theirs") as place, scratch_directory(tmp_path) as scratch:
-        (place / "config.json").write_text("{}")
+    with whole_directory(tmp_path / "theirs") as other, scratch_directory(tmp_path) as scratch:
+        (other / "config.json").write_text("{}")
         export_checkpoint(checkpoint, tmp_path / "ours")
-        assert (place / "config.json").exists() and scratch.exists()
+        assert (other / "config.json").exists() and scratch.exists()
         with pytest.raises(ConfigError, match=r"theirs is being written by another process"):
             export_checkpoint(checkpoint, tmp_path / "theirs")
     assert names(tmp_path) == {"run", "ours", "theirs"}
 
 
+def in_process(work: Callable[[], object]) -> int:
+    """The number of a process that does it and says nothing; see `told_by`."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            try:
+                work()
+                code = 0
+            except ConfigError as error:
+                known = ("is being written by another process", "exists; name another directory")
+                code = next((2 + i for i, words in enumerate(known) if words in str(error)), 1)
+        os._exit(code)
+    return child
+
+
+def told_by(child: int) -> str:
+    """How such a process ended."""
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {0: "written", 2: "being written", 3: "exists"}.get(code, f"code {code}")
+
+
+def test_of_exporters_of_one_name_one_writes(saved, tokenizer, tmp_path):
+    """They begin at once, beside what a killed one left."""
+    model, checkpoint = saved(CASES["tied"])
+    write(model, tmp_path / "theirs", tokenizer)
+    for _ in range(3):
+        killed_at(0, checkpoint, tmp_path / "hf")
+        begin, begins = os.pipe()
+
+        def export(begin: int = begin) -> None:
+            os.read(begin, 1)
+            export_checkpoint(checkpoint, tmp_path / "hf")
+
+        children = [in_process(export) for _ in range(4)]
+        os.write(begins, b"1234")
+        told = sorted(map(told_by, children))
+        assert told.count("written") == 1 and set(told) <= {"written", "being written", "exists"}
+        assert files(tmp_path / "hf") == files(tmp_path / "theirs")
+        assert names(tmp_path) == {"run", "theirs", "hf"}
+        shutil.rmtree(tmp_path / "hf")
+
+
+def slow_to_lock(checkpoint: Path, directory: Path) -> tuple[int, int, int]:
+    """An exporter that waits before it locks, though nobody has the lock; its number, what says
+    that it waits, and what lets it go on."""
+    (waits, tells), (told, goes) = os.pipe(), os.pipe()
+
+    def export() -> None:
+        usual = fcntl.flock
+
+        def slow(*arguments: int) -> None:
+            place.fcntl.flock = usual  # type: ignore
+            os.write(tells, b"1")
+            os.read(told, 1)
+            usual(*arguments)
+
+        place.fcntl.flock = slow  # type: ignore
+        export_checkpoint(checkpoint, directory)
+
+    return in_process(export), waits, goes
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_lock_is_of_the_file_that_has_the_name(looks, saved, tmp_path, monkeypatch):
+    """One who locked a file that was removed before is not beside the next one; it would be."""
+    _, checkpoint = saved(CASES["tied"])
+    if not looks:
+        monkeypatch.setattr(place, "_has_name", lambda *_: True)
+    child, waits, goes = slow_to_lock(checkpoint, tmp_path / "hf")
+    os.read(waits, 1)
+    clear_unfinished(tmp_path)  # of one that wants another name
+    with whole_directory(tmp_path / "hf") as partial:
+        (partial / "config.json").write_text("{}")
+        os.write(goes, b"1")
+        told = told_by(child)
+        assert (partial.exists(), told) == (
+            (True, "being written") if looks else (False, "written")
+        )
+        partial.mkdir(exist_ok=True)
+
+
 def test_nothing_written_is_no_directory(tmp_path):
     with whole_directory(tmp_path / "adapters"):
         pass
-    with pytest.raises(KeyError), whole_directory(tmp_path / "hf") as place:
-        (place / "config.json").write_text("{}")
+    with pytest.raises(KeyError), whole_directory(tmp_path / "hf") as other:
+        (other / "config.json").write_text("{}")
         raise KeyError
     assert not names(tmp_path)
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
@@ -45,8 +46,8 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
-from torchmm.training.exports.place import scratch_directory
-from torchmm.training.exports.write import Trained, write_adapters, write_export
+from torchmm.training.exports.place import refuse_existing, scratch_directory, whole_directory
+from torchmm.training.exports.write import Trained, write_files
 
 SHARD_BYTES = 5 * 10**9
 """Of the largest file with weights: of the order of what other tools write."""
@@ -81,10 +82,10 @@ def export_checkpoint(
     Raises:
         CheckpointError: it is damaged, or holds another model than its recipe says; there is no
             room for the export.
-        ConfigError: the directory exists; the recipe's model cannot be built here.
+        ConfigError: the directory exists, or another process writes it; the recipe's model cannot
+            be built here.
     """
-    if directory.exists():
-        raise ConfigError(f"{directory} exists; name another directory, or remove it")
+    refuse_existing(directory)
     if problems := find_problems(path):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}")
     recipe = recipe_of(path)
@@ -96,12 +97,15 @@ def export_checkpoint(
     told = what_was_trained(recipe)
     trained = Trained(recipe.name, step_of(path) or 0, recipe.training, sources, metrics, told)
     try:
-        with scratch_directory(directory.parent) as scratch:
+        with (
+            whole_directory(directory, replaces=False) as place,
+            scratch_directory(directory.parent) as scratch,
+        ):
             gather = CheckpointWeights(path, scratch, wanted, averaged)
             if apart:
-                write_adapters(model, directory, gather)
+                save_adapters(model, place, gather)
             else:
-                write_export(model, directory, tokenizer, trained, gather, shard_bytes, gather.keep)
+                write_files(model, place, tokenizer, trained, gather, shard_bytes, gather.keep)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
