@@ -33,6 +33,7 @@ from torchmm.models.hf.chat_parts import template_for_parts
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.hf.pairs import PairClass, pair_class
+from torchmm.models.hf.processors import image_processor
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, EncoderConfig, LlmConfig, ModelConfig
 
@@ -106,11 +107,32 @@ def test_folded_patches_and_a_norm_are_internvl(
         images=torch.zeros(3, 16, 16, dtype=torch.uint8), text="w5 <image> w6", return_tensors="pt"
     )
     assert (inputs["input_ids"] == 63).sum() == 4
+    plain.generate(**inputs, max_new_tokens=1)  # refuses what it does not know
     again = build(ModelConfig(source=str(tmp_path)), seed=7)
     load_weights(again)
     assert not again.text.prefix and again.image_specs()["vision"].tiles is None
     here = microbatch([11], {"vision": images}, images.positions_K)
     assert torch.isclose(again(here), model(batch), rtol=1e-6)
+
+
+def test_a_processor_for_whole_pictures_does_what_training_does(tmp_path: Path, tokenizer) -> None:
+    """InternViT's own counts tiles, which LLaVA's class refuses to write with."""
+    model = build(pair_config("llama", "internvl"))
+    export_hf(model, tmp_path, tokenizer)
+    picture = torch.randint(256, (3, 40, 25), dtype=torch.uint8)
+    inputs = AutoProcessor.from_pretrained(tmp_path)(
+        images=picture, text="w5 <image> w6", return_tensors="pt"
+    )
+    expected = image_processor(model.encoders["eye"])(picture, return_tensors="pt")
+    assert "num_patches" in expected and set(inputs) == {
+        *("input_ids", "attention_mask", "pixel_values")
+    }
+    assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
+    plain = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    plain.generate(**inputs, max_new_tokens=1)
+    again = build(ModelConfig(source=str(tmp_path))).encoders["vision"]
+    pixels = image_processor(again)(picture, return_tensors="pt")["pixel_values"]
+    assert torch.equal(pixels, expected["pixel_values"])
 
 
 def two_sounds(token: int) -> tuple[Microbatch, dict]:

@@ -36,6 +36,10 @@ TOKENIZER_FILE = "tokenizer_config.json"
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _SIZES = ("patch_size", "temporal_patch_size", "merge_size", "size", "image_mean", "image_std")
 """Settings of an image processor that hold for frames of clips too."""
+_WHOLE = "CLIPImageProcessor"
+_SCALES = ("do_resize", "size", "resample", "do_rescale", "rescale_factor")
+_OF_WHOLE = (*_SCALES, "do_normalize", "image_mean", "image_std", "do_convert_rgb")
+"""Settings of an image processor that stretches pictures to one size and does nothing else."""
 
 
 def save_processor(
@@ -53,7 +57,7 @@ def save_processor(
     if model.composite is not None and model.llm.weights.source is not None:
         _copy(model.llm.weights.source, directory)
         return
-    _save_settings(encoders, directory)
+    _save_settings(encoders, directory, whole=model.composite is None)
     placeholder = model.image_token_id(tokenizer)
     written = _written(model, encoders)
     settings = written.settings(model.composite, encoders)
@@ -81,9 +85,23 @@ def image_processor(encoder: EncoderModule) -> Any:
     """Hugging Face's for an encoder's images or sounds, with the settings that it trains with."""
     own = encoder.image_spec()
     spec = own.tiles or own
-    name = spec.processor_class.removesuffix("Fast").removesuffix("Pil")
-    kind = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-    return kind(**spec.processor)
+    return _processor_class(spec.processor_class)(**spec.processor)
+
+
+def _processor_class(name: str) -> Any:
+    """Hugging Face's, on Pillow if there is one."""
+    plain = name.removesuffix("Fast").removesuffix("Pil")
+    return getattr(transformers, f"{plain}Pil", None) or getattr(transformers, plain)
+
+
+def _whole_pictures(processor: Any) -> Any:
+    """One that does the same to a picture that is not cut, and does not count tiles: a model that
+    knows none refuses to write with their number. vLLM asks LLaVA's for a size to crop to."""
+    if not hasattr(processor, "crop_to_patches"):
+        return processor
+    settings = processor.to_dict()
+    kept = {key: settings[key] for key in _OF_WHOLE}
+    return _processor_class(_WHOLE)(**kept, crop_size=settings["size"])
 
 
 def _copy(source: str, directory: Path) -> None:
@@ -100,13 +118,18 @@ def _copy(source: str, directory: Path) -> None:
             shutil.copyfile(file, directory / name)
 
 
-def _save_settings(encoders: list[EncoderModule], directory: Path) -> None:
+def _save_settings(encoders: list[EncoderModule], directory: Path, whole: bool) -> None:
     """Of image processor and feature extractor, in one file if a model has both, as published Omni
-    models do."""
+    models do.
+
+    Args:
+        whole: whether the class knows no tiles.
+    """
     for encoder in encoders:
         before = directory / PREPROCESSOR_FILE
         settings = json.loads(before.read_text()) if before.is_file() else {}
-        image_processor(encoder).save_pretrained(directory)
+        processor = image_processor(encoder)
+        (_whole_pictures(processor) if whole else processor).save_pretrained(directory)
         if settings:
             _put(before, {**settings, **json.loads(before.read_text())})
 
