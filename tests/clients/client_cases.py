@@ -121,7 +121,7 @@ class Case:
     def job(self) -> dict[str, Any]:
         """What a program of another environment gets to know of it."""
         known = ("targets", "prompt_ids", "unwritten", "picture", "question", "answer", "count")
-        known += ("adapter",)
+        known += ("adapter", "model_impl")
         return {
             "family": self.family,
             "directory": str(self.directory),
@@ -150,8 +150,7 @@ def model_section(family: str, tokenizer: PreTrainedTokenizerFast) -> ModelConfi
     """Of a recipe."""
     llm = LlmConfig(config={**LLMS["llama"], **_SIZES})
     if family in PAIRS:
-        section = EncoderConfig(config=PAIRS[family], feature_layer=-2)
-        return ModelConfig(llm=llm, encoders={"vision": section})
+        return ModelConfig(llm=llm, encoders={"vision": PAIRS[family]})
     if family not in COMPOSITES:
         return ModelConfig(llm=LlmConfig(config={**LLMS[family], **_SIZES}))
     config = copy.deepcopy(COMPOSITES[family])
@@ -188,14 +187,25 @@ def _config_tokens(family: str, config: Mapping[str, Any]) -> Iterator[tuple[str
     yield from ((key, token) for key, token in named.items() if key in config)
 
 
-PAIRS = {"clip + llama": ENCODERS["clip"], "vit + llama": _VIT}
-"""Towers of pairs, which become LLaVA."""
+PAIRS = {
+    "clip + llama": EncoderConfig(config=ENCODERS["clip"], feature_layer=-2),
+    "vit + llama": EncoderConfig(config=_VIT, feature_layer=-2),
+    "internvl_vision + llama": EncoderConfig(
+        config=ENCODERS["internvl_norms"], connector="pixel_shuffle_norm_mlp"
+    ),
+}
+"""Towers of pairs, which become LLaVA, and InternVL."""
 PROCESSORS = {
     name: {"size": {"shortest_edge": 64, "longest_edge": 64 * 64}} for name in (*_QWEN, *_GLM)
 }
 """Settings of image processors: pictures stay small."""
-VLLM = ("llama", "clip + llama", "qwen2_5_vl", "internvl", "smolvlm")
+VLLM = (
+    *("llama", "clip + llama", "internvl_vision + llama"),
+    *("qwen2_5_vl", "internvl", "smolvlm"),
+)
 """Those that vLLM opens. The others are other mixtures of the same, and it is slow to start."""
+IMPLEMENTATIONS = {"internvl_vision + llama": "transformers"}
+"""In vLLM, whose own InternVL writes marks around pictures that a pair was not trained on."""
 ADAPTED = ("llama", "clip + llama")
 """Families with an adapter beside them."""
 SEEING = (
@@ -236,6 +246,8 @@ def make_case(family: str, directory: Path, data: Path) -> Case:
         "picture": None if picture is None else str(picture),
     }
     expected["count"] = len(expected["tokens"])
+    if family in IMPLEMENTATIONS:
+        expected["model_impl"] = IMPLEMENTATIONS[family]
     if family in ADAPTED:
         expected |= adapted(family, directory, batch)
     return Case(family, directory / "hf", expected)

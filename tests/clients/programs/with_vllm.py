@@ -17,6 +17,7 @@ def answer(job: dict) -> dict:
     """Ids that it writes."""
     shown = job["picture"] is not None
     settings = {"limit_mm_per_prompt": {"image": 1, "video": 0}} if shown else {}
+    settings |= {"model_impl": job.get("model_impl", "auto")}
     llm = LLM(
         model=job["directory"],
         dtype="float32",
