@@ -219,7 +219,8 @@ class Trainer:
         with self._validated():
             self._export(f"{folder}/hf")
         if self.parts.mesh.rank == 0:
-            self.benchmarks.start(self.step, self.parts.run_dir / folder)
+            last = self.step == self._recipe.training.steps
+            self.benchmarks.start(self.step, self.parts.run_dir / folder, last)
 
     @property
     def complaint(self) -> str:

@@ -86,10 +86,25 @@ def test_one_at_a_time_and_none_longer_than_allowed(program, tmp_path, caplog):
     assert time.monotonic() - begin < 60 and benchmarks.failed == 1
 
 
+def test_the_last_one_waits_for_the_one_before(program, tmp_path):
+    there = tmp_path / "go"
+    slow = f"while not os.path.exists({str(there)!r}): time.sleep(0.02)"
+    benchmarks = started(program(f"{slow}\n{WRITES}"), tmp_path)
+    benchmarks.start(5, snapshot(tmp_path, 5), last=True)
+    assert benchmarks.poll() is None and (tmp_path / "benchmarks/step-5/hf").exists()
+    there.touch()
+    benchmarks.finish()
+    assert [found.step for found in results.read(tmp_path)] == [4, 5]
+    assert not list(tmp_path.glob("benchmarks/*/hf")) and benchmarks.failed == 0
+
+
 def test_a_run_that_ends_early_ends_them(program, tmp_path):
     benchmarks = started(program("time.sleep(600)"), tmp_path)
+    benchmarks.start(5, snapshot(tmp_path, 5), last=True)
     benchmarks.close()
+    benchmarks.finish()
     assert benchmarks.poll() is None and benchmarks.failed == 0
+    assert not (tmp_path / "benchmarks/step-5").exists()
 
 
 def test_the_process_is_no_rank_and_sees_the_gpus_it_may(monkeypatch):

@@ -79,11 +79,20 @@ class Benchmarks:
     def __init__(self, config: BenchmarksConfig, run_dir: Path, logger: logging.Logger) -> None:
         self._config, self._run_dir, self._logger = config, run_dir, logger
         self._started: _Started | None = None
+        self._last: tuple[int, Path] | None = None
+        """Step and folder of a snapshot that waits for the one before."""
         self.failed = 0
 
-    def start(self, step: int, folder: Path) -> None:
+    def start(self, step: int, folder: Path, last: bool = False) -> None:
         """Answers the tasks with the export in `folder`/hf, which is removed then; unless earlier
-        ones are not through."""
+        ones are not through.
+
+        Args:
+            last: whether none comes after it: then `finish` answers with it in any case.
+        """
+        if self._started is not None and last:
+            self._last = step, folder
+            return
         if self._started is not None:
             self._logger.warning(
                 "no benchmarks of step %d: those of step %d are not through; raise "
@@ -127,7 +136,16 @@ class Benchmarks:
 
     @working("waiting for benchmarks")
     def finish(self) -> None:
-        """Waits for what is being answered, for `timeout_s` at most."""
+        """Waits for what is being answered, for `timeout_s` at most; for the last snapshot as long
+        again, if it has waited itself."""
+        self._wait()
+        if self._last is not None:
+            step, folder = self._last
+            self._last = None
+            self.start(step, folder)
+            self._wait()
+
+    def _wait(self) -> None:
         if self._started is None:
             return
         step = self._started.step
@@ -142,6 +160,9 @@ class Benchmarks:
 
     def close(self) -> None:
         """Ends what is being answered; its scores are lost."""
+        if self._last is not None:
+            shutil.rmtree(self._last[1], ignore_errors=True)
+            self._last = None
         if self._started is not None:
             self._started.process.kill()
             self._started.process.wait()
