@@ -172,8 +172,10 @@ class ModelConfig(Section):
     def _of_parts(cls, given: Any) -> Any:
         """In place of the directory of an export in parts: its parts."""
         source = given.get("source") if isinstance(given, dict) else None
-        parts = _json_file(source, PARTS_FILE) if isinstance(source, str) else {}
-        if not parts or {"llm", "encoders"} & given.keys():
+        if not isinstance(source, str) or {"llm", "encoders"} & given.keys():
+            return given
+        parts = _json_file(source, PARTS_FILE)
+        if not parts:
             return given
         return {**_below(Path(source), parts), **{k: v for k, v in given.items() if k != "source"}}
 
