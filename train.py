@@ -15,9 +15,14 @@ import sys
 from pathlib import Path
 from textwrap import fill
 
+from rich.console import Console
+
 from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.log import log_to_console, working
 from torchmm.common.processes import launched
 from torchmm.recipe.read import dump_recipe, list_recipes, load_recipe
+
+LOADING = "loading torch and transformers"
 
 
 def main() -> int:
@@ -58,19 +63,19 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise
     # Imported late: a mistake in the recipe should not take the seconds torch needs to load.
     if arguments.dry_run:
-        from rich.console import Console
-
-        from torchmm.common.log import log_to_console, working
-        from torchmm.planning.dry_run import describe_run
+        log_to_console(Console(stderr=True), only_progress=True)
+        with working(LOADING):
+            from torchmm.planning.dry_run import describe_run
 
         picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
         command = ["--config", arguments.config, *overrides]
-        log_to_console(Console(stderr=True), only_progress=True)
         with working("planning and simulating the first step"):
             told = describe_run(recipe, world_size, picture, command)
         print(told)
         return 0
-    from torchmm.training.run import train
+    log_to_console(Console(), launched().rank)
+    with working(LOADING):
+        from torchmm.training.run import train
 
     return train(recipe)
 

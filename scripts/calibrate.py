@@ -21,12 +21,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from torchmm.balance.costs.calibration import Observed, RecordedStep, fit_profile, learn, observe
 from torchmm.balance.costs.devices import DEVICES
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile, save_profile
 from torchmm.common.errors import TorchmmError
+from torchmm.common.log import log_to_console, working
+from torchmm.common.processes import launched
 from torchmm.measure.operators import machine, measure
 from torchmm.pipelining.view.records import read_content, read_records
 from torchmm.planning.executions import run_costs
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The replacements of these collectives do not exist in the oldest supported torch.
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
+        log_to_console(Console(stderr=True), launched().rank or None, only_progress=True)
         if options.learn:
             profile = _learn(options)
         else:
@@ -89,7 +93,8 @@ def _measure(options: argparse.Namespace) -> Profile | None:
         dist.init_process_group("cuda:nccl,cpu:gloo" if cuda else "gloo")
     name = options.dtype or ("bfloat16" if cuda else "float32")
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    found = measure(device, dtype, options.seconds, quick=options.quick)
+    with working("measuring this device"):
+        found = measure(device, dtype, options.seconds, quick=options.quick)
     where, first = machine(device), not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():
         dist.destroy_process_group()

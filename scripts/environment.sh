@@ -22,8 +22,9 @@ prepare_environment() {
             install_locked "$LOCKED"
         else
             # Not 2.14, of which not every index has a build without gigabytes of CUDA's libraries.
-            .venv/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
-            .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
+            telling "installing torch" .venv/bin/python -m pip install --quiet 'torch>=2.11,<2.14'
+            telling "installing torchmm's other packages" \
+                .venv/bin/python -m pip install --quiet --editable ".${extra:+[$extra]}"
         fi
         touch "$stamp"
     fi
@@ -34,8 +35,23 @@ prepare_environment() {
 install_locked() {
     local torch
     torch=$(grep -o '^torch==[0-9.]*' "$1")
-    .venv/bin/python -m pip install --quiet "$torch"
+    telling "installing $torch" .venv/bin/python -m pip install --quiet "$torch"
     awk '/^[a-z0-9]/ { kept = !/^(torch|triton|cuda-[a-z-]+|nvidia-[a-z0-9-]+)==/ } kept' "$1" |
-        .venv/bin/python -m pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
+        telling "installing the locked packages" \
+            .venv/bin/python -m pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
     .venv/bin/python -m pip install --quiet --no-deps --editable .
+}
+
+# telling WHAT COMMAND...: runs it, and says every few seconds that it still does.
+telling() {
+    local what=$1 began=$SECONDS status=0 teller
+    shift
+    while sleep "${TELL_S:-4}" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        echo "$what: $((SECONDS - began)) s"
+    done &
+    teller=$!
+    "$@" || status=$?
+    kill "$teller" 2>/dev/null || true
+    wait "$teller" 2>/dev/null || true
+    return "$status"
 }

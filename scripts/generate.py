@@ -19,8 +19,9 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -46,8 +47,7 @@ def main() -> int:
     """Writes what the command line asks for."""
     parser = _parser()
     arguments = parser.parse_args()
-    if not arguments.stream and not arguments.chat:  # these show what they write
-        log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(Console(stderr=True), only_progress=True)
     try:
         sampling = Sampling(
             max_new_tokens=arguments.max_new_tokens,
@@ -128,19 +128,23 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 def _answer(
     writer: Writer, requests: list[Request], sampling: Sampling, arguments: argparse.Namespace
 ) -> None:
-    streams = arguments.stream and len(requests) == 1 and not arguments.json
-    stream = _Stream(writer.tokenizer) if streams else None
+    if arguments.stream and len(requests) == 1 and not arguments.json:
+        with _Stream(writer.tokenizer) as stream:
+            writer.write(
+                requests,
+                sampling,
+                max_prompt_tokens=arguments.max_prompt_tokens,
+                on_tokens=stream,
+            )
+        return
     texts = writer.write(
         requests,
         sampling,
         together=max(1, arguments.batch_size),
         max_prompt_tokens=arguments.max_prompt_tokens,
-        on_tokens=stream,
     )
     for request, text in zip(requests, texts, strict=True):
-        if stream is not None:
-            stream.end()
-        elif arguments.json:
+        if arguments.json:
             line = {"asked": request.label, "text": text}
             print(json.dumps(line, ensure_ascii=False), flush=True)
         else:
@@ -169,22 +173,20 @@ def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> 
             files = [file for file in files if file.is_file()]
             continue
         asked = {"role": "user", "content": parts_of(files, said)}
-        stream = _Stream(writer.tokenizer)
         request = chat_request("the chat", [*messages, asked], Path())
         try:
-            [text] = writer.write(
-                [request],
-                sampling,
-                max_prompt_tokens=arguments.max_prompt_tokens,
-                on_tokens=stream,
-            )
+            with _Stream(writer.tokenizer) as stream:
+                [text] = writer.write(
+                    [request],
+                    sampling,
+                    max_prompt_tokens=arguments.max_prompt_tokens,
+                    on_tokens=stream,
+                )
         except TorchmmError as error:
             print(error, file=sys.stderr)
             continue
         except KeyboardInterrupt:  # the person has read enough
-            stream.end()
             continue
-        stream.end()
         files = []
         if text.strip():  # a chat whose answers are empty is none that was trained on
             messages += [asked, {"role": "assistant", "content": text}]
@@ -198,17 +200,24 @@ def _line() -> str | None:
         return None
 
 
-class _Stream:
-    """Shows one text as it is written."""
+class _Stream(AbstractContextManager["_Stream"]):
+    """Shows one text as it is written; until its first token, that what was asked is read."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        self._reading = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._reading.enter_context(working("reading what was asked"))
+        return self
 
     def __call__(self, tokens: Mapping[int, int]) -> None:
+        self._reading.close()
         for token in tokens.values():
             self._streamer.put(torch.tensor([token]))
 
-    def end(self) -> None:
+    def __exit__(self, *error: object) -> None:
+        self._reading.close()
         self._streamer.end()
 
 

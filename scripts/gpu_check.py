@@ -33,8 +33,10 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
+from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
+from torchmm.common.log import log_to_console, working
 from torchmm.models.layers.attention import Segments, attention
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +119,8 @@ class Machine:
             text=True,
         )
         try:
-            out, errors = process.communicate(timeout=max(1.0, self.left_s))
+            with working(f"running {script}"):
+                out, errors = process.communicate(timeout=max(1.0, self.left_s))
         except subprocess.TimeoutExpired as error:
             _end(process)
             raise OutOfTimeError("took longer than there was time") from error
@@ -315,6 +318,7 @@ def main() -> int:
     if not DATA.is_dir():
         print(f"no data in {DATA}; run: python scripts/prepare_data.py emoji_scenes")
         return 2
+    log_to_console(Console(stderr=True), only_progress=True)
     lines: list[Line] = []
     print(f"{options.gpus} GPUs: {_gpu_names()}")
     with tempfile.TemporaryDirectory() as folder:

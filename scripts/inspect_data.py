@@ -19,6 +19,7 @@ from rich.console import Console
 
 from torchmm.common.errors import TorchmmError
 from torchmm.common.files import make_writable_directory
+from torchmm.common.log import log_to_console, worked, working
 from torchmm.planning.inspection.findings import inspect_recipe
 from torchmm.planning.inspection.page import write_page
 from torchmm.planning.inspection.table import findings_table, refused_lines
@@ -49,14 +50,17 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     out = options.out or Path(recipe.output_dir) / recipe.name / "data"
     make_writable_directory(out)
     console = Console()
+    log_to_console(Console(stderr=True), only_progress=True)
     findings = []
-    for found in inspect_recipe(recipe, options.limit, options.samples):
+    read = inspect_recipe(recipe, options.limit, options.samples)
+    for found in worked("reading the data", read, unit="sources"):
         findings.append(found)
         console.print(findings_table(found))
         for line in refused_lines(found):
             console.out(line, highlight=False)
     page = out / "index.html"
-    write_page(page, recipe, findings)
+    with working("writing the page"):
+        write_page(page, recipe, findings)
     console.out(f"wrote {page}", highlight=False)
     return 0
 

@@ -91,7 +91,8 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     console.print(unit_table(planned, profile.device.name))
     console.print(certificate(planned.judged), soft_wrap=True)
     if options.placement == "auto":
-        candidates = choose_placement(recipe, planned, profile)
+        with working("simulating other placements"):
+            candidates = choose_placement(recipe, planned, profile)
     else:
         candidates = list(planned.judged.candidates)
     shown = candidates[: 1 + options.alternatives]

@@ -24,6 +24,8 @@ from rich.table import Table
 
 from torchmm.balance.orchestration.trials import ModuleTrials, save_trials
 from torchmm.common.errors import TorchmmError
+from torchmm.common.log import log_to_console, working
+from torchmm.common.processes import launched
 from torchmm.measure.trials import interpolation_errors, make_trials
 from torchmm.parallel.mesh import select_device
 from torchmm.recipe.read import load_recipe
@@ -45,13 +47,15 @@ def main(arguments: list[str] | None = None) -> int:
     # The replacements of these collectives do not exist in the oldest supported torch.
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
+        log_to_console(Console(stderr=True), launched().rank or None, only_progress=True)
         recipe = load_recipe(options.config, overrides).recipe
         device = select_device(options.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo")
-        trials = make_trials(recipe, device, rounds=options.rounds, layers=options.layers)
+        with working("timing layers of modules"):
+            trials = make_trials(recipe, device, rounds=options.rounds, layers=options.layers)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

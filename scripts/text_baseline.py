@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.errors import TorchmmError
+from torchmm.common.log import log_to_console, working
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -28,8 +29,10 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, help="run directory of the trained model")
     parser.add_argument("--blind", type=Path, help="run directory of training with blank images")
     arguments = parser.parse_args()
+    log_to_console(Console(stderr=True), only_progress=True)
     try:
-        rows = _losses(arguments.run_dir, arguments.blind)
+        with working("measuring losses"):
+            rows = _losses(arguments.run_dir, arguments.blind)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

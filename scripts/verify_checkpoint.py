@@ -12,7 +12,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from torchmm.common.errors import CheckpointError
+from torchmm.common.log import log_to_console, working
 from torchmm.training.checkpoint.manifest import (
     NewerFormatError,
     checkpoints_at,
@@ -44,6 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     paths = parser.parse_args().paths
+    log_to_console(Console(stderr=True), only_progress=True)
     damaged = False
     for path in paths:
         checkpoints = checkpoints_at(path)
@@ -51,7 +55,8 @@ def main() -> int:
             print(f"{path}: no checkpoint here")
             damaged = True
         for checkpoint in checkpoints:
-            problems = find_problems(checkpoint)
+            with working(f"reading {checkpoint}"):
+                problems = find_problems(checkpoint)
             print(f"{checkpoint}: {verdict(checkpoint)}" if problems else describe(checkpoint))
             for problem in problems:
                 print(f"  - {problem}")

@@ -24,7 +24,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,10 +98,18 @@ class Work:
         what: "reading weights".
         total: of what `advance` counts; None: nobody knows.
         unit: of it, in the plural.
+        measured: how much is done, asked whenever it is told; None: `advance` and `at` say so.
     """
 
-    def __init__(self, what: str, total: int | None = None, unit: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        total: int | None = None,
+        unit: str = "",
+        measured: Callable[[], int] | None = None,
+    ) -> None:
         self._what, self._total, self._unit = what, total, unit
+        self._measured = measured
         self._done = 0
         self.began_s = self._now_since_s = self._quiet_since_s = time.monotonic()
         self._told = False
@@ -129,6 +137,8 @@ class Work:
         if time.monotonic() - self._quiet_since_s >= QUIET_S:
             self.said()
             self._told = True
+            if self._measured is not None:
+                self._done = self._measured()
             _logger.info("%s%s", self, why and f"; {why}", extra={"work": self})
 
     def end(self, how: str = "") -> None:
@@ -145,9 +155,14 @@ class Work:
 
 
 @contextmanager
-def working(what: str, total: int | None = None, unit: str = "") -> Iterator[Work]:
+def working(
+    what: str,
+    total: int | None = None,
+    unit: str = "",
+    measured: Callable[[], int] | None = None,
+) -> Iterator[Work]:
     """Work that says every few seconds how far it is; arguments as of `Work`."""
-    work = Work(what, total, unit)
+    work = Work(what, total, unit, measured)
     ended = threading.Event()
 
     def tell() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel import torch_private
 
@@ -60,18 +61,22 @@ class LayerKind:
     Attributes:
         name: for messages.
         backend: of torch.compile.
+        run: all kinds of layers of the run, by anything.
         compilations: of its graphs, in order.
     """
 
     name: str
     backend: str
+    run: Mapping[Any, LayerKind]
     compilations: list[torch_private.CompileEvent] = field(default_factory=list)
     _code: CodeType | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Forward:
         """What torch.compile asks a backend for."""
         self.compilations.append(torch_private.CompileEvent.current())
-        return torch_private.compiler_named(self.backend)(graph, inputs)
+        with working(f"compiling {self.name}", len(self.run), "kinds of layers") as work:
+            work.at(sum(bool(kind.compilations) for kind in self.run.values()))
+            return torch_private.compiler_named(self.backend)(graph, inputs)
 
     def compiled(self, forward: Forward) -> Forward:
         """A layer's forward, compiled when it is first called."""
@@ -121,7 +126,7 @@ class Compilation:
             key = (module.name, type(layer), sizes[index], way)
             if key not in self._kinds:
                 name = ", ".join([f"layers like {index} of {module.name}", *([way] if way else [])])
-                self._kinds[key] = LayerKind(name, self._backend)
+                self._kinds[key] = LayerKind(name, self._backend, self._kinds)
             found.append(self._kinds[key])
         return found
 

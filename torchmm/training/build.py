@@ -384,6 +384,7 @@ class FilledModel(NamedTuple):
     """Of its layers."""
 
 
+@working("cutting and filling the model")
 def fill_model(
     run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
 ) -> FilledModel:
@@ -464,6 +465,7 @@ def _random_stream(mesh: ParallelMesh) -> tuple[int, ...]:
     return mesh.data_parallel_rank, *place
 
 
+@working("measuring the ranks")
 def _prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> None:
     """What comes before anything is computed; collective."""
     training = run.recipe.training

@@ -21,12 +21,13 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -258,12 +259,22 @@ def _directory(source: str) -> Path:
     try:
         name, revision = split_place(source)
         patterns = ["*.safetensors", "*.json"]
-        with working(f"fetching {source}"):
+        kept = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+        with working(f"fetching {source}", unit="MB", measured=lambda: _megabytes_in(kept)):
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
         raise CheckpointError(
             f"weights of {source!r} are neither a local directory nor on the hub ({error})"
         ) from error
+
+
+def _megabytes_in(folder: Path) -> int:
+    """Of a folder that others write to."""
+    found = 0
+    for file in folder.glob("*"):
+        with suppress(OSError):  # it has its final name by now
+            found += file.stat().st_size
+    return found // 10**6
 
 
 def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:

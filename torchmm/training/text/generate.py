@@ -27,7 +27,7 @@ Shape legend: B prompts, T tokens of all prompts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -64,7 +64,7 @@ def generate_tokens(
         prompts: of one sample each, on any device, with the pixels of all their images.
         ends: by prompt: tokens that end its text, of which they are no part; empty: nothing ends
             any.
-        on_tokens: called after every step, on every rank.
+        on_tokens: called after every step, on every rank; who gets it is told nothing else.
         first: number of the first prompt, for draws.
     """
     if not pipeline.caches_tokens and len(prompts) > 1:
@@ -85,7 +85,10 @@ def generate_tokens(
     unfinished = set(range(len(prompts)))
     most = sampling.max_new_tokens
     with pipeline.writing():
-        for step in worked("writing", range(most), most, "tokens at most"):
+        steps: Iterable[int] = range(most)
+        if on_tokens is None:
+            steps = worked("writing", steps, most, "tokens at most")
+        for step in steps:
             with torch.inference_mode(mesh.world_size == 1 and step > 0):
                 logits_BV = pipeline.next_token_logits(row)
             tokens_B = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device)
