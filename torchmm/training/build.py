@@ -276,6 +276,7 @@ def _optimizer(run: Resolved, model: MultimodalModel) -> torch.optim.Optimizer:
     return build_optimizer(model, module_of, run.recipe.optimizer, copies, matrices, dtype)
 
 
+@working("opening records and trackers")
 def _recorder(
     run: Resolved, run_dir: Path, step: int, console: Console, logger: logging.Logger
 ) -> MetricsRecorder:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torchmm.balance.costs.devices import BF16_TFLOPS
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.log import JsonlWriter
+from torchmm.common.log import JsonlWriter, working
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.data.loader import StepBatch
 from torchmm.models.layers.experts import ExpertLoads, busiest_expert
@@ -252,6 +252,7 @@ class MetricsRecorder:
             sink.emit(values)
         return shown
 
+    @working("finishing records and trackers")
     def close(self) -> None:
         """Finish all sinks and draw `loss.png`, for which alone no run fails."""
         try:

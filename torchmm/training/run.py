@@ -123,7 +123,8 @@ def _before_ranks_meet(
 def _leave(run_dir: Path, directory: CheckpointDirectory, has_page: bool) -> None:
     """The last that is done in a run's directory, which another run may claim then."""
     if has_page and directory.is_of_this_run():
-        write_last_page(run_dir)
+        with working("writing the run's page"):
+            write_last_page(run_dir)
     directory.release()
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from torchmm.common.errors import NonFiniteError, PeerError
 from torchmm.common.files import canonical_json, replace_atomically
-from torchmm.common.log import Work
+from torchmm.common.log import POLL_S, Work
 from torchmm.parallel.health.peer_watch import FINISHED, PeerWatch
 from torchmm.parallel.torch_private import new_patient_group
 
@@ -289,13 +290,17 @@ class Health:
             return None
 
     def _beat(self) -> None:
-        while not self._stop.wait(self._heartbeat_s):
-            # A full disk must not end a run for want of a heartbeat; its age shows that.
-            with suppress(OSError):
-                self._write_heartbeat()
-                self._look()
+        looks = max(1, round(self._heartbeat_s / POLL_S))
+        for look in count(1):
+            if self._stop.wait(self._heartbeat_s / looks):
+                return
             if self._group.rank == 0:
                 self._work.tell()  # where a step takes long, or is not shown
+            if look % looks == 0:
+                # A full disk must not end a run for want of a heartbeat; its age shows that.
+                with suppress(OSError):
+                    self._write_heartbeat()
+                    self._look()
 
     def _look(self) -> None:
         phase = self._phase

@@ -1,0 +1,155 @@
+"""Nothing is silent for long: whatever takes its time says so, from a program's start to its end.
+
+Functions that take long for large models, data and clusters are made to, in real processes, and
+every one of them has to be told while it runs. That does not depend on how fast a machine is: the
+functions sleep, and are told twenty times as often as there is need to.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from slowed import SILENT
+from tiny_recipe import arguments
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 1.0
+"""That a function takes."""
+MOST_S = 15.0
+"""Between two lines, on a machine that does other things as well; 5 on one that does not."""
+BEFORE_STEPS = (
+    "torchmm.training.run:resolve",
+    "torchmm.training.build:recipe_model",
+    "torchmm.training.build:_typical_microbatches",
+    "torch.distributed:init_process_group",
+    "torchmm.training.build:check_ranks",
+    "torchmm.training.build:find_samples",
+    "torchmm.training.build:init_weights",
+    "torchmm.training.metrics:make_trackers",
+)
+STEPS = (
+    "torchmm.data.waiting:Waiting.get",
+    "torchmm.training.step:TrainStep.run",
+    "torchmm.training.optim:Updates.apply",
+    "torchmm.training.validation:held_out_losses",
+    "torchmm.training.validation:generate_tokens",
+    "torchmm.training.checkpoint.storage:_write_chunks",
+)
+AT_THE_END = (
+    "torchmm.models.hf.export:_save",
+    "torchmm.training.metrics:plot_loss",
+    "torchmm.training.run:write_last_page",
+)
+EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
+PLAN = (
+    "torchmm.planning.placement:StepSample",
+    "torchmm.planning.placement:search_plans",
+    "torchmm.planning.placement:Forecaster",
+)
+SIZES = """
+name = "small"
+[model.llm.config]
+model_type = "llama"
+vocab_size = 512
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
+[training]
+sequence_length = 256
+global_batch_size = 4
+[simulation]
+device = "a800"
+gpus = 2
+[[simulation.sequences]]
+weight = 1.0
+"""
+
+
+class Told(NamedTuple):
+    """What a program wrote.
+
+    Attributes:
+        lines: with when they came, as `time.time()`.
+        notes: name, begin and end of what took long.
+    """
+
+    lines: list[tuple[float, str]]
+    notes: list[tuple[str, float, float]]
+
+    def silent(self) -> list[str]:
+        """What took long and was not told meanwhile."""
+        return [
+            name
+            for name, begin, end in self.notes
+            if not any(begin < came <= end for came, _ in self.lines)
+        ]
+
+    def gaps(self) -> list[tuple[float, str]]:
+        """Seconds between two lines, and the second one, longest first."""
+        return sorted(((b[0] - a[0], b[1]) for a, b in pairwise(self.lines)), reverse=True)
+
+
+def tell(notes: Path, functions: Sequence[str], command: Sequence[str | Path]) -> Told:
+    """Runs a program whose functions take long."""
+    slowed = ROOT / "tests" / "helpers" / "slowed.py"
+    words = [sys.executable, slowed, notes, SECONDS, *functions, "--", *command]
+    with subprocess.Popen(
+        [str(word) for word in words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None
+        lines = [(time.time(), line.rstrip()) for line in process.stdout]
+    text = "\n".join(line for _, line in lines)
+    assert process.returncode == 0, text
+    found = Told(lines, [json.loads(line) for line in notes.read_text().splitlines()])
+    assert {name for name, *_ in found.notes} == {*functions, SILENT}, text
+    assert SILENT in found.silent(), "what nobody tells was not found"
+    return found
+
+
+@pytest.mark.slow
+def test_a_whole_run_and_an_export_say_what_takes_long(tmp_path, real_data):
+    recipe = arguments(
+        tmp_path / "run",
+        real_data,
+        training__steps=2,
+        validation__interval=2,
+        validation__samples=2,
+        validation__max_new_tokens=3,
+        checkpoint__interval=2,
+        checkpoint__export_hf="true",
+        metrics__log_interval=100,
+    )
+    told = tell(
+        tmp_path / "notes.jsonl",
+        [*BEFORE_STEPS, *STEPS, *AT_THE_END],
+        [ROOT / "train.py", *recipe],
+    )
+    assert told.silent() == [SILENT]
+    assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]
+
+    told = tell(
+        tmp_path / "exporting.jsonl", EXPORT, [ROOT / "scripts/export.py", tmp_path / "run"]
+    )
+    assert told.silent() == [SILENT]
+    assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]
+
+
+@pytest.mark.slow
+def test_planning_a_cluster_says_what_takes_long(tmp_path):
+    (tmp_path / "small.toml").write_text(SIZES)
+    command = [ROOT / "scripts/plan.py", "--config", tmp_path / "small.toml"]
+    command += ["--placement", "auto", "--effort", "0.001"]
+    told = tell(tmp_path / "notes.jsonl", PLAN, command)
+    assert told.silent() == [SILENT]
+    assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]

@@ -1,0 +1,69 @@
+"""Runs a program some of whose functions take longer than it is quiet, and notes when each did.
+
+    python slowed.py NOTES.jsonl SECONDS FUNCTION ... -- SCRIPT ARGUMENTS ...
+
+A FUNCTION is "module:name" or "module:Class.name"; its first call takes so many seconds longer.
+The program tells what takes long after a twentieth of them. After its end comes as long a silence,
+noted as `SILENT`: what looks for silences has to find it.
+"""
+
+import importlib
+import json
+import runpy
+import sys
+import time
+from functools import wraps
+from pathlib import Path
+
+SILENT = "nobody tells this"
+
+
+def note(file: Path, name: str, seconds: float) -> None:
+    """Takes so long, and writes down from when to when."""
+    begin = time.time()
+    time.sleep(seconds)
+    with file.open("a") as notes:
+        notes.write(json.dumps([name, begin, time.time()]) + "\n")
+
+
+def slow(function: str, file: Path, seconds: float) -> None:
+    """Lets the first call of a function take longer."""
+    module, _, path = function.partition(":")
+    *owners, name = path.split(".")
+    owner = importlib.import_module(module)
+    for part in owners:
+        owner = getattr(owner, part)
+    wrapped = getattr(owner, name)
+    called = []
+
+    @wraps(wrapped)
+    def slowed(*args, **kwargs):
+        if not called:
+            called.append(True)
+            note(file, function, seconds)
+        return wrapped(*args, **kwargs)
+
+    setattr(owner, name, slowed)
+
+
+def main() -> int:
+    """The program's exit code."""
+    place = sys.argv.index("--")
+    file, seconds, functions = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:place]
+    log = importlib.import_module("torchmm.common.log")
+    log.QUIET_S, log.POLL_S = seconds / 20, seconds / 40
+    for function in functions:
+        slow(function, file, seconds)
+    sys.argv = sys.argv[place + 1 :]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    note(file, SILENT, seconds)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
