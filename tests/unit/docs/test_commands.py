@@ -29,6 +29,9 @@ BLOCK = re.compile(r"^```(?:bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 IN_RECIPE = re.compile(r"^#+ +((?:torchrun|python|\./scripts/).*?)(?: {2,}\(.*)?$", re.MULTILINE)
 STAND_INS = {
     "recipes/mine.toml": "recipes/quickstart.toml",
+    "recipes/lora.toml": "recipes/zoo/qwen3_vl_8b_lora.toml",
+    "recipes/connector.toml": "recipes/zoo/llava_1_5_7b_connector.toml",
+    "recipes/instruct.toml": "recipes/zoo/llava_1_5_7b.toml",
     "recipe.toml": "recipes/quickstart.toml",
     "planned.toml": "recipes/papers/disttrain_mllm_72b.toml",
     "RECIPE": "recipes/quickstart_disaggregated.toml",

@@ -1,0 +1,89 @@
+"""Figures of pages say when they were found, or lead to the rows that they are from.
+
+A section whose text has seconds, bytes, shares or factors needs a day, or a link to a page of results;
+and such a page says of which day its rows are. What is no finding (a setting, a limit, a name) is in
+NO_FINDINGS.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("start", "grow", "understand")
+UNITS = r"ms|us|µs|s|min|minutes|seconds|hours|[KMG]i?B|%|x|times"
+FIGURE = re.compile(rf"(?<![\w.,-])(\d+(?:[.,]\d+)*\s?(?:{UNITS}))(?![\w/-])")
+DAY = re.compile(r"\b\d{1,2}(?: and \d{1,2})?\s[A-Z][a-z]+\s20\d\d\b")
+RESULTS = "benchmarks/results/"
+CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+NO_FINDINGS = {
+    "start/generation: Drawing": "sides of pictures",
+    "grow/checkpoints: Stopping": "a limit",
+    "grow/cluster: Kubernetes": "a default",
+    "grow/cluster: When a machine is lost": "a default",
+    "grow/gpus: A lost peer": "a limit",
+    "grow/large_data: In short": "advice",
+    "grow/large_data: What is read, and by whom": "an estimate that shows how it is made",
+    "grow/memory: Optimizer states and parameters": "a device's size",
+    "grow/orchestration: What is searched": "a setting",
+    "grow/placements: Disaggregated": "what a picture assumes",
+    "grow/run_page: Reading a run": "a setting",
+    "understand/cost_model: How a number is computed": "a bound that tests hold",
+    "understand/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",
+    "understand/pipelining: Pipelining": "of a picture that a test draws again",
+}
+"""By page and heading: why its figures are none."""
+
+
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """Heading and text of each section, without code."""
+    for part in re.split(r"^(?=#+ )", CODE.sub("", text), flags=re.MULTILINE):
+        heading, _, rest = part.partition("\n")
+        yield heading.lstrip("# "), rest
+
+
+def undated(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Sections with figures of nobody knows when."""
+    for heading, rest in sections(text):
+        figures = FIGURE.findall(rest)
+        if figures and not DAY.search(rest) and RESULTS not in rest:
+            yield heading, figures
+
+
+PAGES = [page for folder in FOLDERS for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_figures_say_when_they_were_found(page):
+    name = f"{page.parent.name}/{page.stem}"
+    found = {f"{name}: {heading}": figures for heading, figures in undated(page.read_text())}
+    assert {name: of for name, of in found.items() if name not in NO_FINDINGS} == {}
+
+
+def test_exceptions_are_needed():
+    found = {
+        f"{page.parent.name}/{page.stem}: {heading}"
+        for page in PAGES
+        for heading, _ in undated(page.read_text())
+    }
+    assert NO_FINDINGS.keys() <= found
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "benchmarks/results").glob("*.md")), ids=str)
+def test_pages_of_results_say_of_which_day_they_are(page):
+    assert DAY.search(page.read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("# A\nIt takes 3.5 s.\n## B\nIt takes 2 GiB, 3 November 2026.", 1),
+        ("# A\nIt takes 3 s ([rows](../benchmarks/results/x.md)).", 0),
+        ("# A\n```sh\nsleep 5 s\n```\nIt takes `5 s`, or 3 steps of 4 ranks.", 0),
+        ("# A\n1.4 times as fast", 1),
+    ],
+)
+def test_figures_without_a_day_are_found(text, count):
+    assert len(list(undated(text))) == count
