@@ -1,8 +1,8 @@
 """Figures of pages say when they were found, or lead to the rows that they are from.
 
-A section whose text has seconds, bytes, shares or factors needs a day, or a link to a page of results;
-and such a page says of which day its rows are. What is no finding (a setting, a limit, a name) is in
-NO_FINDINGS.
+A section whose text has seconds, bytes, shares or factors needs a day, or a link to a page of
+results; and such a page says of which day its rows are. What is no finding (a setting, a limit) is
+in NO_FINDINGS.
 """
 
 import re
