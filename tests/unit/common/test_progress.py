@@ -46,6 +46,13 @@ def test_a_file_gets_plain_lines_with_counts():
     assert lines[-1].endswith("done") and "\x1b" not in text.getvalue()
 
 
+def test_how_much_is_done_may_be_asked():
+    text = io.StringIO()
+    log_to_console(Console(file=text))
+    with working("fetching", unit="MB", measured=lambda: 1700):
+        shown(text, "fetching: 1,700 MB, 0 s")
+
+
 def test_short_work_is_never_mentioned(monkeypatch):
     monkeypatch.setattr(log, "QUIET_S", 60.0)
     text = io.StringIO()

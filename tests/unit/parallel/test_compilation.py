@@ -5,6 +5,7 @@ not compiled.
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from proofs import proves
 from test_stages import example
 from torch import Tensor
 
+from torchmm.common import log
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import COMPILES_FROM, has_experts
 from torchmm.parallel import compilation, torch_private
@@ -131,6 +133,22 @@ def test_layers_of_one_kind_share_their_graphs() -> None:
     graphs = check(*runs_of("gemma3_text"))
     kinds = {"layers like 0 of llm", "layers like 1 of llm"}  # with a window, and without
     assert {graph.kind for graph in graphs} == kinds and len(graphs) == len(kinds)
+
+
+def test_compiling_says_which_of_how_many_kinds_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def slow(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
+        time.sleep(0.2)
+        return graph
+
+    monkeypatch.setattr(log, "QUIET_S", 0.02)
+    monkeypatch.setattr(log, "POLL_S", 0.01)
+    monkeypatch.setattr(torch_private, "compiler_named", lambda backend: slow)
+    with caplog.at_level(logging.INFO, "torchmm"):
+        check(*runs_of("gemma3_text"))
+    told = "compiling layers like {0} of llm: {1} of 2 kinds of layers, 0 s"
+    assert all(told.format(number, number + 1) in caplog.text for number in range(2))
 
 
 def test_without_a_word_about_sizes_there_are_more_which_is_told_with_the_guard(

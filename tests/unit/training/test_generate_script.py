@@ -1,10 +1,14 @@
 """scripts/generate.py: what it opens, what may be asked, and that layouts of questions agree."""
 
 import importlib.util
+import io
 import json
+import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ import torch.distributed as dist
 from checkpoint_runs import make_manager
 from model_cases import randomize
 from PIL import Image
+from rich.console import Console
 from transformers import AutoTokenizer
 
+from torchmm.common import log
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -22,6 +28,7 @@ from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports.checkpoint import export_checkpoint
+from torchmm.training.pipeline import Pipeline
 from torchmm.training.text.prompts import parts_of, request_of
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "generate.py"
@@ -140,6 +147,33 @@ def test_a_stream_shows_what_is_otherwise_printed_at_the_end(run: Run) -> None:
     words = ["--prompt", "one", *DRAWN]
     [whole] = run(*words)
     assert "\n".join(run(*words, "--stream")) == whole.removeprefix("one: ")
+
+
+def test_until_the_first_word_it_says_that_what_was_asked_is_read(
+    run: Run, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then nothing else between the words."""
+    told = io.StringIO()
+    logger = logging.getLogger("torchmm")
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    monkeypatch.setattr(script, "Console", lambda **_: Console(file=told))
+    monkeypatch.setattr(log, "QUIET_S", 0.02)
+    monkeypatch.setattr(log, "POLL_S", 0.01)
+    logits = Pipeline.next_token_logits
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return logits(*arguments)
+
+    monkeypatch.setattr(Pipeline, "next_token_logits", slow)
+    words = ["--max-new-tokens", "4"]
+    for asked in (run("--prompt", "one", *words, "--stream"), run("--chat", *words, said=["one"])):
+        assert asked and "reading what was asked: 0 s" in told.getvalue()
+        assert "writing" not in told.getvalue()
+        told.truncate(0)
+    run("--prompt", "one", *words)
+    assert "writing: " in told.getvalue() and "reading what" not in told.getvalue()
 
 
 def test_chats_are_asked_as_a_user_asks_and_as_one_talks(run: Run, tmp_path: Path) -> None:
