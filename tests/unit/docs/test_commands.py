@@ -198,6 +198,7 @@ CHECKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     ),
     "./scripts/test.sh": (check_script, "bash reads it; CI runs it"),
     "./scripts/lmms_eval.sh": (check_script, "bash reads it"),
+    ". .venv/bin/activate": (check_nothing, "none: made by `scripts/environment.sh`"),
     "export": (check_nothing, "none: sets a variable"),
     "tail": (check_nothing, "none: a program of the system"),
     "pip-audit": (check_nothing, "none: not installed here"),

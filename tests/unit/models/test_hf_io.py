@@ -1,6 +1,8 @@
 """Checkpoints: load what Hugging Face saved, save what Hugging Face would, refuse the rest."""
 
 import json
+import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,11 @@ from transformers import (
     Wav2Vec2ForCTC,
 )
 
+from torchmm.common import log
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
+from torchmm.models.hf import load as loading
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -439,3 +443,22 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     materialize(model, "cpu")
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load_weights(model)
+
+
+def test_what_is_fetched_is_told_in_megabytes(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "models--own--model" / "blobs"
+
+    def fetch(name: str, **_: Any) -> str:
+        folder.mkdir(parents=True)
+        (folder / "whole").write_bytes(bytes(3_000_000))
+        (folder / "other.incomplete").write_bytes(bytes(1_500_000))
+        time.sleep(0.2)
+        return str(folder)
+
+    monkeypatch.setattr(loading, "snapshot_download", fetch)
+    monkeypatch.setattr(loading.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(log, "QUIET_S", 0.02)
+    monkeypatch.setattr(log, "POLL_S", 0.01)
+    with caplog.at_level(logging.INFO, "torchmm"):
+        assert loading._directory("own/model") == folder
+    assert "fetching own/model: 4 MB, 0 s" in caplog.text
