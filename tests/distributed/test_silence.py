@@ -61,14 +61,25 @@ hidden_size = 64
 intermediate_size = 128
 num_hidden_layers = 2
 num_attention_heads = 2
+[model.encoders.vision.config]
+model_type = "siglip_vision_model"
+image_size = 32
+patch_size = 16
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
 [training]
 sequence_length = 256
 global_batch_size = 4
 [simulation]
 device = "a800"
 gpus = 2
+[simulation.images.vision]
+patches = 4
+tokens = 4
 [[simulation.sequences]]
-weight = 1.0
+images = [0, 8]
 """
 
 

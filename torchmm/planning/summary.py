@@ -17,6 +17,9 @@ from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import show_sizes
 from torchmm.recipe.sizes import MeshSizes
 
+MILLIONS_FROM = 100_000
+"""Parameters that are counted in millions; fewer would be 0.0."""
+
 
 def run_memory(run: Resolved, model: MultimodalModel) -> MemoryEstimate:
     """Estimated bytes per rank; of the module that needs most where each has ranks of its own.
@@ -102,7 +105,8 @@ def run_summary(
         state = "frozen" if trainable == 0 else "trained"
         if 0 < trainable < total:
             state = f"of which {trainable / 1e6:,.2f} M are trained"
-        lines[name] = f"{total / 1e6:,.1f} M parameters, {state}"
+        count = f"{total / 1e6:,.1f} M" if total >= MILLIONS_FROM else f"{total:,}"
+        lines[name] = f"{count} parameters, {state}"
     lines |= _rank_lines(run, model)
     lines["batch"] = (
         f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
