@@ -53,7 +53,9 @@ function draw(figure) {
   }
   for (const tick of ticks(first, last, 5)) {
     if (!Number.isInteger(tick)) continue;
-    const label = element("text", {x: x(tick), y: HEIGHT - 6, "text-anchor": "middle"}, svg);
+    const atEnd = x(tick) > WIDTH - RIGHT - 15;  // half of it would be cut off
+    const place = {x: atEnd ? WIDTH : x(tick), "text-anchor": atEnd ? "end" : "middle"};
+    const label = element("text", {...place, y: HEIGHT - 6}, svg);
     label.textContent = shown(tick);
   }
   for (const curve of told.curves) {
