@@ -30,6 +30,7 @@ LABELS = {
     "hf": "Hugging Face export, loads with from_pretrained",
     "hf-ema": "the same of averaged weights",
 }
+IN_PARTS = "the model in parts, which no class of Hugging Face has together"
 SHOWN_RANKS = 5
 
 
@@ -116,7 +117,9 @@ def show_stragglers(console: Console, records: list[dict[str, Any]]) -> None:
 def _show_files(console: Console, run_dir: Path) -> None:
     for name, meaning in LABELS.items():
         if (run_dir / name).exists():
-            console.print(f"{run_dir / name!s:<36} {meaning}", highlight=False)
+            whole = not name.startswith("hf") or (run_dir / name / "config.json").exists()
+            told = meaning if whole else IN_PARTS
+            console.print(f"{run_dir / name!s:<36} {told}", highlight=False)
 
 
 if __name__ == "__main__":
