@@ -110,7 +110,8 @@ def _write(options: argparse.Namespace, chosen: Candidate, device: str) -> int:
         text = recipe_text(chosen, str(options.config), device)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_atomically(options.out, text.encode())
-        print(options.out)
+        shown = f"--config {options.out} --dry-run --world-size {chosen.devices}"
+        print(f"{options.out}, for {chosen.devices} ranks; look at it:\npython train.py {shown}")
     return 0
 
 
