@@ -130,12 +130,13 @@ def _answer(
 ) -> None:
     if arguments.stream and len(requests) == 1 and not arguments.json:
         with _Stream(writer.tokenizer) as stream:
-            writer.write(
+            written = writer.write(
                 requests,
                 sampling,
                 max_prompt_tokens=arguments.max_prompt_tokens,
                 on_tokens=stream,
             )
+            list(written)  # which shows it
         return
     texts = writer.write(
         requests,

@@ -21,6 +21,8 @@ from tiny_recipe import arguments
 ROOT = Path(__file__).parents[2]
 SECONDS = 1.0
 """That a function takes."""
+LATE_S = 0.3
+"""That a line may be read behind its being written."""
 MOST_S = 15.0
 """Between two lines, on a machine that does other things as well; 5 on one that does not."""
 BEFORE_STEPS = (
@@ -95,11 +97,11 @@ class Told(NamedTuple):
     notes: list[tuple[str, float, float]]
 
     def silent(self) -> list[str]:
-        """What took long and was not told meanwhile."""
+        """What took long and was not told meanwhile; what is read late was said before."""
         return [
             name
             for name, begin, end in self.notes
-            if not any(begin < came <= end for came, _ in self.lines)
+            if not any(begin + LATE_S < came <= end for came, _ in self.lines)
         ]
 
     def gaps(self) -> list[tuple[float, str]]:
