@@ -41,7 +41,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         page = Path(directory) / "compare.html"
         script("compare_runs.py", *arguments.run_dirs, "--output", page)
-        photograph(browser, page, images / "compare_runs.png", LIGHT, 1100)
+        photograph(browser, page, images / "compare_runs.png", LIGHT, 930)
     draw_terminal(f"$ python scripts/show_run.py {run}\n{output}", images / "terminal.svg")
     return 0
 
