@@ -58,16 +58,19 @@ def describe_run(
 
 def _launch_lines(arguments: Sequence[str], world_size: int, per_node: int) -> dict[str, str]:
     """The command that starts the run, and Slurm's where it takes several nodes."""
-    ranks = max(n for n in range(1, per_node + 1) if world_size % n == 0)  # as many on each node
-    nodes = world_size // ranks
+    ranks = min(world_size, per_node)
+    nodes = -(-world_size // ranks)
+    fewer = world_size - (nodes - 1) * ranks
     options = f"--nproc-per-node {ranks}"
     if nodes > 1:
         options = f"--nnodes {nodes} {options} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
     command = shlex.join(arguments)
     lines = {"start with": f"torchrun {options} train.py {command}"}
     if nodes > 1:
-        lines["start with"] += f"   (on each of {nodes} nodes; docs/grow/cluster.md)"
-        sizes = f"--nodes {nodes} --ntasks-per-node {ranks} --gpus-per-node {ranks}"
+        last = "" if fewer == ranks else f", on one of them with --nproc-per-node {fewer}"
+        lines["start with"] += f"   (on each of {nodes} nodes{last}; docs/grow/cluster.md)"
+        tasks = "" if fewer == ranks else f"--ntasks {world_size} "
+        sizes = f"--nodes {nodes} {tasks}--ntasks-per-node {ranks} --gpus-per-node {ranks}"
         lines["or, with Slurm"] = f"sbatch {sizes} scripts/launch/slurm.sh {command}"
     return lines
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.records import read_records
-from torchmm.planning.dry_run import describe_run
+from torchmm.planning.dry_run import _launch_lines, describe_run
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.report import fastest, forecast_table, write_forecasts
 from torchmm.recipe.recipe import Recipe
@@ -175,6 +175,10 @@ def test_dry_run_tells_how_to_start_the_run(recipe):
     assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d" in many
     assert "sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 scripts/launch/slurm.sh" in many
     assert "start with" not in describe_run(recipe, 8)
+    uneven = _launch_lines(["--config", "r.toml"], 62, 8)
+    assert "--nnodes 8 --nproc-per-node 8" in uneven["start with"]
+    assert "on one of them with --nproc-per-node 6" in uneven["start with"]
+    assert "--nodes 8 --ntasks 62 --ntasks-per-node 8" in uneven["or, with Slurm"]
 
 
 def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, capsys):
