@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, TorchmmError
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--private", action="store_true", help="if that is a new repository")
     arguments = parser.parse_args()
     log_to_console(Console(stderr=True))
+    disable_progress_bar()  # of shards: what takes long is told here
     try:
         found = checkpoints_at(arguments.checkpoint.resolve())
         if not found:
