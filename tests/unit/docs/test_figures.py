@@ -29,7 +29,6 @@ NO_FINDINGS = {
     "grow/memory: Optimizer states and parameters": "a device's size",
     "grow/orchestration: What is searched": "a setting",
     "grow/placements: Disaggregated": "what a picture assumes",
-    "grow/run_page: Reading a run": "a setting",
     "understand/cost_model: How a number is computed": "a bound that tests hold",
     "understand/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",
     "understand/pipelining: Pipelining": "of a picture that a test draws again",
