@@ -10,14 +10,18 @@ checkpoint unusable, 5 non-finite numbers, 6 peer lost, 75 preempted (saved).
 
 import argparse
 import faulthandler
+import json
 import os
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
 from rich.console import Console
 
 from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.files import replace_atomically
 from torchmm.common.log import log_to_console, working
 from torchmm.common.processes import launched
 from torchmm.recipe.read import dump_recipe, list_recipes, load_recipe
@@ -41,9 +45,21 @@ def main() -> int:
     try:
         return _run(arguments, overrides)
     except TorchmmError as error:
+        told = f"{type(error).__name__}: {error}"
         if not error.reported:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            print(told, file=sys.stderr, flush=True)
+        _tell_torchrun(told)
         return error.exit_code
+
+
+def _tell_torchrun(why: str) -> None:
+    """Leaves word for what it prints when all ranks have ended, which hides what they printed."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    told = {"message": {"message": why, "extraInfo": {"timestamp": int(time.time())}}}
+    with suppress(OSError):
+        replace_atomically(Path(file), json.dumps(told).encode())
 
 
 def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
