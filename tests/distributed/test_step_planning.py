@@ -80,8 +80,13 @@ def compute_order(plan: PipelinePlan) -> list[list]:
     return [[action for action in row if action.type in COMPUTE] for row in plan.actions]
 
 
+HARD, TEXT = 0, 9
+"""Batches whose first two microbatches make a step: one whose search does not come to its bound, so
+that it makes all its evaluations, and one without images."""
+
+
 class Run:
-    """Steps with equal microbatches, which may be reversed."""
+    """Steps of two microbatches, which may be reversed; all replicas have the same."""
 
     def __init__(self, of: Searched, **options: bool) -> None:
         self.of, self.log = of, Lines()
@@ -99,15 +104,13 @@ class Run:
         return self.made[-1]
 
     def step(self, announced: int = 0) -> tuple[PlanFigures, list[list]]:
-        """A step with batch 0 on even, text on odd announcements for the next one."""
+        """A hard step; it is announced as the next one too, or text is."""
         of = self.of
         self.number += 1
-        batch = [batch_of(0)[1]] * 4
-        other = [batch_of(9)[1]] * 4
-        metas = [m.meta for m in (other if announced else batch)]
+        share = batch_of(HARD)[:2]
+        metas = [m.meta for m in batch_of(TEXT if announced else HARD)[:2]]
         replicas = of.mesh.data_parallel_size
-        share = of.share(batch)[:2]
-        plan = self.planner.plan(self.number, share, lambda: [metas[:2]] * replicas)
+        plan = self.planner.plan(self.number, share, lambda: [metas] * replicas)
         outcome = of.step.run(plan, share, 50)
         self.planner.learn(self.number, outcome, share, 100.0)
         return self.planner.figures, compute_order(outcome.plan)

@@ -9,7 +9,7 @@ import pytest
 from dispatch_cases import even_costs, pipeline
 from naive_dispatch import random_dispatch
 
-from torchmm.balance.order_search.bounds import lower_bound_ms
+from torchmm.balance.order_search.bounds import _one_rank, lower_bound_ms
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
@@ -90,3 +90,54 @@ def test_microbatches_without_backward_may_fill_the_end():
     backwards = [a for a in dispatcher.actions if a.type is ActionType.B]
     assert Action(ActionType.B, 0, 1) not in backwards
     assert dispatcher.evaluate() >= lower_bound_ms(dispatcher)
+
+
+def slower_last_rank(counts):
+    """Three ranks, of which the last has the head: its LLM takes longer."""
+    graph = pipeline(3, counts)
+    compute = dict(even_costs(graph, 2.0, 3.0).compute_ms)
+    stages = graph.layout.stages
+    for action in compute:
+        if stages[action.stage].module == "llm" and stages[action.stage].ranks == (2,):
+            compute[action] *= 1.5
+    return Dispatcher(graph, PlanCosts(compute))
+
+
+def test_of_unequal_ranks_every_way_counts():
+    """More than the shortest way to the slowest rank, its work and the shortest way from it: only
+    few actions have these."""
+    tighter = 0
+    for counts in ([1, 0, 2], [2, 1], [0, 1, 1], [3, 0]):
+        dispatcher = slower_last_rank(counts)
+        orders = permutations(range(len(dispatcher.segments)))
+        best_ms = min(dispatcher.evaluate(np.array(order)) for order in orders)
+        bound_ms = lower_bound_ms(dispatcher)
+        assert bound_ms <= best_ms
+        compute = dispatcher.costs.compute_ms
+        stages = dispatcher.graph.layout.stages
+        work_ms = sum(compute[a] for a in dispatcher.actions if stages[a.stage].ranks == (2,))
+        shortest_ms = 2 * 2.0 + 2 * 4.0  # over two ranks, as encoders come and go
+        tighter += bound_ms > work_ms + shortest_ms + 1e-9
+    assert tighter > 1
+
+
+def test_one_ranks_bound_is_that_of_interrupted_work():
+    # Long ways from what is there late: the rank must not begin with all of the rest.
+    assert _one_rank([(0, 5, 0), (3, 2, 10)]) == 15
+    assert _one_rank([(0, 5, 0), (3, 2, 0)]) == 7
+    assert _one_rank([(4, 1, 2), (0, 1, 0)]) == 7
+    for seed in range(200):
+        rng = random.Random(seed)
+        own = [
+            (rng.randint(0, 9), rng.randint(1, 5), rng.randint(0, 9))
+            for _ in range(rng.randint(1, 5))
+        ]
+        ends = []
+        for order in permutations(own):
+            now = end = 0
+            for head, time, tail in order:
+                now = max(now, head) + time
+                end = max(end, now + tail)
+            ends.append(end)
+        simple = min(o[0] for o in own) + sum(o[1] for o in own) + min(o[2] for o in own)
+        assert simple <= _one_rank(own) <= min(ends)

@@ -1,12 +1,14 @@
 """What no order of a step can be faster than: it shows a schedule search how much is left to gain.
 
-For any step: every rank waits for the shortest way to its first action, does all of its work, and
-what it did last still has to come to the end. Where all ranks take equally long in every segment,
-more can be proven. Let x be a segment of each microbatch whose forward comes before all of its
-backwards, as the LLM's do, and j the first of them to start on the last of P ranks. Before j ends
-there is no backward, so what rank q+1 has done when j ends on rank q, rank q had done when it
-began j: rank q+1 has been idle longer than rank q by the forward of j. Mirrored in time the same
-holds for backwards. So a step takes at least
+For any step: a rank does all of its work, no action before the longest way to it, and after each
+there still is the longest way from it to the end. If actions might be interrupted, the best a rank
+can do is to work on what is there and has the longest way to go (Jackson's schedule of one machine
+with heads and tails; Carlier 1982); no order of whole actions is faster. Where all ranks take
+equally long in every segment, more can be proven. Let x be a segment of each microbatch whose
+forward comes before all of its backwards, as the LLM's do, and j the first of them to start on the
+last of P ranks. Before j ends there is no backward, so what rank q+1 has done when j ends on rank
+q, rank q had done when it began j: rank q+1 has been idle longer than rank q by the forward of j.
+Mirrored in time the same holds for backwards. So a step takes at least
 
     busy time + (P - 1) (shortest forward of such a segment + shortest such backward).
 
@@ -17,6 +19,7 @@ step, which hides that an order is the best one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -48,7 +51,7 @@ def lower_bound_ms(dispatcher: Dispatcher) -> float:
 
 
 def _any_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> int:
-    """Longest path, and by rank: shortest way to it + work + shortest way from it."""
+    """Longest path, and by rank: its work between the ways to and from every action."""
     durations = dispatcher.tables.duration_ps.tolist()
     ranks = (dispatcher.tables.queue // 2).tolist()
     before = [0] * len(order)
@@ -60,10 +63,35 @@ def _any_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> in
         behind[action] = max((w + durations[t] + behind[t] for t, w in edges[action]), default=0)
     bound = max((before[a] + durations[a] + behind[a] for a in order), default=0)
     for rank in set(ranks):
-        own = [a for a in order if ranks[a] == rank]
-        work = sum(durations[a] for a in own)
-        bound = max(bound, min(before[a] for a in own) + work + min(behind[a] for a in own))
+        own = [(before[a], durations[a], behind[a]) for a in order if ranks[a] == rank]
+        bound = max(bound, _one_rank(own))
     return bound
+
+
+def _one_rank(own: Sequence[tuple[int, int, int]]) -> int:
+    """The earliest end of a rank's actions if they may be interrupted.
+
+    Args:
+        own: by action: the way to it, its time, the way from it.
+    """
+    coming = sorted(own, reverse=True)
+    waiting: list[tuple[int, int]] = []  # (less the way from it, time that is left)
+    now = 0
+    end = 0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, coming[-1][0])
+        while coming and coming[-1][0] <= now:
+            _, time, behind = coming.pop()
+            heappush(waiting, (-behind, time))
+        urgent, left = heappop(waiting)
+        done = min(left, coming[-1][0] - now) if coming else left
+        now += done
+        if done < left:
+            heappush(waiting, (urgent, left - done))
+        else:
+            end = max(end, now - urgent)
+    return end
 
 
 def _ranks_are_equal(dispatcher: Dispatcher) -> bool:
