@@ -69,7 +69,7 @@ def parallel_sizes() -> Section:
     cells = []
     for sizes in paper.PRINTED_SIZES:
         recipe = recipe_named(sizes.recipe)
-        # VLM-XL comes with two; T2V-L and -XL have others in our recipes, to fit into memory.
+        # VLM-XL and T2V-XL come with two.
         update = {"pipeline": sizes.pipeline, "tensor": sizes.tensor}
         parallel = recipe.parallel.model_copy(update=update)
         layout = resolve_sizes(parallel, sizes.gpus)

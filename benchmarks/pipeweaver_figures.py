@@ -29,8 +29,8 @@ longest of as many random orders as the search tries, which is less bad than the
 which a search was inverted.
 
 Figure 9a: table 4's five models, on one step of their recipes' data and not on 100 of the paper's.
-Printed are the least and the most gain over any baseline. Our generators are split over
-tensor-parallel ranks there, as in figure 14; the paper has no *module after module* for T2V.
+Printed are the least and the most gain over any baseline; the paper has no *module after module*
+for T2V.
 
 Figure 11: memory of VLM-M's first rank. The paper does not say what a fluctuation is; here it is
 the least to the most in use in the middle half of a step.

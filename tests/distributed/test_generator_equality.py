@@ -224,6 +224,8 @@ CASES = {
     "pp2 x tp2": [
         Case(),
         Case(freeze="LLM", parallel={"sequence_parallel": True}),
+        Case("searched", parallel={"sequence_parallel": True}),
+        Case("searched", "generator", recompute="full"),
     ],
 }
 SIZES = {

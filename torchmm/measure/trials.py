@@ -209,7 +209,7 @@ class _Case:
             parallel = recipe.parallel
             overlap = None
             has_slices = "sequence" in module.tensor_parallel_plan().values()
-            if parallel.async_tensor_parallel and has_slices:
+            if parallel.async_tensor_parallel and has_slices and module.overlaps:
                 tokens = recipe.training.sequence_length
                 overlap = choose_overlap(module, mesh["tensor"], parallel, dtype, tokens)
             apply_tensor_parallel(module, mesh["tensor"], parallel.sequence_parallel, overlap)

@@ -83,6 +83,7 @@ class GeneratorModule(LayeredModule):
 
     kind = "generator"
     forward_methods = ("velocity",)
+    overlaps = False  # cross attention reads two inputs, of which only one is gathered
 
     def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
         super().__init__(GENERATOR, weights)
@@ -121,7 +122,12 @@ class GeneratorModule(LayeredModule):
         return (*(f"dit.{name}" for name in self.family.post), "output")
 
     def _tensor_parallel_styles(self) -> dict[str, str]:
-        return {}  # computed whole on every tensor-parallel rank
+        """Of the layers; what stands around them is computed whole on every rank."""
+        styles = self.family.tensor_styles(self.spec.config)
+        return {f"{self.layers_fqn}.*{name and '.'}{name}": s for name, s in styles.items()}
+
+    def tensor_parallel_scopes(self) -> list[str]:
+        return [f"{self.layers_fqn}.*.{name}" for name in self.family.tensor_scopes]
 
     def _describe_layer(self, index: int) -> LayerDescription:
         return self.family.describe_layer(self.spec.config)
@@ -180,8 +186,9 @@ class GeneratorModule(LayeredModule):
         context_NLD, context_mask = padded(context_KD, inputs.contexts)
         sizes = [prod(grid) for grid in inputs.grids_thw]
         masks = padding_mask(sizes, hidden_NPD), context_mask
+        read_NE = self.between.read(time_NE)
         for _, layer in self.indexed_layers():
-            hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, time_NE, masks)
+            hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, read_NE, masks)
         # Views: backward of a stage cannot start at what it was itself given.
         return Given(hidden_NPD, context_KD.view_as(context_KD), time_NE.view_as(time_NE))
 

@@ -57,6 +57,10 @@ class Between(Protocol):
         """
         ...
 
+    def read(self, values: Tensor) -> Tensor:
+        """What layers read that all ranks have whole; its gradients are summed over them."""
+        ...
+
 
 class WholeSequences:
     """`Between` where a rank has all positions."""
@@ -66,6 +70,9 @@ class WholeSequences:
 
     def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
         return hidden.index_add(-2, positions_K, rows_KD.expand(*hidden.shape[:-2], -1, -1))
+
+    def read(self, values: Tensor) -> Tensor:
+        return values
 
 
 class StageRange(NamedTuple):
@@ -146,6 +153,7 @@ class LayeredModule(nn.Module, ABC):
         new_connector: whether pretrained weights may lack the connector, which then starts at
             random.
         splits: whether it was compared with the whole when split over tensor-parallel ranks.
+        overlaps: whether tensor-parallel communication can go on below its products.
         recomputes: whether backward runs layers again instead of keeping all activations.
         taps: encoders: layers whose outputs the connector reads too; LLMs: layers behind which
             blocks of features are added (`torchmm.models.layers.deepstack`).
@@ -161,6 +169,7 @@ class LayeredModule(nn.Module, ABC):
     kind: Literal["llm", "encoder", "generator"]
     layers_fqn: str
     forward_methods: tuple[str, ...] = ()
+    overlaps = True
     linears_around: tuple[LinearSizes, LinearSizes]
     connector_linears: int = 0
 

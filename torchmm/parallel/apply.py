@@ -61,7 +61,7 @@ def parallelize(
     for module in model.all_stages():
         own = (meshes or {}).get(module.name, mesh.own)
         has_slices = "sequence" in module.tensor_parallel_plan().values()
-        if overlaps and has_slices and module.name not in chosen:
+        if overlaps and has_slices and module.overlaps and module.name not in chosen:
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
         apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap)

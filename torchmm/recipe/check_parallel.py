@@ -283,6 +283,8 @@ def _check_heads(recipe: Recipe) -> Problems:
         configs[f"model.encoders.{name}.config"] = (encoder.config, name)
     for module, (key, part) in composite_parts(model.config or {}).items():
         configs[key] = (part, module)
+    if model.generator is not None:
+        configs[f"model.{GENERATOR}.config"] = (model.generator.config, GENERATOR)
     for key, (config, module) in configs.items():
         size, tensor = _tensor_size(parallel, module)
         for name in _HEADS:

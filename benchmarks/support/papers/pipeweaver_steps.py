@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from support.papers.paper_figures import PIPEWEAVER_ABLATION
-from torchmm.balance.costs.execution import Execution, Recompute
+from torchmm.balance.costs.execution import Recompute
 from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.layers import stage_parameters
 from torchmm.balance.costs.model import CostModel
@@ -27,7 +27,6 @@ from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -65,19 +64,11 @@ class Model(NamedTuple):
         return self.data * self.pipeline * self.tensor
 
 
-class AllSplit(CostModel):
-    """Generators are split over tensor-parallel ranks too, as the paper's; ours run whole there."""
-
-    def execution_of(self, module: ModuleDescription) -> Execution:
-        """See `CostModel`."""
-        return self.execution(module.name)
-
-
 VLM_S = Model("pipeweaver_vlm_s", 1, 4, 4)
 SELECTIVE = ["--activation_checkpoint.mode", "selective"]
 SELECTIVE += ["--activation_checkpoint.modules.generator", "full"]
 SELECTIVE += ["--activation_checkpoint.memory_limit", "85%"]
-"""With which T2Vs are cut: their recipes recompute more, as DiTs are not split there."""
+"""With which T2Vs are cut, whatever their recipes recompute."""
 
 
 class Setting:
@@ -119,7 +110,7 @@ class Setting:
             module.name: replace(self._executions[module.name], recompute=mode)
             for module, mode in zip(self.modules, modes, strict=True)
         }
-        return AllSplit(self.profile, self.recipe.training.dtype, executions)
+        return CostModel(self.profile, self.recipe.training.dtype, executions)
 
     def costs(self, graph: StageGraph, modes: Sequence[Recompute]) -> PlanCosts:
         found = plan_costs(graph, self.modules, self.metas, self.model(modes))

@@ -12,9 +12,10 @@ from torchmm.balance.costs.devices import Device
 from torchmm.balance.costs.execution import Execution, Setting, States
 from torchmm.balance.costs.layers import layer_parameters, shared_bytes, stage_parameters
 from torchmm.balance.costs.model import CostModel, StageCosts
-from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile
-from torchmm.balance.costs.sizes import llm_sizes
+from torchmm.balance.costs.operators import KINDS, Curve, Kind, Profile, Times
+from torchmm.balance.costs.sizes import generator_sizes, llm_sizes
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
 
 LAYER = LayerDescription(64, 4, 2, 16, 160, gated_ffn=True, causal=True, parameters=45_000)
@@ -112,13 +113,46 @@ def test_tensor_parallel_ranks_are_faster_by_less_than_their_number() -> None:
     assert hidden.forward.tensor_ms == pytest.approx(two.forward.tensor_ms / 2)
 
 
-def test_a_generator_is_whole_on_every_tensor_parallel_rank() -> None:
+def test_a_generators_layers_are_divided_and_what_stands_around_them_is_not() -> None:
     drawing = replace(LLM, kind="generator")
     for execution in ({"tensor": 2}, {"tensor": 4, "sequence_parallel": True}):
-        one, split = costs(drawing, layers=(1, 3)), costs(drawing, layers=(1, 3), **execution)
-        assert split.forward.total_ms == pytest.approx(one.forward.total_ms)
-        assert split.forward.tensor_ms == pytest.approx([0, 0])
-        assert split.kept_bytes == pytest.approx(one.kept_bytes)
+        layers = costs(LLM, layers=(1, 3), **execution), costs(drawing, layers=(1, 3), **execution)
+        for text, drawn in zip(*layers, strict=True):
+            if isinstance(text, Times):
+                assert drawn.total_ms == pytest.approx(text.total_ms)
+                assert drawn.tensor_ms == pytest.approx(text.tensor_ms)
+    around = replace(drawing, post_linears=((64, 48),), pre_linears=((48, 64),))
+    ends = [
+        [
+            costs(around, layers=(start, stop), tensor=n).forward.total_ms
+            - costs(around, layers=(1, 2), tensor=n).forward.total_ms
+            for n in (1, 2)
+        ]
+        for start, stop in ((0, 1), (len(LLM.layers) - 1, len(LLM.layers)))
+    ]
+    for alone, split in ends:
+        assert split == pytest.approx(alone)
+
+
+def test_a_generators_communication_does_not_overlap() -> None:
+    split = {"layers": (1, 3), "tensor": 2, "sequence_parallel": True}
+    drawing = replace(LLM, kind="generator")
+    plain, overlapped = costs(drawing, **split), costs(drawing, **split, async_tensor=True)
+    assert overlapped.forward.tensor_ms == pytest.approx(plain.forward.tensor_ms)
+    assert (overlapped.forward.tensor_ms > 0).all()
+
+
+def test_a_context_whose_gradient_is_in_parts_is_summed() -> None:
+    """Keys and values of a rank's heads give a part of it."""
+    drawn = generator_sizes([[GeneratedMeta((1, 4, 4), 8)]])
+    layer = replace(LLM.layers[0], cross_attention=True)
+    drawing = replace(LLM, kind="generator", layers=(layer,) * 3)
+    model = CostModel(PROFILE, "float32", {"llm": Execution(tensor=2)})
+    found = model.stage_costs(drawing, 1, 2, drawn, True)
+    # In forward a sum for each of three sublayers; in backward the same, and that of 8 tokens.
+    rate = 5e9
+    assert found.forward.tensor_ms == pytest.approx([3 * 16 * 64 * 4 / rate * 1e3])
+    assert found.inputs.tensor_ms == pytest.approx([(3 * 16 + 8) * 64 * 4 / rate * 1e3])
 
 
 def test_async_tensor_parallelism_gathers_again_what_it_does_not_keep() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from recipe_problems import problems_of
 
+from torchmm.common.errors import ConfigError
 from torchmm.recipe.read import dump_recipe, load_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -98,6 +99,15 @@ def test_drawing_needs_a_generator(recipe: Path) -> None:
     for key in ("data.sources[0].generate", "data.validation[0].generate", "validation.drawings"):
         assert any(key in problem and "no generator" in problem for problem in problems), key
     assert any("model.encoders.generator" in problem for problem in problems)
+
+
+def test_heads_of_an_inline_generator_have_to_divide(monkeypatch, tmp_path) -> None:
+    recipe = ROOT / "recipes" / "papers" / "pipeweaver_t2v_s.toml"
+    load_recipe(recipe, ["--parallel.tensor=4"], 16)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, ["--parallel.tensor=8"], 32)
+    (problem,) = caught.value.problems
+    assert "model.generator.config.num_attention_heads = 28: cannot be split over" in problem
 
 
 def test_the_quickstarts_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from torchmm.balance.costs.operators import (
     Kind,
     Operator,
     Operators,
+    all_reduce_bytes,
     norm_operators,
 )
 from torchmm.balance.costs.sizes import Array, TaskSizes
@@ -313,16 +314,28 @@ class CrossAttention(Attention):
         feed-forward part. For each image, the shifts, scales and gates of the time. For every head,
         masks, which there are if images differ."""
         own = self.linears()
-        query, key = (own[name][1] / setting.execution.tensor for name in ("query", "key"))
-        kept_N = sizes.units_N * (2 * query + 5 * weights * self.layer.hidden_size)
+        tensor = setting.execution.tensor
+        query, key = (own[name][1] / tensor for name in ("query", "key"))
+        read = weights * (1 + 4 * setting.execution.residual_share)
+        kept_N = sizes.units_N * (2 * query + read * self.layer.hidden_size)
         kept_N = kept_N + MODULATIONS * sizes.images_N * self.layer.hidden_size
         kept_N = setting.element_bytes * (kept_N + sizes.contexts_N * 2 * key)
         masks_N = setting.element_bytes * (sizes.units_N + sizes.contexts_N)
-        return kept_N + self.layer.heads * (4 * sizes.units_N + masks_N)
+        return kept_N + self.layer.heads / tensor * (4 * sizes.units_N + masks_N)
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
         """Never more than those of the first attention."""
         return Temporaries(0.0, 0.0)
+
+    def exchange(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """Each tensor-parallel rank has a part of the context's gradient: of its heads."""
+        passes = Operators.none()
+        if setting.execution.tensor > 1:
+            whole_N = setting.element_bytes * sizes.contexts_N * self.layer.hidden_size
+            sent_N = all_reduce_bytes(whole_N, setting.execution.tensor)
+            link = setting.tensor_link
+            passes.inputs.append(Operator("all_reduce", network_bytes=sent_N, link=link))
+        return passes
 
 
 class Heads(Component):

@@ -465,7 +465,8 @@ def stage_parameters(
     module's is taken to stand before them.
 
     Args:
-        tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each.
+        tensor: tensor-parallel ranks; biases, norms and packed projections are whole on each, and
+            so is what a generator has around its layers.
         expert: ranks that divide experts among themselves.
         states: of the parameters.
     """
@@ -483,9 +484,10 @@ def stage_parameters(
     layers = module.layers[start:stop]
     adapters = [own for own in module.connector_adapters if own is not None]
     whole = sees and module.connector_trainable and not adapters
+    split = 1 if draws else tensor
     counts = [
-        (before / tensor * first, module.trainable or (draws and module.connector_trainable)),
-        (behind / tensor * last, module.trainable or whole),
+        (before / split * first, module.trainable or (draws and module.connector_trainable)),
+        (behind / split * last, module.trainable or whole),
     ]
     of_layers = sum(layer_parameters(layer, tensor, expert) for layer in layers)
     every = of_layers + sum(n for n, _ in counts)

@@ -232,10 +232,10 @@ class CostModel:
         return self.executions.get(module, Execution())
 
     def execution_of(self, module: ModuleDescription) -> Execution:
-        """How a module is run; generators are whole on every tensor-parallel rank."""
+        """How a module is run; the communication of generators does not overlap with products."""
         execution = self.execution(module.name)
-        if module.kind == "generator" and execution.tensor > 1:
-            return replace(execution, tensor=1, sequence_parallel=False, async_tensor=False)
+        if module.kind == "generator" and execution.async_tensor:
+            return replace(execution, async_tensor=False)
         return execution
 
     def stage_costs(

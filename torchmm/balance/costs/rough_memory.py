@@ -89,9 +89,8 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
     activations = 0
     for module in modules:
         ranks, shards = (own or {}).get(module.name, OwnSizes(pipeline, shard))
-        split = 1 if module.kind == "generator" else tensor  # generators are whole on every rank
-        parameters = module.parameters // (split * ranks)
-        of_layers = [trained_parameters(module, layer, split) / ranks for layer in module.layers]
+        parameters = module.parameters // (tensor * ranks)
+        of_layers = [trained_parameters(module, layer, tensor) / ranks for layer in module.layers]
         adapted = zip(module.layers, of_layers, strict=True)
         of_adapters = sum(count for layer, count in adapted if layer.adapters)
         trained = parameters * module.trainable + of_adapters
@@ -102,8 +101,8 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         gradients += state.gradient_bytes // held_by
         optimizer += state.optimizer_bytes // shards
         execution = Execution(
-            tensor=split,
-            sequence_parallel=sequence_parallel and split > 1,
+            tensor=tensor,
+            sequence_parallel=sequence_parallel and tensor > 1,
             recompute=recompute.get(module.name, "none"),
         )
         found = _activation_bytes(module, tokens.get(module.name, 0), execution, compute_bytes)

@@ -55,6 +55,9 @@ from torchmm.parallel.tensor.styles import (
     ShardedNorm,
 )
 
+_CONTEXT = "encoder_hidden_states"
+"""What diffusers calls it."""
+
 
 def apply_tensor_parallel(
     module: LayeredModule,
@@ -227,14 +230,13 @@ class _Embedding(ParallelStyle):
 
 
 class _LocalHeads(ParallelStyle):
-    """An attention that reshapes by its number of heads, and by its width if it keeps that as
-    `embed_dim`: those of a rank."""
+    """An attention that reshapes by its number of heads (`heads` in diffusers), and by its width if
+    it keeps that as `embed_dim`: those of a rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attention: Any = module
-        attention.num_heads //= device_mesh.size()
-        if hasattr(attention, "embed_dim"):
-            attention.embed_dim //= device_mesh.size()
+        for name in ("num_heads", "heads", "embed_dim"):
+            if hasattr(module, name):
+                setattr(module, name, getattr(module, name) // device_mesh.size())
         return module
 
 
@@ -250,7 +252,7 @@ class _GatherInput(ParallelStyle):
     """Makes the first tensor argument a replicated DTensor, gathering it from slices if need be.
 
     Gradients of that input arrive as partial sums of the ranks' heads; the conversion's backward
-    reduces (and slices) them.
+    reduces (and slices) them. So it is with a cross attention's context, which is never sliced.
     """
 
     def __init__(self, slices: SequenceSlices | None) -> None:
@@ -263,8 +265,18 @@ class _GatherInput(ParallelStyle):
                 return self._slices.whole(x)
             return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
 
+        def gather_context(
+            _: nn.Module, args: tuple, kwargs: dict[str, Any]
+        ) -> tuple[tuple, dict] | None:
+            context = kwargs.get(_CONTEXT)
+            if context is None:
+                return None
+            whole = DTensor.from_local(context, device_mesh, [Replicate()], run_check=False)
+            return args, {**kwargs, _CONTEXT: whole}
+
         # In front of a linear's own hook, where the scope is a linear.
         change_input(module, gather, prepend=True)
+        module.register_forward_pre_hook(gather_context, with_kwargs=True)
         return module
 
 

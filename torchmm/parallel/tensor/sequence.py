@@ -22,6 +22,8 @@ from torch.nn import functional
 
 from torchmm.parallel.tensor.overlap_linear import Overlap, gather_slices, take_slice
 
+_OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
+"""Attributes that no forward reads."""
 SEQUENCE_DIM = -2
 """Hidden states are (batch, tokens, features) or (tokens, features)."""
 
@@ -115,6 +117,12 @@ class SequenceSlices:
         rows_KD = rows_KD * inside_K[:, None]
         return hidden.index_add(SEQUENCE_DIM, at_K, rows_KD.expand(*hidden.shape[:-2], -1, -1))
 
+    def read(self, values: Tensor) -> Tensor:
+        """What every rank's layers read with their slices, so that each has a part of its gradient;
+        backward sums over the ranks."""
+        whole = DTensor.from_local(values, self._mesh, [Replicate()], run_check=False)
+        return whole.to_local(grad_placements=[Partial()])
+
     def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
         """Hook of the last layer: gathers."""
         if self.overlap is None:
@@ -155,7 +163,8 @@ def change_input(module: nn.Module, change: Callable[[Any], Any], *, prepend: bo
 
 
 class LocalNorm(ParallelStyle):
-    """A norm that each rank applies to its part: its slice of the sequence, or its heads.
+    """A norm that each rank applies to its part: its slice of the sequence, or its heads. Or a
+    layer with parameters of its own, such as a DiT's table of shifts and scales.
 
     Weights are replicated; the ranks' gradients are summed. Rejected: torch's `SequenceParallel`,
     which does the same with activations as DTensors, slowly, and under torch.compile not for
@@ -164,18 +173,18 @@ class LocalNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh)
-        settings = {k: v for k, v in vars(module).items() if not k.startswith("_")}
-        settings |= dict(module.named_children())  # of a router
+        settings = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+        settings |= dict(module.named_children())  # of a router or a layer
         settings |= {name: None for name, p in module._parameters.items() if p is None}
         norm: Any = type(module).forward
 
-        def forward(*inputs: Tensor) -> Tensor:  # two where the norm has a gate
+        def forward(*inputs: Tensor, **others: Any) -> Tensor:  # two where the norm has a gate
             weights = {
                 name: cast(DTensor, parameter).to_local(grad_placements=[Partial()])
                 for name, parameter in module.named_parameters(recurse=False)
             }
             weights |= dict(module.named_buffers(recurse=False))
-            return norm(LocalWeights(type(module), settings, weights), *inputs)
+            return norm(LocalWeights(type(module), settings, weights), *inputs, **others)
 
         module.forward = forward
         return module

@@ -120,10 +120,16 @@ class PackedQkv(PackedLinear):
 
 
 class PackedGateUp(PackedLinear):
-    """A feed-forward network whose gate is in the same linear as what it is for."""
+    """A feed-forward network whose gate is in the same linear as what it is for; of diffusers' only
+    the part with that linear, `proj`."""
 
     def __init__(self, sizes: LayerDescription, overlapped: bool) -> None:
         super().__init__("gate_up_proj", [_Rows(sizes.ffn_size, 1)] * 2, overlapped)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if hasattr(module, "proj"):
+            self.linear = "proj"
+        return super()._apply(module, device_mesh)
 
 
 class DeltaNetHeads(ParallelStyle):

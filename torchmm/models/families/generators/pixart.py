@@ -52,6 +52,10 @@ class OutputTable(nn.Module):
         self.scale_shift_table = nn.Parameter(torch.empty(2, size, dtype=dtype))
 
 
+def _is_gated(config: dict[str, Any]) -> bool:
+    return config["activation_fn"] in ("geglu", "swiglu")
+
+
 class PixArtFamily:
     """PixArt (arXiv 2310.00426): a DiT with cross attention and one time embedding for all layers.
 
@@ -61,6 +65,7 @@ class PixArtFamily:
     layers = "transformer_blocks"
     pre: tuple[str, ...] = ("pos_embed", "adaln_single")
     post: tuple[str, ...] = ("norm_out", "proj_out")
+    tensor_scopes: tuple[str, ...] = ("attn1", "attn2", "ff")
 
     def complete(self, config: dict[str, Any], llm_hidden_size: int) -> dict[str, Any]:
         """The complete config, with the values that follow from the LLM or from pixels.
@@ -204,6 +209,15 @@ class PixArtFamily:
             timestep=time_NE[:, : 6 * hidden_NPD.shape[-1]],
         )
 
+    def tensor_styles(self, config: dict[str, Any]) -> dict[str, str]:
+        """By part of a layer, "" for the layer: see `LayeredModule.tensor_parallel_plan`."""
+        columns = {f"{a}.to_{x}": "colwise" for a in ("attn1", "attn2") for x in "qkv"}
+        rows = dict.fromkeys(("attn1.to_out.0", "attn2.to_out.0", "ff.net.2"), "rowwise")
+        heads = dict.fromkeys(("attn1", "attn2"), "local_heads")
+        gated = _is_gated(config)
+        inner = {"ff.net.0": "packed_gate_up"} if gated else {"ff.net.0.proj": "colwise"}
+        return {**columns, **inner, **rows, **heads, "": "sequence"}
+
     def finish(self, dit: Any, table: OutputTable, hidden_NPD: Tensor, time_NE: Tensor) -> Tensor:
         """(N, P, V) velocities."""
         last_ND = time_NE[:, 6 * hidden_NPD.shape[-1] :]
@@ -223,7 +237,8 @@ class PixArtFamily:
             kv_heads=heads,
             head_dim=head_dim,
             ffn_size=config.get(FFN_SIZE) or 4 * heads * head_dim,
-            gated_ffn=config["activation_fn"] in ("geglu", "swiglu"),
+            gated_ffn=_is_gated(config),
+            packed_gate_up=_is_gated(config),
             causal=False,
             cross_attention=True,
             norm="layer",
