@@ -97,6 +97,23 @@ def test_two_streams_without_order_are_a_race():
     assert races(logged(wrong)) and not races(logged(right))
 
 
+def test_page_locked_memory_is_a_race_too():
+    going, coming = torch.cuda.Stream(), torch.cuda.Stream()
+    x, y = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
+    host = torch.empty(4, pin_memory=True)
+
+    def there_and_back(in_order):
+        with torch.cuda.stream(going):
+            host.copy_(x, non_blocking=True)
+        if in_order:
+            coming.wait_stream(going)
+        with torch.cuda.stream(coming):
+            y.copy_(host, non_blocking=True)
+
+    assert races(logged(lambda: there_and_back(False)))
+    assert not races(logged(lambda: there_and_back(True)))
+
+
 @pytest.mark.parametrize("kept", [False, True, "recorded"])
 def test_memory_goes_back_while_another_stream_reads(kept):
     side = torch.cuda.Stream()

@@ -7,6 +7,7 @@ import torch
 from torchmm.models.llm import LlmModule
 from torchmm.parallel import torch_private
 from torchmm.parallel.fsdp import StepSharding
+from torchmm.parallel.host_inputs import InputStreams
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.parallel.tensor.overlap_backends import _Started
 from torchmm.pipelining.run.runtime import CudaStreams
@@ -75,6 +76,50 @@ def in_turn() -> None:
     HostStreams.bring = bring
 
 
+def freed_inputs() -> None:
+    """Memory of an input is used for something else before it is on the host."""
+    InputStreams.let_go = lambda self, guest: None
+
+
+def missing_inputs() -> None:
+    """A layer runs again before its input has come back."""
+    InputStreams.await_arrival = lambda self, guest: None
+
+
+def inputs_without_room() -> None:
+    """An input comes into memory that is still used for something else."""
+
+    def bring(self, guest):
+        home, guest.home = guest.home, torch.cuda.Stream()
+        with torch.cuda.stream(home):
+            guest.copy = torch.empty_like(guest.host, device=guest.device)
+        empty_like = torch.empty_like
+        torch.empty_like = lambda *_, **__: guest.copy
+        try:
+            plain(self, guest)
+        finally:
+            torch.empty_like, guest.home = empty_like, home
+
+    plain = InputStreams.bring
+    InputStreams.bring = bring
+
+
+def inputs_in_turn() -> None:
+    """Whoever computes waits for every copy."""
+
+    def send(self, tensor):
+        guest = plain_send(self, tensor)
+        guest.home.wait_event(guest.gone)
+        return guest
+
+    def bring(self, guest):
+        plain_bring(self, guest)
+        guest.home.wait_event(guest.arrived)
+
+    plain_send, plain_bring = InputStreams.send, InputStreams.bring
+    InputStreams.send, InputStreams.bring = send, bring
+
+
 def saved_early() -> None:
     """A checkpoint is taken while states are on their way to the host."""
     torch.cuda.Stream.synchronize = lambda self: None
@@ -136,9 +181,13 @@ DEFECTS: dict[str, Callable[[], None]] = {
         no_wait,
         not_arrived,
         freed_early,
+        freed_inputs,
         gathered_elsewhere,
         in_turn,
+        inputs_in_turn,
+        inputs_without_room,
         look_at_device,
+        missing_inputs,
         one_communicator,
         pageable_copy,
         saved_early,

@@ -4,6 +4,7 @@ Environment:
     FAKECUDA_LOG: folder for what each rank would have done on its device, see `fakecuda.records`.
     FAKECUDA_STEPS: the steps that are logged; by default 3, when caches and pools are warm.
     FAKECUDA_PORTION: parameters that are updated together where states are not plain.
+    FAKECUDA_OFFLOAD: if set, plans send all inputs of layers to the host, as with little memory.
     FAKECUDA_DEFECT: one of `defects.DEFECTS` or several, joined by "+", to see that they are found.
 """
 
@@ -11,6 +12,8 @@ import json
 import os
 import runpy
 import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -24,6 +27,7 @@ from defects import DEFECTS
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.health import preflight
 from torchmm.pipelining.run.step_state import StepState
+from torchmm.planning import step as planning_step
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optimizers import compact
 from torchmm.training.trainer import Trainer
@@ -90,6 +94,21 @@ def watch(directory: Path, steps: set[int]) -> None:
     CheckpointManager.save = save
 
 
+def offload_all() -> None:
+    """Whatever a plan would recompute."""
+
+    def tuned(plan, *_: object, **__: object) -> types.SimpleNamespace:
+        stages = plan.graph.layout.stages
+        every = {
+            task: ("offload",) * (stages[task.stage].stop - stages[task.stage].start)
+            for task in plan.graph.tasks()
+            if plan.graph.needs_backward(task.stage, task.microbatch)
+        }
+        return types.SimpleNamespace(plan=replace(plan, recompute=every))
+
+    planning_step.tune_layers = tuned
+
+
 def trace_only() -> None:
     """torch.compile traces and splits into forward and backward, but generates no code."""
     plain = torch.nn.Module.compile
@@ -108,6 +127,8 @@ def main() -> None:
     # A GPU's milliseconds are minutes on a processor without products of bfloat16.
     for sizes in (preflight.WIDTH, preflight.COPIED, preflight.GATHERED):
         sizes["cuda"] = sizes["cpu"]
+    if os.environ.get("FAKECUDA_OFFLOAD"):
+        offload_all()
     for defect in filter(None, os.environ.get("FAKECUDA_DEFECT", "").split("+")):
         DEFECTS[defect]()
     script, sys.argv = sys.argv[1], sys.argv[1:]

@@ -46,6 +46,8 @@ class Case(NamedTuple):
     """Another recipe than the quickstart's, as it is."""
     waits: int = 1
     """How often the host waits in a step, at most."""
+    offloads: bool = False
+    """Whether all inputs of layers wait in the host's memory."""
 
 
 TENSOR = {"parallel__tensor": 2, "parallel__sequence_parallel": "true"}
@@ -107,6 +109,9 @@ CASES = {
     "recomputed": Case(1, {"activation_checkpoint__mode": "full"}),
     "chunked loss": Case(2, {"model__chunked_loss": "true"}),
     "states on the host": Case(2, HOST_STATES),
+    "inputs on the host": Case(
+        2, {"parallel__pipeline": 2, "activation_checkpoint__mode": "tuned"}, offloads=True
+    ),
     "muon": Case(2, {"optimizer__name": "muon", "training__parameter_dtype": "bfloat16"}),
 }
 DEFAULT = {"quickstart"}
@@ -170,6 +175,8 @@ def logged(case: Case, tmp_path: Path, data: Path, defect: str = "") -> dict[int
     command = [*start, str(HERE / "emulate.py"), "train.py", "--config", str(config), *arguments]
     log = tmp_path / "log"
     shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if case.offloads:
+        shared["FAKECUDA_OFFLOAD"] = "1"
     run(command, FAKECUDA_LOG=str(log), FAKECUDA_DEFECT=defect, **shared)
     ranks = read_records(log, STEP)
     assert len(ranks) == case.ranks
@@ -198,6 +205,12 @@ def copies_beside(ranks: dict[int, list[Record]]) -> list[int]:
 def reductions_beside(ranks: dict[int, list[Record]]) -> list[int]:
     """By rank: how many operations are begun while gradients may still be reduced."""
     place = "parallel/torch_private.py"
+    return [operations_before_the_end(records, place) for records in ranks.values()]
+
+
+def inputs_beside(ranks: dict[int, list[Record]]) -> list[int]:
+    """By rank: how many operations are begun while inputs of layers may still be copied."""
+    place = "parallel/host_inputs.py"
     return [operations_before_the_end(records, place) for records in ranks.values()]
 
 
@@ -231,6 +244,8 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
     assert not stuck(ranks, queues=HARDWARE_QUEUES)
     if name == "reductions beside":
         assert all(reductions_beside(ranks))
+    if name == "inputs on the host":
+        assert all(inputs_beside(ranks))
     if name == "states on the host":
         assert all(copies_beside(ranks))
         assert not states_on_their_way(ranks, tmp_path)
@@ -251,6 +266,10 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
             ("slot_in_use", "states on the host"),
             ("not_arrived", "states on the host"),
             ("in_turn+saved_early", "states on the host"),
+            ("freed_inputs", "inputs on the host"),
+            ("missing_inputs", "inputs on the host"),
+            ("inputs_without_room", "inputs on the host"),
+            ("inputs_in_turn", "inputs on the host"),
             ("one_communicator", "pp2"),
             ("swapped_sends", "pp2"),
         )
@@ -262,6 +281,8 @@ def test_defects_are_found(defect, name, built, tmp_path, real_data) -> None:
         assert unexpected_waits(ranks, CASES[name].waits)
     elif defect in ("one_communicator", "swapped_sends"):
         assert mismatches(ranks) or stuck(ranks)
+    elif defect == "inputs_in_turn":
+        assert not any(inputs_beside(ranks))
     elif defect == "in_turn+saved_early":
         assert not any(copies_beside(ranks))
         assert states_on_their_way(ranks, tmp_path)

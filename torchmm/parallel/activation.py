@@ -3,11 +3,10 @@
 The layer's `forward` is replaced on the instance, so parameter names stay and FSDP's hooks stay
 outside of the recomputed region. Rejected: `checkpoint_wrapper`, which renames every parameter.
 
-A layer in mode "offload" is recomputed as a whole, from an input that waits in pinned memory of the
-host. Copies are queued between kernels, in order: what they take is not hidden, and the input's
-memory is free as soon as the layer has run. Rejected: moving all that a layer keeps, as
-`torch.autograd.graph.save_on_cpu` around a layer does: weights too, and tensors as often as they
-are saved, which takes longer than to compute them again (docs/understand/layer_tuning.md).
+A layer in mode "offload" is recomputed as a whole, from an input that waits in the host's memory
+(`host_inputs`). Rejected: moving all that a layer keeps, as `torch.autograd.graph.save_on_cpu`
+around a layer does: weights too, and tensors as often as they are saved, which takes longer than to
+compute them again (docs/understand/layer_tuning.md).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -27,7 +26,10 @@ from torch.utils.checkpoint import (
 
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.compilation import Compilation, Forward
+from torchmm.parallel.host_inputs import HostInputs
 
+HOST_INPUTS = "torchmm_host_inputs"
+"""Attribute of modules whose tasks choose: a `HostInputs`."""
 _KEPT_OPERATORS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -54,14 +56,16 @@ def apply_activation_checkpoint(
         compilation: compiles the layers; None: they stay as they are.
     """
     tuned = mode == "tuned"
+    inputs = HostInputs()
     if tuned:
         module.layer_modes = ["none"] * len(module.layers)
+        setattr(module, HOST_INPUTS, inputs)
     module.recomputes = mode not in ("none", "tuned")
     compiled = _compilers(module, compilation)
     selective = _compilers(module, compilation if tuned else None, "selective")
     for index, layer in enumerate(module.layers):
         if tuned:
-            ways = _ways(layer.forward, compiled[index], selective[index])
+            ways = _ways(layer.forward, compiled[index], selective[index], inputs)
             layer.forward = _choosing(ways, module.layer_modes, index)
         elif mode != "none":
             layer.forward = compiled[index](_recomputing(layer.forward, _settings(mode)))
@@ -99,6 +103,12 @@ def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
     module.layer_modes[:] = modes
 
 
+def host_inputs(module: LayeredModule) -> HostInputs | None:
+    """What sends inputs of a module's layers to the host; None: nothing does."""
+    found: HostInputs | None = getattr(module, HOST_INPUTS, None)
+    return found
+
+
 def _settings(mode: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
@@ -110,6 +120,7 @@ def _ways(
     forward: Forward,
     compiled: Callable[[Forward], Forward],
     selective: Callable[[Forward], Forward],
+    inputs: HostInputs,
 ) -> dict[str, Forward]:
     """A layer's forward in each mode.
 
@@ -121,7 +132,7 @@ def _ways(
         "none": plain,
         "selective": selective(_recomputing(forward, _settings("selective"))),
         "full": _recomputing(plain, _settings("full")),
-        "offload": _offloading(plain),
+        "offload": _offloading(plain, inputs),
     }
 
 
@@ -140,13 +151,13 @@ def _recomputing(forward: Forward, settings: dict[str, Any]) -> Forward:
     return recomputing_forward
 
 
-def _offloading(forward: Forward) -> Forward:
+def _offloading(forward: Forward, inputs: HostInputs) -> Forward:
     def offloading_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # Other arguments are shared by all layers, so they stay, and stay out of the hooks' sight.
         def forward_of(hidden: Tensor) -> Any:
             return forward(hidden, *args, **kwargs)
 
-        with save_on_cpu(pin_memory=hidden.is_cuda):
+        with saved_tensors_hooks(inputs.pack, inputs.unpack):
             return checkpoint(forward_of, hidden, use_reentrant=False)
 
     return offloading_forward

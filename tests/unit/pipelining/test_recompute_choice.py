@@ -3,17 +3,13 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from pipeline_cases import LLM, Case
 from test_model_stages import built, drop, planned
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchmm.models.layers.attention import Segments
-from torchmm.parallel import activation
 from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
 from torchmm.parallel.compilation import MOST_GRAPHS, Compilation
 from torchmm.pipelining.checks.validate import validate_plan
@@ -123,51 +119,6 @@ def test_choices_that_do_not_fit_are_refused():
     _, fixed = built(replace(case, recompute="none"), layout)
     with pytest.raises(ValueError, match='mode = "tuned"'):
         PipelineRuntime(0, fixed, None).step(choosing(plan, 1), batch)
-
-
-def test_only_inputs_of_offloaded_layers_leave_the_device(monkeypatch):
-    case = Case("offloaded", encoder="clip", recompute="tuned", tied=False)
-    layout = build_layout(case.modules(), CUTS)
-    model, stages = built(case, layout)
-    batch, plan = planned(case, layout, ONE)
-    moved: list[tuple[torch.Size, bool]] = []
-    given: list[StorageWeakRef] = []
-    freed: list[bool] = []
-
-    class Host(saved_tensors_hooks):
-        def __init__(self, pin_memory: bool) -> None:
-            def pack(tensor: torch.Tensor) -> np.ndarray:
-                moved.append((tensor.shape, pin_memory))
-                return tensor.detach().numpy().copy()
-
-            def unpack(host: np.ndarray) -> torch.Tensor:
-                freed[:] = freed or [reference.expired() for reference in given]
-                return torch.from_numpy(host)
-
-            super().__init__(pack, unpack)
-
-    def note(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-        given.append(StorageWeakRef(arguments[0].untyped_storage()))
-
-    monkeypatch.setattr(activation, "save_on_cpu", Host)
-    gradients = []
-    for modes in (("none", "none"), ("offload", "full"), ("offload", "offload")):
-        model.zero_grad()
-        moved.clear()
-        PipelineRuntime(0, stages, None).step(replace(plan, recompute={Task(2, 0): modes}), batch)
-        hidden = torch.Size((1, batch[0].input_ids_T.numel(), LLM["hidden_size"]))
-        assert moved == [(hidden, False)] * modes.count("offload")
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
-    for name, grad in gradients[0].items():
-        for other in gradients[1:]:
-            torch.testing.assert_close(other[name], grad, rtol=1e-5, atol=1e-6)
-    freed.clear()
-    for index in (2, 3):
-        for layer in stages[index].module.layers:
-            layer.register_forward_pre_hook(note)
-    every = {Task(2, 0): ("full", "offload"), Task(3, 0): ("offload", "offload")}
-    PipelineRuntime(0, stages, None).step(replace(plan, recompute=every), batch)
-    assert freed == [False, True, False, True], "stay: what is not offloaded, what was received"
 
 
 def saved_bytes(output: torch.Tensor, given: set[int]) -> int:

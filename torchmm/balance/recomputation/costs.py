@@ -9,9 +9,11 @@ The first layers are the best to recompute: when their turn comes, those after t
 theirs. So only a task that recomputes its last layers needs memory beyond what it kept.
 
 Where a device has memory of its own, a recomputed layer's input may wait in the host's ("offload").
-It is copied there and back between kernels, so all of the copies' time counts. What a stage
-received stays on the device whatever its first layer keeps, as the runtime holds it: that layer
-gains nothing by "offload".
+It goes while the layer runs and comes back while the layer behind it has its backward
+(`torchmm.parallel.host_inputs`): a layer takes as long as the longer of computing and copying, if
+kernels are queued, and the sum of both if not. The next input is there ahead of its use, so a rank
+that offloads holds the largest of them throughout. What a stage received stays on the device
+whatever its first layer keeps, as the runtime holds it: that layer gains nothing by "offload".
 
 Candidates of a stage, the ways to run its layers worth choosing from, are a multiple-choice
 knapsack: each layer takes one mode, times and bytes add up, and what is neither faster nor leaner
@@ -67,6 +69,7 @@ class StageRecompute:
         tensor_ms_KMN: of that, exposed tensor-parallel communication.
         kept_bytes_KMN: what the layer keeps on the device.
         received_bytes_MN: what the stage's input holds there beside what its first layer keeps.
+        ranks: that have the stage.
     """
 
     tasks: tuple[Task, ...]
@@ -76,6 +79,16 @@ class StageRecompute:
     tensor_ms_KMN: Float64s
     kept_bytes_KMN: Float64s
     received_bytes_MN: Float64s = field(default_factory=lambda: np.zeros((len(ALL_MODES), 1)))
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def ahead_bytes(self) -> int:
+        """The largest input that may come back from the host; 0 where none goes there."""
+        if self.kept_bytes_KMN.shape[1] < len(ALL_MODES):
+            return 0
+        leaner_KN = self.kept_bytes_KMN[:, -1] < self.kept_bytes_KMN[:, ALL_MODES.index("full")]
+        inputs_KN = self.kept_bytes_KMN[:, ALL_MODES.index("full")] * leaner_KN
+        return round(float(inputs_KN.max(initial=0.0)))
 
     def extra_ms_N(self, modes: Modes) -> Float64s:
         """What modes of all layers add to forward and backward together."""
@@ -189,7 +202,9 @@ def _stage(
     tasks = [Task(stage.index, *key) for key, n in zip(own.keys, needed_N, strict=True) if n]
     kinds = tuple(map(distinct.index, layers))
     first = received[kinds[0]] * (stage.start > 0)
-    return StageRecompute(tuple(tasks), kinds, forward, again, tensor, kept, first)
+    return StageRecompute(
+        tuple(tasks), kinds, forward, again, tensor, kept, first, ranks=stage.ranks
+    )
 
 
 def _layer(
@@ -220,9 +235,8 @@ def _layer(
         received_N = received_bytes(layer, sizes, setting, weights=trained)
         received.append(has_backward_N * received_N)
     if "offload" in modes:
-        copy_ms_N = _copy_ms(kept[-1], model)
         for times in (forward, again):
-            times.append(times[-1] + copy_ms_N)
+            times.append(_beside_copy_ms(times[-1], kept[-1], model))
         tensor.append(tensor[-1])
         own_memory = model.profile.device.host_bytes_per_s > 0
         received.append(np.maximum(received[-1], kept[-1] * own_memory))
@@ -233,12 +247,18 @@ def _layer(
     return forward_MN, again_MN, tensor_MN, np.stack(kept), np.stack(received)
 
 
-def _copy_ms(nbytes_N: Float64s, model: CostModel) -> Float64s:
-    """To the host's memory or back; nothing where that is the device's own."""
-    rate = PINNED_SHARE * model.profile.device.host_bytes_per_s
+def _beside_copy_ms(computing_ms_N: Float64s, nbytes_N: Float64s, model: CostModel) -> Float64s:
+    """Of a layer, and of copying its input to the host's memory or back meanwhile; no more than the
+    layer where that is the device's own."""
+    device = model.profile.device
+    rate = PINNED_SHARE * device.host_bytes_per_s
     if rate == 0:
-        return 0 * nbytes_N
-    return nbytes_N / rate * 1e3 + model.profile.call_us["copy"] / 1e3 * (nbytes_N > 0)
+        return computing_ms_N
+    begun_ms_N = model.profile.call_us["copy"] / 1e3 * (nbytes_N > 0)
+    copying_ms_N = nbytes_N / rate * 1e3
+    if device.asynchronous:
+        return np.maximum(computing_ms_N, copying_ms_N) + begun_ms_N
+    return computing_ms_N + copying_ms_N + begun_ms_N
 
 
 def costs_of_plan(
@@ -319,7 +339,32 @@ def charged(
         kept_bytes=kept,
         kept_for_weights_bytes=waiting,
         temporary_bytes=temporary,
+        static_bytes=_with_inputs_ahead(costs.static_bytes, recompute, choices),
     )
+
+
+def _with_inputs_ahead(
+    static_bytes: Sequence[int],
+    recompute: Mapping[Task, Modes],
+    choices: Mapping[int, StageRecompute],
+) -> tuple[int, ...]:
+    """By rank: with an input that comes from the host ahead of its use, where any does."""
+    offloading = {task.stage for task, modes in recompute.items() if "offload" in modes}
+    ahead = inputs_ahead({stage: choices[stage] for stage in offloading})
+    found = [0] * max(len(static_bytes), 1 + max(ahead, default=-1))
+    found[: len(static_bytes)] = static_bytes
+    for rank, nbytes in ahead.items():
+        found[rank] += nbytes
+    return tuple(found)
+
+
+def inputs_ahead(choices: Mapping[int, StageRecompute]) -> dict[int, int]:
+    """By rank: the largest input of a layer that may come from the host ahead of its use."""
+    found: dict[int, int] = {}
+    for own in choices.values():
+        for rank in own.ranks:
+            found[rank] = max(found.get(rank, 0), own.ahead_bytes)
+    return found
 
 
 _BACKWARDS = (ActionType.B, ActionType.I, ActionType.W)

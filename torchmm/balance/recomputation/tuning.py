@@ -10,9 +10,10 @@ Counted against the limit are weights, gradients, optimizer state, messages, wha
 what a layer that runs again needs. Not counted: temporaries inside layers, and what the
 allocator and the framework take; leave room for them in the limit.
 
-Where the device has memory of its own, inputs of recomputed layers may wait in the host's. A plan
-that would need more than half of that is tuned without. Rejected: limits for two memories in one
-problem, of which the second hardly ever binds.
+Where the device has memory of its own, inputs of recomputed layers may wait in the host's; one of
+them may be on its way back on a rank, for which there is room; ranks that are as fast without have
+none there. A plan that would need more than half of the host's memory is tuned without. Rejected:
+limits for two memories in one problem, of which the second hardly ever binds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torchmm.balance.recomputation.costs import (
     Modes,
     StageRecompute,
     charged,
+    inputs_ahead,
     ordered,
     stage_candidates,
     stage_choices,
@@ -132,6 +134,7 @@ class RankProblem:
         index_NC: by pair and candidate: which of its stage's candidates it is.
         host_bytes_NC: by pair and candidate: what waits in the host's memory.
         actions: by position; one fewer than there are positions, as the last is the step's end.
+        ahead_bytes: of what is taken, room for an input that comes from the host ahead of its use.
     """
 
     problem: TuningProblem
@@ -141,6 +144,7 @@ class RankProblem:
     index_NC: Int64s
     host_bytes_NC: Int64s
     actions: list[Action]
+    ahead_bytes: int = 0
 
     def host_bytes(self, choice_N: Int64s) -> int:
         """The most that waits in the host's memory at any time."""
@@ -227,35 +231,53 @@ class Tuner:
             PlanError: a rank cannot stay within the limit; all such are listed.
         """
         limit_bytes = self.tuning.memory_limit_bytes
-        problems = _problems(plan, self.costs, self.rows, limit_bytes)
-        solutions = [self.tuning.solver(each.problem) for each in problems]
+        found = self._solved(plan)
         if short := [
             _shortage(rank, each, limit_bytes)
-            for rank, (each, found) in enumerate(zip(problems, solutions, strict=True))
-            if found is None
+            for rank, (each, solution) in enumerate(found)
+            if solution is None
         ]:
             raise PlanError(short)
         recompute: dict[Task, Modes] = {}
         peaks, extra, bounds, hosts = [], [], [], []
-        for each, solution in zip(problems, solutions, strict=True):
+        for each, solution in found:
             assert solution is not None
             recompute |= each.recompute(solution.choice_N)
             free_T = each.problem.free_bytes_T
             room = free_T - each.problem.used_bytes_T(solution.choice_N)
-            peaks.append(limit_bytes - int(room.min()))
+            peaks.append(limit_bytes - int(room.min()) - each.ahead_bytes)
             extra.append(solution.extra_ms)
             bounds.append(solution.bound_ms)
             hosts.append(each.host_bytes(solution.choice_N))
-        if any(hosts) and max(hosts) > self.tuning.host_limit_bytes:
+        if max(hosts) > self.tuning.host_limit_bytes:
             return self._without_offloads.tune(plan)
+        costs = charged(self.costs, recompute, self.choices)
+        ahead = np.subtract(costs.static_bytes, self.costs.static_bytes).tolist()
         return TunedPlan(
             replace(plan, recompute=recompute),
-            charged(self.costs, recompute, self.choices),
-            tuple(peaks),
+            costs,
+            tuple(map(sum, zip(peaks, ahead, strict=True))),
             tuple(extra),
             tuple(bounds),
             tuple(hosts),
         )
+
+    def _solved(self, plan: PipelinePlan) -> list[tuple[RankProblem, TuningSolution | None]]:
+        """Every rank's problem and its solution. Where inputs may wait in the host's memory there
+        are two, as these need room for one on its way back: the faster one counts."""
+        limit_bytes = self.tuning.memory_limit_bytes
+        solver = self.tuning.solver
+        problems = _problems(plan, self.costs, self.rows, limit_bytes)
+        found = [(each, solver(each.problem)) for each in problems]
+        if not any(self.rows.ahead_bytes.values()):
+            return found
+        other = self._without_offloads
+        for rank, each in enumerate(_problems(plan, other.costs, other.rows, limit_bytes)):
+            solution = solver(each.problem) if found[rank][0].ahead_bytes else None
+            best = found[rank][1]
+            if solution and (best is None or solution.extra_ms <= best.extra_ms):
+                found[rank] = each, solution
+        return found
 
     @cached_property
     def _without_offloads(self) -> Tuner:
@@ -292,12 +314,13 @@ def _problems(
         },
     )
     static = costs.static_bytes or (0,) * len(plan.actions)
-    return [
-        _rank_problem(program, changes, memory_limit_bytes - own, rows)
-        for program, changes, own in zip(
-            plan.actions, memory_changes(plan, fixed), static, strict=True
-        )
-    ]
+    every = zip(plan.actions, memory_changes(plan, fixed), static, strict=True)
+    found = []
+    for rank, (program, changes, own) in enumerate(every):
+        ahead = rows.ahead_bytes.get(rank, 0)
+        available = memory_limit_bytes - own - ahead
+        found.append(replace(_rank_problem(program, changes, available, rows), ahead_bytes=ahead))
+    return found
 
 
 class Rows:
@@ -307,6 +330,7 @@ class Rows:
         self, costs: PlanCosts, choices: Mapping[int, StageRecompute], candidates: int
     ) -> None:
         self.costs = costs
+        self.ahead_bytes = inputs_ahead(choices)
         self.stage_candidates: dict[int, list[Modes]] = {}
         self.of_task: dict[Task, tuple[np.ndarray, ...]] = {}
         alike: dict[tuple[bytes, ...], list[Modes]] = {}

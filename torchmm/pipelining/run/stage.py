@@ -32,8 +32,9 @@ from torchmm.models.generator import Given as GivenToGenerator
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.token_cache import PackedCache
 from torchmm.models.llm import Given, LlmModule
-from torchmm.parallel.activation import set_layer_modes
+from torchmm.parallel.activation import host_inputs, set_layer_modes
 from torchmm.parallel.fsdp import Sharding
+from torchmm.parallel.host_inputs import Waiting
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import LayerMode
 
@@ -79,11 +80,14 @@ class PipelineStage(ABC):
             graph: of the step.
         """
 
-    def recompute(self, modes: Sequence[LayerMode] | None) -> None:
+    def recompute(self, modes: Sequence[LayerMode] | None) -> Waiting | None:
         """Says which layers the backward of the next forward runs again.
 
         Args:
             modes: one for each layer; None: as the module always does.
+
+        Returns:
+            what the forward leaves in the host's memory for its backward; None: nothing.
 
         Raises:
             ValueError: the module was built with one mode for all tasks, or has other layers.
@@ -96,6 +100,16 @@ class PipelineStage(ABC):
                 f"a plan that chooses what layers recompute, for a {type(module).__name__} that "
                 'cannot; set [activation_checkpoint] mode = "tuned"'
             )
+        if modes is None or "offload" not in modes:
+            return None
+        assert isinstance(module, LayeredModule)
+        inputs = host_inputs(module)
+        return None if inputs is None else inputs.begin()
+
+    def settle(self) -> None:
+        """A forward is over: what it has sent to the host is let go of."""
+        if isinstance(self.module, LayeredModule) and (inputs := host_inputs(self.module)):
+            inputs.settle()
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Parameters that need gradients; between gathering and resharding, the gathered ones."""

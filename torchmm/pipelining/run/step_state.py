@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -46,6 +47,7 @@ from torch.autograd.function import FunctionCtx
 
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.fsdp import LayerSharding, StepSharding
+from torchmm.parallel.host_inputs import Waiting
 from torchmm.parallel.p2p import P2PChannels, PendingTransfer
 from torchmm.parallel.torch_private import (
     stage_backward,
@@ -53,7 +55,7 @@ from torchmm.parallel.torch_private import (
     stage_backward_weight,
     supports_weight_split,
 )
-from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, Task
 from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
 from torchmm.pipelining.run.stage import PipelineStage
@@ -129,6 +131,9 @@ class StepState:
         self._split: dict[Task, list[dict[str, Any]] | None] = {}
         """Between I and W: what torch keeps for the weights; None: their gradients are done."""
         self._weights: dict[int, list[nn.Parameter]] = {}
+        self._waiting: dict[Task, Waiting] = {}
+        """Inputs of layers in the host's memory."""
+        self._next_waiting = _next_offloaded(plan, plan_rank)
         self._beside = encoder_stages(plan.graph) if plan.fillers else frozenset()
         """Stages that run on a side stream."""
         # Stages that are here and nowhere else: no need to ask where each of their tasks runs.
@@ -138,10 +143,10 @@ class StepState:
         """What runs each kind of action. What goes on beside what follows gives its end."""
         kind = ActionType
         return {
-            kind.F: self._forward,
-            kind.B: self._backward,
-            kind.I: self._backward_input,
-            kind.W: self._backward_weight,
+            kind.F: partial(self._compute, self._forward),
+            kind.B: partial(self._compute, self._backward),
+            kind.I: partial(self._compute, self._backward_input),
+            kind.W: partial(self._compute, self._backward_weight),
             kind.SEND_F: partial(self._send, False),
             kind.RECV_F: partial(self._receive, False),
             kind.WAIT_F: partial(self._wait, False),
@@ -188,14 +193,30 @@ class StepState:
 
     # Computing.
 
+    def _compute(self, handler: Callable[[Action], None], action: Action) -> None:
+        """While it runs, what the next backward needs first comes from the host, behind what it
+        needs itself."""
+        following = self._next_waiting.get(action)
+        if following in self._waiting:
+            own = None if action.type is ActionType.F else self._waiting.get(action.task)
+            if own is not None:
+                own.following = self._waiting[following]
+            else:
+                self._waiting[following].bring()
+        handler(action)
+
     def _forward(self, action: Action) -> None:
         task = action.task
         graph, inbox = self._graph, self._forward_lane.inbox
         incoming = graph.incoming(task)
         inputs = [_take(inbox, message, action) for message in incoming]
         microbatch = self._microbatches[task.microbatch]
-        self._stages[task.stage].recompute(self._plan.recompute.get(task))
-        output = self._stages[task.stage].forward(task, inputs, microbatch, graph)
+        stage = self._stages[task.stage]
+        waiting = stage.recompute(self._plan.recompute.get(task))
+        output = stage.forward(task, inputs, microbatch, graph)
+        if waiting is not None:
+            stage.settle()
+            self._waiting[task] = waiting
         keep = self._plan.training and graph.needs_backward(task.stage, task.microbatch)
         roots = [
             self._hand_over(message, tensors, keep)
@@ -287,6 +308,7 @@ class StepState:
 
     def _whole_backward(self, task: Task, action: Action) -> None:
         kept = _take(self._kept, task, action)
+        self._waiting.pop(task, None)  # the graph holds it until it has run
         roots, gradients = self._roots(kept, action)
         leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
         if isinstance(sharding := self._stages[task.stage].sharding, LayerSharding):
@@ -405,6 +427,25 @@ class StepState:
         (other,) = self._channels.receive((own,), action.peer, action).wait(action)
         sending.wait(action)
         own += other
+
+
+def _next_offloaded(plan: PipelinePlan, rank: int) -> dict[Action, Task]:
+    """By action that computes: the task whose backward is the next that does, if inputs of its
+    layers are in the host's memory."""
+    offloading = {task for task, modes in plan.recompute.items() if "offload" in modes}
+    if not offloading:
+        return {}
+    graph = plan.graph
+    computing = [action for action in plan.actions[rank] if action.type in COMPUTE]
+    found = {}
+    for action, following in pairwise(computing):
+        task = following.task
+        if task in offloading:
+            passes_on = any(map(graph.differentiates, graph.incoming(task)))
+            left_to = ActionType.I if passes_on else ActionType.W  # of a backward in halves
+            if following.type in (ActionType.B, left_to):
+                found[action] = task
+    return found
 
 
 def _message(action: Action, from_other: bool) -> Message:
