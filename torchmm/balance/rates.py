@@ -5,8 +5,13 @@ follows from measured steps, as one rate each (Optimus §6, "online scheduling")
 over steps, so that one interrupted step changes little. Only rates compared with each other count:
 a device that does everything slower needs no other plan.
 
-Rejected: new plans after every step, which would differ by noise and hide what changed; rates by
-rank, as a rank that is slow for good is to be replaced, not planned around.
+Orders of single actions are searched with more than that: what an action takes on its rank is a
+constant, which small actions consist of, and a rate (`ActionTimes`). Both follow from the same
+sums, of which ranks add up five numbers for each of their kinds of actions after a step.
+
+Rejected: new plans after every step, which would differ by noise and hide what changed; a drift by
+rank, as a rank that is slow for good is to be replaced: until then orders are searched with its
+times, but no plan is made anew for them.
 """
 
 from __future__ import annotations
@@ -30,15 +35,30 @@ FINEST_GAIN, COARSEST_GAIN = 0.001, 0.05
 NEGLIGIBLE = 0.01
 """Share of a step's time below which a kind of action drifts unnoticed."""
 
+STEADINESS = 0.01
+"""How far work has to vary, as the square of its relative deviation, for half of the constant that
+fits best to be believed: where all actions are alike, constant and rate cannot be told apart."""
+MOST_CONSTANT = 0.9
+"""Share of a mean action that its constant can be."""
+
 ActionKind = tuple[str, ActionType]
 """A module's name and F, B, I or W."""
+RankKind = tuple[int, str, ActionType]
+"""The same of a rank of the plan."""
 
 
 class Total(NamedTuple):
-    """All actions of a kind in a step."""
+    """All actions of a kind in a step: sums over them."""
 
     measured_ms: float
     flops: float
+    actions: float = 0.0
+    flops_squared: float = 0.0
+    ms_times_flops: float = 0.0
+
+    def plus(self, other: Total, share: float = 1.0, own: float = 1.0) -> Total:
+        """Both, each times a factor."""
+        return Total(*(own * a + share * b for a, b in zip(self, other, strict=True)))
 
 
 class Change(NamedTuple):
@@ -65,9 +85,9 @@ class Rates:
         Args:
             totals: of all ranks together, by kind.
         """
-        for kind, (measured_ms, flops) in totals.items():
-            if flops > 0 and measured_ms > 0:
-                rate = measured_ms / flops
+        for kind, total in totals.items():
+            if total.flops > 0 and total.measured_ms > 0:
+                rate = total.measured_ms / total.flops
                 old = self.ms_per_flop.get(kind, rate)
                 self.ms_per_flop[kind] = SMOOTHING * rate + (1 - SMOOTHING) * old
 
@@ -88,6 +108,46 @@ class Rates:
             for half in (ActionType.I, ActionType.W):
                 found[module, half] = self.ms_per_flop.get((module, half), backward)
         return found
+
+
+class ActionFit(NamedTuple):
+    """What an action of a kind takes on a rank."""
+
+    constant_ms: float
+    ms_per_flop: float
+
+
+@dataclass
+class ActionTimes:
+    """What actions of each rank take, smoothed over the steps of a run.
+
+    Attributes:
+        totals: of a step; kinds that never ran on a rank are missing.
+    """
+
+    totals: dict[RankKind, Total] = field(default_factory=dict)
+
+    def learn(self, totals: Mapping[RankKind, Total]) -> None:
+        """Takes in a step."""
+        for key, new in totals.items():
+            if new.flops > 0 and new.measured_ms > 0:
+                old = self.totals.get(key, new)
+                self.totals[key] = old.plus(new, SMOOTHING, 1 - SMOOTHING)
+
+    def fits(self) -> dict[RankKind, ActionFit]:
+        """The best line through the actions of each kind, bent towards one through zero where their
+        work hardly differs. A step's actions of a kind together take what was measured."""
+        return {key: _line(total) for key, total in self.totals.items() if total.actions > 0}
+
+
+def _line(total: Total) -> ActionFit:
+    """Least squares, in which a constant costs as much as if `STEADINESS` of the actions had no
+    work and took no time."""
+    ms, flops, count, squares, products = total
+    determinant = (1 + STEADINESS) * count * squares - flops**2
+    constant_ms = (ms * squares - flops * products) / determinant if determinant > 0 else 0.0
+    constant_ms = min(max(constant_ms, 0.0), MOST_CONSTANT * ms / count)
+    return ActionFit(constant_ms, (ms - count * constant_ms) / flops)
 
 
 @dataclass
@@ -163,22 +223,31 @@ class DriftMonitor:
         return sorted(changes, key=lambda change: -abs(change.times - 1))
 
 
-def step_totals(
+def rank_totals(
     records: Iterable[ActionRecord], graph: StageGraph, durations: Durations
-) -> dict[ActionKind, Total]:
-    """Measured time and FLOPs of a rank's actions by kind.
+) -> dict[RankKind, Total]:
+    """Measured time and FLOPs of actions by rank and kind.
 
     Args:
         durations: FLOPs of the step's actions, without factors.
     """
-    found: dict[ActionKind, Total] = {}
+    found: dict[RankKind, Total] = {}
     for record in records:
         action = record.action
         if action.type in COMPUTE:
-            kind = graph.layout.stages[action.stage].module, action.type
-            measured_ms, flops = found.get(kind, Total(0.0, 0.0))
-            measured_ms += record.end_ms - record.start_ms
-            found[kind] = Total(measured_ms, flops + durations(action))
+            key = record.rank, graph.layout.stages[action.stage].module, action.type
+            ms = record.end_ms - record.start_ms
+            flops = durations(action)
+            own = Total(ms, flops, 1.0, flops**2, ms * flops)
+            found[key] = found.get(key, Total(0.0, 0.0)).plus(own)
+    return found
+
+
+def step_totals(totals: Mapping[RankKind, Total]) -> dict[ActionKind, Total]:
+    """Of all ranks together."""
+    found: dict[ActionKind, Total] = {}
+    for (_, module, kind), total in totals.items():
+        found[module, kind] = found.get((module, kind), Total(0.0, 0.0)).plus(total)
     return found
 
 

@@ -49,8 +49,9 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.order_search.best_order import LEAST_GAIN
 from torchmm.balance.order_search.remembered import RememberedOrders
 from torchmm.balance.planners import Improvements, PlannedOrder, Search, improve_order
-from torchmm.balance.rates import ActionKind
+from torchmm.balance.rates import ActionFit, ActionKind, RankKind
 from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
+from torchmm.balance.transfer_times import Pair
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.files import Arrays, Handover
@@ -120,6 +121,8 @@ class PlanRequest:
         rates: milliseconds per FLOP, of all kinds of actions; empty: nothing was measured yet.
         seconds: to plan in; None: as long as all evaluations take.
         least_gain: share by which a searched order has to be faster than natural and static ones.
+        fits: what actions of a rank take, as far as that was measured.
+        between_ms: what messages take between two ranks, likewise.
     """
 
     step: int
@@ -127,6 +130,8 @@ class PlanRequest:
     rates: Mapping[ActionKind, float]
     seconds: float | None
     least_gain: float = LEAST_GAIN
+    fits: Mapping[RankKind, ActionFit] = field(default_factory=dict)
+    between_ms: Mapping[Pair, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -414,6 +419,8 @@ class _Planning(Improvements):
             setup.model,
             layerwise=setup.sharding == "layer",
             rates=request.rates,
+            fits=request.fits,
+            between_ms=request.between_ms,
         )
         self.tuner: Tuner | None = None
         if setup.tuning is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import ceil
+from statistics import mean
 from typing import Literal, TypedDict, Unpack
 
 from torchmm.balance.bubbles.choice import StepOrder
@@ -22,9 +23,10 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import bounded_orders
 from torchmm.balance.planners import PLANNERS
-from torchmm.balance.rates import ActionKind, scaled
+from torchmm.balance.rates import ActionFit, ActionKind, RankKind, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.transfer_times import Pair
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.layers import ModuleDescription
@@ -32,7 +34,7 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import most_images
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action
-from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import (
     ComputeOrder,
@@ -56,6 +58,8 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import unit_stages
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
+ALL_RANKS = -1
+"""In the place of a rank: whichever it is."""
 Search = Callable[[StageGraph, Durations], StepOrder]
 """Finds the order of a step from its graph and FLOPs (or anything proportional to times)."""
 
@@ -172,6 +176,8 @@ def searched_costs(
     *,
     layerwise: bool = False,
     rates: Mapping[ActionKind, float] | None = None,
+    fits: Mapping[RankKind, ActionFit] | None = None,
+    between_ms: Mapping[Pair, float] | None = None,
 ) -> PlanCosts:
     """What a searched schedule is planned with, in a run, beside it, and in forecasts of it: the
     device's times, transfers and bytes.
@@ -182,29 +188,73 @@ def searched_costs(
         rates: measured milliseconds per FLOP, by kind of action: all actions of a kind together
             then take what was measured, and the model says how these differ; None, or empty: as
             the model says.
+        fits: measured times of a rank's actions, in place of the rates where there are some: a
+            constant for each, and what they take beyond together, which differs as the model says.
+        between_ms: measured time of a mean message between two ranks, from which others differ by
+            as much as the model says.
     """
     costs = plan_costs(graph, modules, microbatches, model, layerwise=layerwise)
     if not rates:
         return costs
     flops = task_durations(graph, modules, microbatches)
-    owners = [stage.module for stage in graph.layout.stages]
-    modelled_ms: dict[ActionKind, float] = defaultdict(float)
-    work: dict[ActionKind, float] = defaultdict(float)
-    for action, ms in costs.compute_ms.items():
-        kind = owners[action.stage], action.type
-        modelled_ms[kind] += ms
-        work[kind] += flops(action)
-    factors = {
-        kind: rates[kind] * work[kind] / ms if ms > 0 and work[kind] > 0 and kind in rates else 1.0
-        for kind, ms in modelled_ms.items()
+    costs = _measured(costs, graph, flops, rates, fits or {})
+    return _with_transfers(costs, graph, between_ms) if between_ms else costs
+
+
+def _with_transfers(
+    costs: PlanCosts, graph: StageGraph, between_ms: Mapping[Pair, float]
+) -> PlanCosts:
+    """Costs with measured times of messages."""
+    pairs: dict[tuple[Message, bool], Pair] = {}
+    modelled_ms: dict[Pair, list[float]] = defaultdict(list)
+    for key, ms in costs.transfer_ms.items():
+        message, _ = key
+        ends = graph.rank(graph.producer(message)), graph.rank(graph.consumer(message))
+        pair = pairs[key] = min(ends), max(ends)
+        modelled_ms[pair].append(ms)
+    more_ms = {
+        pair: between_ms[pair] - mean(own)
+        for pair, own in modelled_ms.items()
+        if pair in between_ms
     }
+    transfer_ms = {
+        key: max(0.0, ms + more_ms.get(pairs[key], 0.0)) for key, ms in costs.transfer_ms.items()
+    }
+    return replace(costs, transfer_ms=transfer_ms)
 
-    def corrected(times_ms: Mapping[Action, float]) -> dict[Action, float]:
-        return {a: ms * factors[owners[a.stage], a.type] for a, ms in times_ms.items()}
 
-    return replace(
-        costs, compute_ms=corrected(costs.compute_ms), tensor_ms=corrected(costs.tensor_ms)
-    )
+def _measured(
+    costs: PlanCosts,
+    graph: StageGraph,
+    flops: Durations,
+    rates: Mapping[ActionKind, float],
+    fits: Mapping[RankKind, ActionFit],
+) -> PlanCosts:
+    """Costs with times as `searched_costs` says."""
+    stages = graph.layout.stages
+    modelled_ms: dict[RankKind, float] = defaultdict(float)
+    work: dict[RankKind, float] = defaultdict(float)
+    groups: dict[Action, RankKind] = {}
+    for action, ms in costs.compute_ms.items():
+        stage = stages[action.stage]
+        known = bool(graph.replica) or len(stage.ranks) == 1
+        own = (graph.rank(action.task) if known else ALL_RANKS, stage.module, action.type)
+        group = groups[action] = own if own in fits else (ALL_RANKS, stage.module, action.type)
+        modelled_ms[group] += ms
+        work[group] += flops(action)
+    factors: dict[RankKind, float] = {}
+    for group, ms in modelled_ms.items():
+        rate = fits[group].ms_per_flop if group in fits else rates.get(group[1:])
+        factors[group] = 1.0
+        if rate is not None and ms > 0 and work[group] > 0:
+            factors[group] = rate * work[group] / ms
+    constants_ms = {group: fit.constant_ms for group, fit in fits.items()}
+    compute_ms = {
+        action: ms * factors[groups[action]] + (ms > 0) * constants_ms.get(groups[action], 0.0)
+        for action, ms in costs.compute_ms.items()
+    }
+    tensor_ms = {action: ms * factors[groups[action]] for action, ms in costs.tensor_ms.items()}
+    return replace(costs, compute_ms=compute_ms, tensor_ms=tensor_ms)
 
 
 def plan_step(

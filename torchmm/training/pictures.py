@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from torchmm.balance.picoseconds import SimulationError
-from torchmm.balance.rates import ActionKind, step_totals
+from torchmm.balance.rates import ActionKind, rank_totals, step_totals
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import Microbatch
@@ -137,7 +137,7 @@ def _measured(
     records, _ = read_records(directory / f"step-{step}.json")
     rates = {
         kind: total.measured_ms / total.flops
-        for kind, total in step_totals(records, plan.graph, durations).items()
+        for kind, total in step_totals(rank_totals(records, plan.graph, durations)).items()
         if total.flops > 0
     }
     return records, _costs(plan.graph, _computed(plan), durations, rates)

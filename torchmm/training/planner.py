@@ -21,10 +21,10 @@ Runs that have to repeat to the bit (`training.deterministic`, or `background = 
 the times of the device's profile, in all evaluations, before the step begins.
 
 Orders are searched with the costs that forecasts use (`planning.step.searched_costs`): times,
-transfers and bytes of the device. Measured times correct them by one rate for each module and kind
-of action. After every step all ranks add up what their actions took; they then know the
-same and decide the same, so that the plans of a pipeline's ranks stay one. Losses change only by
-rounding: another order adds up the same gradients.
+transfers and bytes of the device. Measured times correct them: a constant and a rate for each
+module, kind of action and rank (`balance.rates`). After every step all ranks add up what their
+actions took; they then know the same and decide the same, so that the plans of a pipeline's ranks
+stay one. Losses change only by rounding: another order adds up the same gradients.
 
 Rejected: letting ranks search the same order on their own during training, which needs as many
 cores as there are ranks, and budgets in evaluations, which nobody can know.
@@ -41,6 +41,7 @@ from functools import partial
 from math import isnan, nan
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,15 +55,20 @@ from torchmm.balance.order_search.best_order import LEAST_GAIN
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import PLANNERS, plan_by_costs, search_budget
 from torchmm.balance.rates import (
+    ActionFit,
     ActionKind,
+    ActionTimes,
     Change,
     DriftMonitor,
+    RankKind,
     Rates,
     Spread,
     Total,
+    rank_totals,
     step_totals,
 )
 from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
+from torchmm.balance.transfer_times import TransferTimes, between_ranks_ms, message_stamps
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.parallel.gather import exchange_device
 from torchmm.parallel.mesh import ParallelMesh
@@ -70,6 +76,7 @@ from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import Durations, PipelinePlan
 from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.run.runtime import channel_pairs
 from torchmm.planning.ahead import (
     KeptPlanning,
     PlannedStep,
@@ -148,6 +155,7 @@ class StepPlanner:
         config = self._config = pipeline.config
         self.figures = PlanFigures()
         self._rates = Rates()
+        self._times = ActionTimes()
         self._searches = costs is not None
         self._ahead: _PlannedAhead | None = None
         self._monitor: DriftMonitor | None = None
@@ -180,7 +188,8 @@ class StepPlanner:
         metas = [m.meta for m in microbatches]
         if self._ahead is not None:
             rates = self._rates.complete(module.name for module in self._pipeline.descriptions)
-            status, planned = self._ahead.plan(step, metas, upcoming, rates)
+            known = _Known(rates, self._times.fits())
+            status, planned = self._ahead.plan(step, metas, upcoming, known)
             if planned is not None:
                 self.figures = planned.figures
                 return self._pipeline.read_plan(planned.numbers, metas)
@@ -239,20 +248,25 @@ class StepPlanner:
         metas = [m.meta for m in microbatches]
         targets = [m.target_count for m in microbatches]
         flops = task_durations(graph, self._pipeline.descriptions, metas, targets)
-        totals = self._of_all_ranks(step_totals(outcome.result.records or (), graph, flops))
+        every = self._of_all_ranks(rank_totals(outcome.result.records or (), graph, flops), graph)
+        totals = step_totals(every)
         self._rates.learn(totals)
+        self._times.learn(every)
         if self._ahead is not None:
-            self._ahead.remember(step_ms, self.figures.predicted_ms, outcome.span_ms)
+            self._ahead.remember(step_ms, self.figures.predicted_ms, outcome)
         if self._monitor is not None and (changes := self._monitor.observe(totals)):
             self._report_drift(step, changes)
 
-    def _of_all_ranks(self, own: dict[ActionKind, Total]) -> dict[ActionKind, Total]:
+    def _of_all_ranks(self, own: dict[RankKind, Total], graph: StageGraph) -> dict[RankKind, Total]:
+        """Sums over data-parallel replicas and tensor-parallel ranks, by rank of the plan."""
         kinds = sorted(COMPUTE, key=lambda kind: kind.value)
-        every = [(m.name, kind) for m in self._pipeline.descriptions for kind in kinds]
-        rows = [own.get(kind, Total(0.0, 0.0)) for kind in every]
+        ranks = range(graph.layout.rank_count)
+        modules = [module.name for module in self._pipeline.descriptions]
+        every = [(rank, name, kind) for rank in ranks for name in modules for kind in kinds]
+        rows = [own.get(key, Total(0.0, 0.0)) for key in every]
         totals = torch.tensor(rows, dtype=torch.float64, device=exchange_device())
         dist.all_reduce(totals)
-        return {kind: Total(*row) for kind, row in zip(every, totals.tolist(), strict=True)}
+        return {key: Total(*row) for key, row in zip(every, totals.tolist(), strict=True)}
 
     def _report_drift(self, step: int, changes: Sequence[Change]) -> None:
         shown = ", ".join(
@@ -282,6 +296,13 @@ class StepPlanner:
             self._ahead.close()
 
 
+class _Known(NamedTuple):
+    """What was measured of actions."""
+
+    rates: dict[ActionKind, float]
+    fits: dict[RankKind, ActionFit]
+
+
 @dataclass(frozen=True)
 class _Received:
     """A plan that the leader of a pipeline has sent."""
@@ -307,6 +328,10 @@ class _PlannedAhead:
         self._time_share = pipeline.config.search.time_share
         self._spans_s: list[float] = []
         self._spread = Spread()
+        self._transfers = TransferTimes()
+        self._channels = channel_pairs(pipeline.layout)
+        # Of tensor-parallel ranks, which are alike, one: all times of a channel are of two clocks.
+        self._speaks = any(mesh.rank == alike[0] for share in mesh.shares for alike in share)
         self._asked: tuple[MicrobatchMeta, ...] = ()
         self._group, self._leader, leaders = _pipeline_group(mesh)
         self._process: KeptPlanning | None = None
@@ -329,7 +354,7 @@ class _PlannedAhead:
         step: int,
         metas: Sequence[MicrobatchMeta],
         upcoming: Callable[[], Metas | None],
-        rates: dict[ActionKind, float],
+        known: _Known,
     ) -> tuple[float, _Received | None]:
         """The plan of the step that begins, if there is one, and what the leader has; lets the
         process go on with the next step."""
@@ -337,7 +362,7 @@ class _PlannedAhead:
         if self._process is not None:
             asked, self._asked = self._asked, ()
             planned = self._process.take(step)
-            self._submit(self._process, step + 1, upcoming, rates)
+            self._submit(self._process, step + 1, upcoming, known)
             planned = self._fitting(step, planned, tuple(metas) == asked)
         return self._exchange(planned)
 
@@ -346,7 +371,7 @@ class _PlannedAhead:
         process: KeptPlanning,
         step: int,
         upcoming: Callable[[], Metas | None],
-        rates: dict[ActionKind, float],
+        known: _Known,
     ) -> None:
         metas = upcoming() if step <= self._steps else None
         if metas is not None:
@@ -354,7 +379,16 @@ class _PlannedAhead:
             self._asked = tuple(metas[self._mesh.data_parallel_rank])
             gain = self._spread.least_gain
             least_gain = LEAST_GAIN if gain is None else gain
-            process.submit(PlanRequest(step, self._asked, rates, seconds, least_gain))
+            request = PlanRequest(
+                step,
+                self._asked,
+                known.rates,
+                seconds,
+                least_gain,
+                known.fits,
+                dict(self._transfers.ms),
+            )
+            process.submit(request)
 
     def _fitting(
         self, step: int, planned: PlannedStep | None, as_asked: bool
@@ -398,12 +432,17 @@ class _PlannedAhead:
         )
         return status, _Received(received.numpy(), known)
 
-    def remember(self, step_ms: float, predicted_ms: float | None, measured_ms: float) -> None:
-        """How long a step took: so long may the next one be planned. And how long its plan was
-        predicted to take and took: so exact is the next prediction."""
+    def remember(self, step_ms: float, predicted_ms: float | None, outcome: StepOutcome) -> None:
+        """How long a step took: so long may the next one be planned. How long its plan was
+        predicted to take and took: so exact is the next prediction. And what its messages took;
+        collective over the ranks of the pipeline."""
         if predicted_ms is not None:
-            self._spread.observe(predicted_ms, measured_ms)
+            self._spread.observe(predicted_ms, outcome.span_ms)
         self._spans_s = [*self._spans_s, step_ms / 1e3][-REMEMBERED:]
+        records = outcome.result.records if self._speaks else None
+        stamps = message_stamps(records or (), self._channels)
+        dist.all_reduce(torch.from_numpy(stamps), group=self._group)
+        self._transfers.learn(between_ranks_ms(stamps, self._channels))
 
     def close(self) -> None:
         """Ends the process."""

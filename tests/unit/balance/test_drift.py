@@ -11,6 +11,7 @@ from torchmm.balance.rates import (
     Rates,
     Spread,
     Total,
+    rank_totals,
     scaled,
     step_totals,
 )
@@ -151,9 +152,16 @@ def test_totals_are_sums_by_module_and_type():
         ActionRecord(0, Action(B, llm, 1, 0), 5.0, 9.0),
         ActionRecord(0, Action(ActionType.UNSHARD, 0), 0.0, 1.0),
     ]
-    assert step_totals(records, graph, durations_of(graph, images)) == {
-        ("vision", F): Total(5.0, 5.0),
-        ("llm", B): Total(4.0, 8.0),
+    records += [ActionRecord(1, Action(B, llm, 0, 0), 1.0, 6.0)]
+    by_rank = rank_totals(records, graph, durations_of(graph, images))
+    assert by_rank == {
+        (0, "vision", F): Total(5.0, 5.0, 2, 4.0 + 9.0, 2 * 2.0 + 3 * 3.0),
+        (0, "llm", B): Total(4.0, 8.0, 1, 64.0, 32.0),
+        (1, "llm", B): Total(5.0, 8.0, 1, 64.0, 40.0),
+    }
+    assert step_totals(by_rank) == {
+        ("vision", F): by_rank[0, "vision", F],
+        ("llm", B): Total(9.0, 16.0, 2, 128.0, 72.0),
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from torchmm.balance.costs.flops import task_durations
 from torchmm.balance.planners import search_by_costs
+from torchmm.balance.rates import ActionFit
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.planning.ahead import PlanningProcess, PlanningSetup, PlanRequest
@@ -87,3 +88,54 @@ def test_measured_rates_hold_for_every_kind_of_action(forecaster):
     own = [a for a in plain.compute_ms if (a.stage, a.type) == (0, ActionType.F)]
     ratios = {round(measured.compute_ms[a] / plain.compute_ms[a], 6) for a in own}
     assert len(ratios) == 1
+
+
+def test_constants_and_rates_hold_for_every_rank(forecaster):
+    step = forecaster.forecast().step
+    graph, metas = step.plan.graph, forecaster.workload.microbatches
+    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    plain = searched_costs(graph, forecaster.modules, metas, model)
+    flops = task_durations(graph, forecaster.modules, metas)
+    rates = {
+        (module.name, kind): 1e-9 for module in forecaster.modules for kind in ActionType
+    }  # fmt: skip
+    fits = {(1, "llm", ActionType.F): ActionFit(7.0, 3e-9)}
+    given = graph, forecaster.modules, metas, model
+    measured = searched_costs(*given, rates=rates, fits=fits)
+    pooled = searched_costs(*given, rates=rates)
+    own = [
+        action
+        for action in plain.compute_ms
+        if action.type is ActionType.F
+        and graph.layout.stages[action.stage].module == "llm"
+        and graph.rank(action.task) == 1
+    ]
+    total_ms = sum(7.0 + 3e-9 * flops(action) for action in own)
+    assert sum(measured.compute_ms[a] for a in own) == pytest.approx(total_ms)
+    grown = {round((measured.compute_ms[a] - 7.0) / plain.compute_ms[a], 6) for a in own}
+    assert len(grown) == 1, "beyond the constant they differ as the model says"
+    others = [a for a in plain.compute_ms if a.type is ActionType.B]
+    assert [measured.compute_ms[a] for a in others] == [pooled.compute_ms[a] for a in others]
+
+
+def test_measured_transfers_shift_those_of_the_model(forecaster):
+    step = forecaster.forecast().step
+    graph, metas = step.plan.graph, forecaster.workload.microbatches
+    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    given = graph, forecaster.modules, metas, model
+    rates = {("llm", ActionType.F): 1e-9}
+    plain = searched_costs(*given, rates=rates)
+
+    def ends(key):
+        return tuple(
+            sorted((graph.rank(graph.producer(key[0])), graph.rank(graph.consumer(key[0]))))
+        )
+
+    mean_ms = defaultdict(list)
+    for key, ms in plain.transfer_ms.items():
+        mean_ms[ends(key)].append(ms)
+    found = searched_costs(*given, rates=rates, between_ms={(0, 1): 50.0})
+    own = mean_ms[0, 1]
+    for key, ms in plain.transfer_ms.items():
+        more_ms = 50.0 - sum(own) / len(own) if ends(key) == (0, 1) else 0.0
+        assert found.transfer_ms[key] == pytest.approx(ms + more_ms)

@@ -1,0 +1,149 @@
+"""What actions and messages take, learned from steps: constants, rates by rank, other clocks."""
+
+import random
+
+import pytest
+
+from torchmm.balance.rates import MOST_CONSTANT, ActionTimes, Total
+from torchmm.balance.transfer_times import (
+    BLOCKED_MS,
+    MESSAGES,
+    TransferTimes,
+    between_ranks_ms,
+    message_stamps,
+)
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.plan import ActionRecord
+
+F = ActionType.F
+KEY = 0, "vision", F
+
+
+def total_of(actions: list[tuple[float, float]]) -> Total:
+    """Of (FLOPs, ms)."""
+    found = Total(0.0, 0.0)
+    for flops, ms in actions:
+        found = found.plus(Total(ms, flops, 1.0, flops**2, ms * flops))
+    return found
+
+
+def learned(*steps: list[tuple[float, float]]) -> ActionTimes:
+    times = ActionTimes()
+    for step in steps:
+        times.learn({KEY: total_of(step)})
+    return times
+
+
+def test_a_constant_and_a_rate_are_told_apart_where_work_differs():
+    rng = random.Random(0)
+    steps = [
+        [(flops, 0.4 + 2e-9 * flops) for flops in rng.choices((1e8, 3e8, 9e8), k=12)]
+        for _ in range(6)
+    ]
+    fit = learned(*steps).fits()[KEY]
+    assert fit.constant_ms == pytest.approx(0.4, rel=0.1)
+    assert fit.ms_per_flop == pytest.approx(2e-9, rel=0.05)
+
+
+def test_without_a_constant_none_is_found():
+    fit = learned([(flops, 3e-9 * flops) for flops in (1e8, 3e8, 9e8)]).fits()[KEY]
+    assert fit.constant_ms == pytest.approx(0.0, abs=1e-9)
+    assert fit.ms_per_flop == pytest.approx(3e-9)
+
+
+def test_where_all_actions_are_alike_noise_is_no_constant():
+    rng = random.Random(1)
+    fit = learned([(1e9 * (1 + 0.001 * rng.random()), 2.0 + rng.gauss(0, 0.05)) for _ in range(16)])
+    assert fit.fits()[KEY].constant_ms < 0.1
+
+
+def test_a_steps_actions_together_take_what_was_measured():
+    rng = random.Random(2)
+    for _ in range(20):
+        actions = [(rng.uniform(1e8, 1e9), rng.uniform(0.1, 5.0)) for _ in range(rng.randint(1, 9))]
+        fit = learned(actions).fits()[KEY]
+        total_ms = sum(fit.constant_ms + fit.ms_per_flop * flops for flops, _ in actions)
+        assert total_ms == pytest.approx(sum(ms for _, ms in actions))
+        mean_ms = total_ms / len(actions)
+        assert 0 <= fit.constant_ms <= MOST_CONSTANT * mean_ms * (1 + 1e-9)
+        assert fit.ms_per_flop > 0
+
+
+def test_ranks_have_times_of_their_own_and_forget_old_ones():
+    times = ActionTimes()
+    for step in range(12):
+        slow = 3.0 if step >= 6 else 1.0
+        actions = [1e8, 4e8, 9e8]
+        times.learn(
+            {
+                (rank, "llm", F): total_of([(f, 1e-9 * f * (slow if rank else 1)) for f in actions])
+                for rank in (0, 1)
+            }
+        )
+    fits = times.fits()
+    assert fits[0, "llm", F].ms_per_flop == pytest.approx(1e-9)
+    assert fits[1, "llm", F].ms_per_flop == pytest.approx(3e-9, rel=0.05)
+    times.learn({(0, "llm", F): Total(0.0, 0.0)})  # a step without any
+    assert times.fits() == fits
+
+
+CHANNELS = [(0, 1), (1, 0)]
+
+
+def records_of(
+    takes_ms: tuple[float, float], clock_ms: float, waits: bool = True, messages: int = 5
+) -> list[list[ActionRecord]]:
+    """Of two ranks that send to each other, one message after the other.
+
+    Args:
+        takes_ms: a message from 0 to 1, and from 1 to 0.
+        clock_ms: what the clock of rank 1 is ahead.
+        waits: whether messages are waited for; if not, their WAIT comes long after they have.
+    """
+    ranks: list[list[ActionRecord]] = [[], []]
+    for number in range(messages):
+        for source in (0, 1):
+            kind = "FB"[source]
+            sent_ms = 100.0 * number + 40.0 * source
+            arrived_ms = sent_ms + takes_ms[source]
+            send = Action(ActionType[f"SEND_{kind}"], source, number, 0, 1 - source, 1 - source)
+            receive = Action(ActionType[f"RECV_{kind}"], 1 - source, number, 0, source, source)
+            wait = receive._replace(type=ActionType[f"WAIT_{kind}"])
+            began_ms = sent_ms - 5.0 if waits else arrived_ms + 20.0
+            ended_ms = arrived_ms if waits else began_ms + BLOCKED_MS / 2
+            for rank, action, begin, end in (
+                (1 - source, receive, began_ms - 1.0, began_ms - 0.9),
+                (source, send, sent_ms, sent_ms + 0.1),
+                (1 - source, wait, began_ms, ended_ms),
+            ):
+                ahead_ms = clock_ms * rank
+                ranks[rank].append(ActionRecord(rank, action, begin + ahead_ms, end + ahead_ms))
+    return [sorted(own, key=lambda record: record.start_ms) for own in ranks]
+
+
+@pytest.mark.parametrize("clock_ms", [0.0, 1e6, -37.5])
+def test_messages_are_timed_whatever_clocks_say(clock_ms):
+    ranks = records_of((3.0, 5.0), clock_ms)
+    stamps = sum(message_stamps(records, CHANNELS) for records in ranks)
+    assert between_ranks_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
+
+
+def test_messages_that_were_there_say_nothing():
+    stamps = sum(message_stamps(r, CHANNELS) for r in records_of((3.0, 5.0), 0.0, waits=False))
+    assert between_ranks_ms(stamps, CHANNELS) == {}
+    one_way, _ = records_of((3.0, 5.0), 0.0)
+    assert between_ranks_ms(message_stamps(one_way, CHANNELS), CHANNELS) == {}
+
+
+def test_no_more_messages_than_there_is_room_for():
+    ranks = records_of((3.0, 5.0), 2.0, messages=MESSAGES + 10)
+    stamps = sum(message_stamps(records, CHANNELS) for records in ranks)
+    assert stamps.shape == (2, MESSAGES, 4) and stamps[..., 1].sum() == 2 * MESSAGES
+    assert between_ranks_ms(stamps, CHANNELS) == pytest.approx({(0, 1): 4.0})
+
+
+def test_times_of_messages_are_smoothed():
+    times = TransferTimes()
+    times.learn({(0, 1): 4.0})
+    times.learn({(0, 1): 2.0, (1, 2): 1.0})
+    assert times.ms == {(0, 1): 3.0, (1, 2): 1.0}
