@@ -207,7 +207,7 @@ class Projection(Block):
         flops_per_image: besides the linear, whatever the image's size.
         normed: kind and width of a norm that the module has next to it, if any.
         after_norm: whether its input comes from a norm that is trained with it.
-        whole: whether every tensor-parallel rank computes all of it, as before layers.
+        divided: among tensor-parallel ranks.
         adapter: what is trained of it, if that is not all.
     """
 
@@ -218,12 +218,8 @@ class Projection(Block):
     flops_per_image: int = 0
     normed: tuple[str, int] | None = None
     after_norm: bool = False
-    whole: bool = False
+    divided: bool = False
     adapter: LowRank | None = None
-
-    def _split(self, setting: Setting) -> int:
-        """Among how many ranks it is divided."""
-        return 1 if self.whole or self.role != "output" else setting.execution.tensor
 
     @property
     def _low_ranks(self) -> LowRanks:
@@ -246,8 +242,8 @@ class Projection(Block):
         size = setting.element_bytes
         tensor = setting.execution.tensor
         rows_N = self._rows_N(sizes)
-        (inputs, outputs) = self.linear
-        split = self._split(setting)
+        inputs, outputs = self.linear
+        split = tensor if self.divided else 1
         product = matmul(rows_N, inputs, outputs / split, setting)
         weights = [product, accumulate(inputs * outputs / split, setting, 1)]
         passes = Operators([product], [product], weights if self.adapter is None else [], [])
@@ -274,7 +270,7 @@ class Projection(Block):
             normed_N = norm_kept_bytes(kind, sizes.units_N * width, size, trained)
             normed_N = normed_N + 8 * sizes.units_N
         normed_N = normed_N + weights * self._low_ranks.kept_bytes(self._rows_N(sizes), setting)
-        split = self._split(setting) if self.last else 1
+        split = setting.execution.tensor if self.divided and self.last else 1
         tensors = weights + (self.role != "embedding" and not self.first)
         return normed_N + size * tensors * self._rows_N(sizes) * self.linear[0] / split
 
@@ -427,11 +423,9 @@ def _before(module: ModuleDescription) -> list[Block]:
     blocks: list[Block] = []
     if module.kind == "generator" and module.context_flops_per_unit:
         size = sqrt(module.context_flops_per_unit / 4)  # two linears, taken as equally large
+        trained = module.connector_trainable
         blocks += [
-            Projection(
-                module.connector_trainable, role="context", linear=(size, size), first=i == 0
-            )
-            for i in range(2)
+            Projection(trained, role="context", linear=(size, size), first=i == 0) for i in (0, 1)
         ]
     linears: Sequence[Linear] = module.pre_linears
     if module.pre_flops_per_unit and not linears:
@@ -486,7 +480,7 @@ def _after(module: ModuleDescription) -> list[Block]:
                 last=index == len(linears) - 1,
                 normed=_norm(module, "layer", "rms") if first else None,
                 after_norm=opens_connector and module.connector_norm and whole,
-                whole=module.kind == "generator",
+                divided=module.kind != "generator",
                 adapter=adapter,
             )
         )
