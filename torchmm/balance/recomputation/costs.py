@@ -83,7 +83,7 @@ class StageRecompute:
 
     @property
     def ahead_bytes(self) -> int:
-        """The largest input that may come back from the host; 0 where none goes there."""
+        """The largest input that may come back from the host."""
         if self.kept_bytes_KMN.shape[1] < len(ALL_MODES):
             return 0
         leaner_KN = self.kept_bytes_KMN[:, -1] < self.kept_bytes_KMN[:, ALL_MODES.index("full")]
@@ -101,11 +101,13 @@ class StageRecompute:
         return saved_N + received_MN[0] - received_MN[ALL_MODES.index(modes[0])]
 
     def host_bytes_N(self, modes: Modes) -> Float64s:
-        """What waits in the host's memory."""
+        """What waits in the host's memory, where torch rounds buffers up to a power of two."""
         if "offload" not in modes:
             return np.zeros(len(self.tasks))
+        inputs_KN = self.kept_bytes_KMN[:, ALL_MODES.index("full")]
+        buffers_KN = 2 ** np.ceil(np.log2(np.maximum(inputs_KN, 1.0)))
         inputs_KMN = np.zeros_like(self.kept_bytes_KMN)
-        inputs_KMN[:, ALL_MODES.index("offload")] = self.kept_bytes_KMN[:, ALL_MODES.index("full")]
+        inputs_KMN[:, ALL_MODES.index("offload")] = buffers_KN
         return self.sum_N(inputs_KMN, modes)
 
     def passing_bytes_N(self, modes: Modes) -> Float64s:
