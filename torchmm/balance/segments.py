@@ -137,7 +137,7 @@ def _sub_microbatches(
         targets = [text_tokens(meta) for meta in microbatches]
         return 1, llm_sizes(microbatches, targets, padding=True)
     shown: list[list[Any]] = [list(meta.generated) for meta in microbatches]
-    sizes_of: Callable[[list[list[Any]]], TaskSizes] = generator_sizes
+    sizes_of: Callable[[list[list[Any]]], TaskSizes] = partial(generator_sizes, padding=True)
     if module.kind == "encoder":
         shown = [meta.images_read_by(module.name) for meta in microbatches]
         sizes_of = partial(encoder_sizes, module)

@@ -50,6 +50,7 @@ from torchmm.planning.step import plan_layout, plan_step, searched_costs
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
+from torchmm.recipe.simulation_section import sizes_vary
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 
@@ -345,6 +346,7 @@ def first_microbatches(
     training = recipe.training
     per_rank = training.global_batch_size // (shares * training.microbatch_size)
     if recipe.simulation.sequences or not recipe.data.sources:
+        _check_sizes(recipe, model)
         return [
             sample_microbatches(
                 recipe.simulation,
@@ -361,6 +363,23 @@ def first_microbatches(
             "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
         )
     return found
+
+
+def _check_sizes(recipe: Recipe, model: MultimodalModel) -> None:
+    """Images of many sizes need an encoder that reads them.
+
+    Raises:
+        ConfigError: an encoder brings all images to one size.
+    """
+    sizes = recipe.simulation.images
+    problems = [
+        f"simulation.images.{name}: sizes differ, but this encoder brings all images to one; "
+        "give a single number of patches"
+        for name, spec in model.image_specs().items()
+        if spec.inputs == "fixed" and name in sizes and sizes_vary(sizes[name])
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def first_step(

@@ -2,7 +2,13 @@
 
 import pytest
 
-from torchmm.balance.costs.sizes import encoder_sizes, generator_sizes, llm_sizes, text_tokens
+from torchmm.balance.costs.sizes import (
+    encoder_sizes,
+    generator_sizes,
+    llm_sizes,
+    pack_sizes,
+    text_tokens,
+)
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
@@ -61,6 +67,20 @@ def test_a_generator_attends_to_its_context() -> None:
     assert sizes.units_N.tolist() == sizes.outputs_N.tolist() == [48, 0]
     assert sizes.contexts_N.tolist() == [13, 0]
     assert sizes.cross_pairs_N.tolist() == [16 * 10 + 32 * 3, 0]
+
+
+def test_packs_are_as_large_as_what_is_drawn_at_once() -> None:
+    small, large = GeneratedMeta((1, 2, 2), 10), GeneratedMeta((1, 4, 5), 3)
+    packs = [
+        MicrobatchMeta((SampleMeta("s", i, 30, generated=own),), 30)
+        for i, own in enumerate([(small, large, small), (), (small,), (large, large)])
+    ]
+    dit = ModuleDescription("generator", "generator", (), 0, 0, 0)
+    at, sizes = pack_sizes(dit, packs)
+    assert at.tolist() == [0, 2, 3] and sizes is not None
+    assert sizes.units_N.tolist() == [3 * 20, 4, 2 * 20]
+    assert sizes.contexts_N.tolist() == [3 * 10, 10, 6]
+    assert sizes.given_N.tolist() == [23, 10, 6]
 
 
 def test_images_are_no_targets() -> None:

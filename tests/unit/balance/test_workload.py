@@ -1,5 +1,7 @@
 """Microbatches drawn from statistics: sizes in their bounds, and the same for every layout."""
 
+from collections import Counter
+from hashlib import sha256
 from itertools import chain
 
 import pytest
@@ -73,6 +75,140 @@ def test_clips_share_the_frames_of_a_sequence() -> None:
         counts.add(len(frames))
         longest = max(longest, *frames)
     assert counts == set(range(1, 9)) and longest > 24
+
+
+FIXED = {
+    "seed": 3,
+    "images": {"vision": {"patches": 64, "tokens": 4}},
+    "generated": {
+        "rows": 3,
+        "columns": 4,
+        "frames": [2, 8],
+        "frames_per_sequence": 20,
+        "context_tokens": 30,
+    },
+    "sequences": [
+        {"weight": 3.0, "images": [5, 12], "samples": 4, "generated": [0, 3]},
+        {"images": [0, 2]},
+        {"tokens": [20, 60], "generated": [1, 8]},
+    ],
+}
+
+
+def test_sequences_of_one_size_are_those_that_recorded_figures_were_made_with() -> None:
+    found = sample_microbatches(SimulationConfig.model_validate(FIXED), 500, sequence_length=100)
+    assert sha256(repr(found).encode()).hexdigest()[:16] == "ec7ed7e6c9716efa"
+
+
+MIXED = [
+    {"weight": 3, "rows": [2, 6], "columns": [4, 8]},
+    {"patches": [40, 100]},
+    {"weight": 4, "patches": 400, "tokens": 7},
+]
+
+
+def sized(sizes: list[dict], **settings: object) -> SimulationConfig:
+    images = {"vision": {"patches_per_token": 4, "sizes": sizes}}
+    sequences = [{"images": [0, 6], "samples": 2}]
+    return SimulationConfig.model_validate({"images": images, "sequences": sequences, **settings})
+
+
+def test_sizes_are_of_the_mixture_and_evenly_spread() -> None:
+    images = [i for s in samples_of(sized(MIXED), 3000, sequence_length=200) for i in s.images]
+    large = [i for i in images if i.patches == 400]
+    assert {i.tokens for i in large} == {7}
+    assert len(large) / len(images) == pytest.approx(4 / 8, abs=0.02)
+    others = [i for i in images if i.patches != 400]
+    assert all(i.tokens == i.patches // 4 for i in others)
+    sides = {rows * columns for rows in (2, 4, 6) for columns in (4, 6, 8)}
+    both = Counter(i.patches for i in others)
+    assert set(both) == sides | set(range(40, 101))
+    # Three of four have sides, of whose nine pairs 6 x 4 and 4 x 6 are 24.
+    assert both[24] / len(others) == pytest.approx(3 / 4 * 2 / 9, abs=0.02)
+    assert both[41] / len(others) == pytest.approx(1 / 4 / 61, abs=0.004)
+
+
+def test_sizes_change_no_other_number() -> None:
+    alike = sized([{"patches": 16, "tokens": 4}])
+    for one, other in zip(
+        sample_microbatches(alike, 200, sequence_length=200),
+        sample_microbatches(sized(MIXED), 200, sequence_length=200),
+        strict=True,
+    ):
+        assert one.image_count == other.image_count
+        assert one.used_tokens == other.used_tokens == 200
+        assert [len(s.images) for s in one.samples] == [len(s.images) for s in other.samples]
+
+
+def test_sizes_are_the_same_in_every_layout() -> None:
+    config = sized(MIXED, generated={"rows": [1, 5], "columns": 2})
+    whole = samples_of(config, 12, sequence_length=200)
+    assert samples_of(config, 3, microbatch_size=4, sequence_length=200) == whole
+    assert (
+        samples_of(config, 6, sequence_length=200)
+        + samples_of(config, 6, first=6, sequence_length=200)
+        == whole
+    )
+    other = config.model_copy(update={"seed": 4})
+    assert samples_of(other, 12, sequence_length=200) != whole
+
+
+def test_drawn_images_differ_as_the_mixture_says() -> None:
+    sizes = [{"rows": [1, 3], "columns": 2}, {"weight": 3.0, "rows": 8, "columns": [8, 9]}]
+    config = SimulationConfig.model_validate(
+        {"generated": {"sizes": sizes, "frames": [1, 2]}, "sequences": [{"generated": [0, 4]}]}
+    )
+    grids = [g.grid_thw for s in samples_of(config, 1500) for g in s.generated]
+    assert {g[1:] for g in grids} == {(1, 2), (2, 2), (3, 2), (8, 8), (8, 9)}
+    assert sum(g[1] == 8 for g in grids) / len(grids) == pytest.approx(3 / 4, abs=0.03)
+    one = {"generated": {"rows": 5, "columns": 5, "frames": [1, 2]}}
+    alike = SimulationConfig.model_validate({**config.model_dump(), **one})
+    frames = [g.grid_thw[0] for s in samples_of(alike, 1500) for g in s.generated]
+    assert frames == [g[0] for g in grids]
+
+
+@pytest.mark.parametrize(
+    ("images", "key", "text"),
+    [
+        ({"tokens": 3}, "images.vision", "add rows and columns, or patches"),
+        ({"rows": 4}, "images.vision", "add columns"),
+        ({"rows": 4, "columns": 4, "patches": 16}, "vision.rows", "beside patches"),
+        ({"patches": [9, 4]}, "vision.patches = [9, 4]", "least and most"),
+        ({"patches": 0}, "vision.patches = [0, 0]", "from 1 on"),
+        ({"patches": [4, 8], "tokens": 2}, "vision.tokens", "set patches_per_token"),
+        (
+            {"rows": [3, 6], "columns": 4, "patches_per_token": 4},
+            "vision.rows = [3, 6]",
+            "multiples of 2",
+        ),
+        ({"rows": 6, "columns": 4, "patches_per_token": 6}, "patches_per_token = 6", "no square"),
+        ({"patches": 4, "sizes": [{"patches": 9}]}, "vision.sizes", "remove one of both"),
+        ({"sizes": [{"patches": 4}, {"rows": 9}]}, "vision.sizes[1]", "add columns"),
+        ({"sizes": [{"patches": 4}, {"patches": [5, 60]}]}, "[0].images", "up to 120 tokens"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(images: dict, key: str, text: str) -> None:
+    config = {"images": {"vision": images}, "sequences": [{"images": [1, 2]}]}
+    with pytest.raises(ValueError) as caught:
+        sample_microbatches(SimulationConfig.model_validate(config), 1, sequence_length=100)
+    assert key in str(caught.value) and text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "key", "text"),
+    [
+        ({"rows": 4}, "simulation.generated", "add columns"),
+        ({}, "simulation.generated", "add rows and columns"),
+        ({"rows": 4, "columns": [0, 2]}, "generated.columns = [0, 2]", "from 1 on"),
+        ({"rows": 4, "columns": 4, "sizes": [{"rows": 1, "columns": 1}]}, "sizes", "remove one"),
+        ({"sizes": [{"rows": [2, 1], "columns": 1}]}, "sizes[0].rows", "least and most"),
+    ],
+)
+def test_drawn_sizes_that_cannot_be_are_refused(drawn: dict, key: str, text: str) -> None:
+    config = SimulationConfig.model_validate({"generated": drawn})
+    with pytest.raises(ValueError) as caught:
+        sample_microbatches(config, 1, sequence_length=100)
+    assert key in str(caught.value) and text in str(caught.value)
 
 
 @pytest.mark.parametrize(

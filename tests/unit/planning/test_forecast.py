@@ -71,6 +71,12 @@ def recipe(recipe_file: Path) -> Recipe:
     return Recipe.model_validate(tomli.loads(recipe_file.read_text()))
 
 
+def test_images_of_many_sizes_need_an_encoder_that_reads_them(recipe_file):
+    text = recipe_file.read_text().replace("patches = 16\ntokens", "patches = [4, 16]\n# tokens")
+    with pytest.raises(ConfigError, match=r"simulation.images.vision: .* brings all images to one"):
+        Forecaster(Recipe.model_validate(tomli.loads(text)), 8, load_profile("a100"))
+
+
 def test_every_schedule_is_planned_and_rated(recipe):
     forecaster = Forecaster(recipe, 8, load_profile("a100"))
     found = forecaster.forecast_all()

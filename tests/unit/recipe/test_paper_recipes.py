@@ -142,11 +142,13 @@ def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
         if isinstance(module, GeneratorModule):
             images = module.spec.images
             assert drawn is not None and drawn.context_tokens == images.context_tokens
-            assert images.grid(drawn.frames[1]) == (drawn.frames[1], drawn.rows, drawn.columns)
+            grid = images.grid(drawn.frames[1])
+            assert grid[0] == drawn.frames[1]
+            assert [drawn.rows, drawn.columns] == [[side, side] for side in grid[1:]]
         if isinstance(module, EncoderModule):
             size = recipe.simulation.images[module.name]
             side = module.spec.config.image_size // module.spec.config.patch_size
-            assert size.patches == side**2
+            assert size.patches == [side**2, side**2]
             assert size.tokens == (side // module.merge) ** 2 == isqrt(size.tokens) ** 2
     training = recipe.training
     for meta in sample_microbatches(

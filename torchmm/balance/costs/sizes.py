@@ -226,7 +226,7 @@ def pack_sizes(
     if module.kind == "generator":
         drawn = [pack.generated for pack in packs]
         at = np.flatnonzero([bool(own) for own in drawn])
-        return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
+        return at, generator_sizes([drawn[i] for i in at], padding=True) if len(at) else None
     shown = [pack.images_read_by(module.name) for pack in packs]
     at = np.flatnonzero([bool(own) for own in shown])
     return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None

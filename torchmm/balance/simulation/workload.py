@@ -3,33 +3,46 @@
 What a planner sees of a step are sizes: images per microbatch, their patches, tokens of text. The
 papers give no data but such statistics (PipeWeaver §8: 169 tokens per image and at most 48 images
 in 8192 tokens; at most 8 clips of together 16 seconds), so a recipe states them in `[simulation]`.
-Drawn are sequences, each of one kind of the mixture, with whole numbers between two bounds. A
-sequence's place alone decides its content: more ranks, another microbatch size or a longer step
-change none of the sequences that were there before.
+Drawn are sequences, each of one kind of the mixture, with whole numbers between two bounds; and of
+every image its size, where sizes differ. A sequence's place alone decides its content: more ranks,
+another microbatch size or a longer step change none of the sequences that were there before. Sizes
+come from random numbers of their own, so other sizes change no number of images.
 
 Rejected: continuous distributions of images per sequence (lognormal, geometric), cut off at the
 sequence's length: the published mixtures have two humps (captions, documents), and what is cut off
-moves the mean that one has set.
+moves the mean that one has set. For the same reason the most images of the largest size have to fit
+into a sequence, instead of those that do not being left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.recipe.simulation_section import (
+    Sides,
     SimulatedGeneration,
+    SimulatedImages,
+    SimulatedImageSize,
     SimulatedSequences,
     SimulationConfig,
     contradictions,
     encoder_of,
+    image_sizes,
+    side_step,
+    sides_of,
+    tokens_of,
 )
 
 SOURCE = "simulation"
 """Name of the source of drawn samples."""
+IMAGES = 1
+CLIPS = 2
+"""Random numbers of sizes, apart from each other and from all others of a sequence."""
 
 
 def sample_microbatches(
@@ -55,16 +68,15 @@ def sample_microbatches(
     kinds = config.sequences or [SimulatedSequences()]
     if found := list(contradictions(config, sequence_length)):
         raise ValueError("; ".join(f"{key} = {value}: {text}" for key, value, text in found))
-    weights = np.array([kind.weight for kind in kinds])
-    bounds = np.cumsum(weights / weights.sum())
+    bounds = _bounds([kind.weight for kind in kinds])
     microbatches = []
     for index in range(count):
         samples: list[SampleMeta] = []
         start = first + index * microbatch_size
         for place in range(start, start + microbatch_size):
             rng = np.random.default_rng([config.seed, place])
-            which = min(int(np.searchsorted(bounds, rng.random(), "right")), len(kinds) - 1)
-            samples += _sample_sequence(config, kinds[which], place, sequence_length, rng)
+            kind = kinds[_pick(bounds, rng)]
+            samples += _sample_sequence(config, kind, place, sequence_length, rng)
         microbatches.append(MicrobatchMeta(tuple(samples), microbatch_size * sequence_length))
     return microbatches
 
@@ -78,19 +90,20 @@ def _sample_sequence(
 ) -> list[SampleMeta]:
     """Samples of one sequence; text and images are dealt evenly among them."""
     tokens = _between(kind.tokens, rng) if kind.tokens else sequence_length
-    images = _between(kind.images, rng)
-    encoder = encoder_of(config, kind) if images else None
-    image = ImageMeta(0, 0, 0, 0)
+    count = _between(kind.images, rng)
+    encoder = encoder_of(config, kind) if count else None
+    images: list[ImageMeta] = []
     if encoder is not None:
-        size = config.images[encoder]
-        image = ImageMeta(0, 0, size.patches, size.tokens)
-    text = tokens - images * image.tokens
+        images = _sample_images(config.images[encoder], count, [config.seed, place, IMAGES])
+    text = tokens - sum(image.tokens for image in images)
     most_samples = max(other.samples for other in config.sequences or [kind])
-    clips = _sample_clips(config.generated, _between(kind.generated, rng), rng)
+    drawn = _between(kind.generated, rng)
+    clips = _sample_clips(config.generated, drawn, rng, [config.seed, place, CLIPS])
+    shares, texts = (_even_shares(n, kind.samples) for n in (len(images), text))
     samples = []
     for index in range(kind.samples):
-        own_images = (image,) * _share(images, index, kind.samples)
-        length = _share(text, index, kind.samples) + len(own_images) * image.tokens
+        own_images = tuple(images[shares[index].start : shares[index].stop])
+        length = len(texts[index]) + sum(image.tokens for image in own_images)
         own_clips = clips[index :: kind.samples]
         if length == 0:
             continue  # fewer tokens of text than samples
@@ -111,8 +124,21 @@ def _sample_sequence(
     return samples
 
 
+def _sample_images(size: SimulatedImages, count: int, seeds: Sequence[int]) -> list[ImageMeta]:
+    """As many images that an encoder reads."""
+    each = size.patches_per_token
+    sizes = image_sizes(size)
+    sides = [sides_of(own, side_step(each)) for own in sizes]
+    weights = [own.weight if isinstance(own, SimulatedImageSize) else 1.0 for own in sizes]
+    images = []
+    for which, (rows, columns) in _sample_sides(sides, weights, count, seeds):
+        tokens = tokens_of(sizes[which], rows * columns, each)
+        images.append(ImageMeta(0, 0, rows * columns, tokens))
+    return images
+
+
 def _sample_clips(
-    size: SimulatedGeneration | None, count: int, rng: np.random.Generator
+    size: SimulatedGeneration | None, count: int, rng: np.random.Generator, seeds: Sequence[int]
 ) -> Sequence[tuple[int, int, int]]:
     """Grids of patches (frames, rows, columns) of `count` clips."""
     if size is None or count == 0:
@@ -120,13 +146,48 @@ def _sample_clips(
     least, most = size.frames
     limit = most if size.frames_per_sequence is None else size.frames_per_sequence // count
     most = max(least, min(most, limit))
-    return [(_between([least, most], rng), size.rows, size.columns) for _ in range(count)]
+    frames = [_between([least, most], rng) for _ in range(count)]
+    sides = [sides_of(own) for own in size.sizes or [size]]
+    weights = [own.weight for own in size.sizes] or [1.0]
+    drawn = _sample_sides(sides, weights, count, seeds)
+    return [(n, *own) for n, (_, own) in zip(frames, drawn, strict=True)]
+
+
+def _sample_sides(
+    sizes: Sequence[Sides], weights: Sequence[float], count: int, seeds: Sequence[int]
+) -> list[tuple[int, tuple[int, int]]]:
+    """Of as many images: which of the sizes, and its rows and columns."""
+    rng = np.random.default_rng(seeds)
+    bounds = _bounds(weights)
+    found = []
+    for _ in range(count):
+        which = _pick(bounds, rng)
+        own = sizes[which]
+        rows, columns = (
+            own.step * _between([side[0] // own.step, side[1] // own.step], rng)
+            for side in (own.rows, own.columns)
+        )
+        found.append((which, (rows, columns)))
+    return found
+
+
+def _bounds(weights: Sequence[float]) -> np.ndarray:
+    """Ends of the shares that weights stand for."""
+    values = np.array(weights)
+    return np.cumsum(values / values.sum())
+
+
+def _pick(bounds: np.ndarray, rng: np.random.Generator) -> int:
+    """One of what has these shares."""
+    return min(int(np.searchsorted(bounds, rng.random(), "right")), len(bounds) - 1)
 
 
 def _between(bounds: Sequence[int], rng: np.random.Generator) -> int:
     return int(rng.integers(bounds[0], bounds[1] + 1))
 
 
-def _share(total: int, index: int, parts: int) -> int:
-    """Of `total` things dealt to `parts`, how many the one at `index` gets."""
-    return total // parts + (index < total % parts)
+def _even_shares(total: int, parts: int) -> list[range]:
+    """`total` things dealt to `parts` in their order, the larger shares first."""
+    size, larger = divmod(total, parts)
+    ends = [index * size + min(index, larger) for index in range(parts + 1)]
+    return [range(a, b) for a, b in pairwise(ends)]
