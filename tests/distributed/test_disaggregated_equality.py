@@ -4,7 +4,7 @@ Encoder, LLM and generator have data-, tensor- and pipeline-parallel sizes of th
 not divide each other. Steps have microbatches with no, one or several images.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import pytest
@@ -21,7 +21,7 @@ from microbatches import (
     with_patches,
 )
 from shared_reference import on_first_rank
-from test_generator_equality import GENERATOR, a_microbatch, filled
+from test_generator_equality import GENERATOR, a_generator, a_microbatch, filled
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
@@ -33,7 +33,7 @@ from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.recipe.model_section import FreezeConfig, GeneratorConfig
+from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import (
@@ -84,6 +84,13 @@ class Case:
     """Its model_type; "": an LLM behind CLIP."""
     audio: MeshSizes | None = None
     """Of the tower for sounds beside it."""
+    latents: str = ""
+    """ "mean" or "sampled": those of an autoencoder are drawn, not pixels."""
+
+    @property
+    def draws(self) -> str:
+        """What; "": nothing is."""
+        return (self.latents or "pixels") if self.generator is not None else ""
 
     @property
     def units(self) -> dict[str, MeshSizes]:
@@ -112,6 +119,8 @@ CASES = {
         Case(DP2, ONE, freeze="all but connectors", schedule="separated"),
         Case(ONE, DP2, freeze="all but the encoder"),
         *(Case(ONE, ONE, ONE, freeze=f) for f in FREEZES),
+        Case(ONE, ONE, ONE, latents="mean"),
+        Case(ONE, ONE, ONE, freeze="all but the LLM", latents="sampled"),
     ],
     "3 with towers on two": [
         *(
@@ -126,6 +135,8 @@ CASES = {
         *(Case(ONE, PP2, audio=ONE, composite=name) for name in OMNI),
         *(Case(ONE, ONE, audio=DP2, composite=name, schedule="zero_bubble") for name in OMNI),
         Case(ONE, PP2, ONE, schedule="interleaved_1f1b", parallel={"virtual_stages": 2}),
+        Case(ONE, ONE, PP2, latents="mean"),
+        Case(ONE, ONE, DP2, latents="sampled"),
     ],
     "5": [
         Case(unit(shard=3), DP2),
@@ -154,7 +165,7 @@ def test_modules_apart_equal_one_process(ranks):
             assert not problems, (rank, case, problems)
 
 
-def a_model(draws: bool, freeze: str, composite: str = "") -> MultimodalModel:
+def a_model(draws: str, freeze: str, composite: str = "") -> MultimodalModel:
     config = MODEL.model_copy(deep=True)
     assert config.llm is not None and config.llm.config is not None
     config.llm.config.update(num_hidden_layers=4)
@@ -162,20 +173,26 @@ def a_model(draws: bool, freeze: str, composite: str = "") -> MultimodalModel:
         return build_model(composite_model(composite, 4, 4, tied=True), FreezeConfig())
     frozen = [n for n in FREEZES[freeze] if draws or not n.startswith("generator")]
     if draws:
-        config = config.model_copy(
-            update={"generator": GeneratorConfig(config=GENERATOR, frames=3)}
-        )
+        drawing = a_generator(GENERATOR, latents_of(draws))
+        config = config.model_copy(update={"generator": drawing})
     return build_model(config, FreezeConfig(modules=frozen))
 
 
-def a_batch(draws: bool, composite: str = "") -> list[Microbatch]:
+def latents_of(draws: str) -> str:
+    return "" if draws == "pixels" else draws
+
+
+def a_batch(draws: str, composite: str = "") -> list[Microbatch]:
     lengths = (64, 72, 80)
     if composite:
         return [with_patches(microbatch, composite) for microbatch in a_batch(draws)]
     if not draws:
         return [random_microbatch(seed, n, lengths[seed % 3]) for seed, n in enumerate(IMAGES)]
     pairs = zip(IMAGES, DRAWN, strict=True)
-    return [a_microbatch(i, read, drawn, lengths[i % 3]) for i, (read, drawn) in enumerate(pairs)]
+    return [
+        a_microbatch(i, read, drawn, lengths[i % 3], latents_of(draws))
+        for i, (read, drawn) in enumerate(pairs)
+    ]
 
 
 @dataclass(frozen=True)
@@ -196,12 +213,12 @@ class Reference:
 
 
 @cache
-def shared_reference(draws: bool, freeze: str, composite: str) -> Reference:
+def shared_reference(draws: str, freeze: str, composite: str) -> Reference:
     """Computed once for all ranks."""
     return on_first_rank(partial(reference, draws, freeze, composite))
 
 
-def reference(draws: bool, freeze: str, composite: str) -> Reference:
+def reference(draws: str, freeze: str, composite: str) -> Reference:
     model = filled(a_model(draws, freeze, composite))
     batch = a_batch(draws, composite)
     counts = _counts(batch)
@@ -233,10 +250,13 @@ def _picture(model: MultimodalModel, batch: list[Microbatch]) -> torch.Tensor:
     """One step from noise."""
     inputs, generator = batch[2].generator, model.generator
     assert inputs is not None and generator is not None
-    x = inputs.noise_PV
-    inputs = type(inputs)(x, x, [1.0] * len(inputs.times), *list(vars(inputs).values())[3:])
+    x = inputs.drawn_noise_PV
+    encoded = inputs.latent_values > 0
+    times = [1.0] * len(inputs.times)
+    inputs = replace(inputs, patches_PV=x, noise_PV=x, times=times, encoded=encoded)
     _, context = model.llm(batch[2], model.encode(batch[2]))
-    return x - generator.velocity(inputs, context)
+    end = x - generator.velocity(inputs, context)
+    return generator.latent_decoder(end, inputs.grids_thw) if encoded else end
 
 
 def compare_all(ranks: str) -> list[tuple[Case, list[str]]]:
@@ -246,7 +266,7 @@ def compare_all(ranks: str) -> list[tuple[Case, list[str]]]:
 
 def compare(case: Case) -> list[str]:
     """What differs from the single process on this rank."""
-    mesh, draws = units_for(case.units), case.generator is not None
+    mesh, draws = units_for(case.units), case.draws
     model = a_model(draws, case.freeze, case.composite)
     batch = a_batch(draws, case.composite)
     settings = {"placement": "disaggregated", "schedule": case.schedule, **case.parallel}

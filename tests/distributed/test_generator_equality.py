@@ -2,13 +2,15 @@
 
 Text and image loss have different weights. Microbatches have no, one or several images to be drawn,
 images and clips of different sizes and contexts among them; in the second step one data-parallel
-replica has none, in the third nobody has.
+replica has none, in the third nobody has. What is drawn are pixels, or latents of an autoencoder,
+means or samples.
 """
 
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from math import prod
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,7 +29,12 @@ from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.recipe.model_section import FreezeConfig, GeneratorConfig, ModelConfig
+from torchmm.recipe.model_section import (
+    AutoencoderConfig,
+    FreezeConfig,
+    GeneratorConfig,
+    ModelConfig,
+)
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline, plan_layout
@@ -45,6 +52,9 @@ READ = [1, 2, 0, 3, 0, 1]
 """Images to be read."""
 GRIDS = [(1, 2, 2), (3, 2, 2), (1, 1, 2)]
 PATCH_VALUES = 3 * 4 * 4
+LATENT_VALUES = 2 * 2 * 2
+NOISE = {"": PATCH_VALUES, "mean": LATENT_VALUES, "sampled": 2 * LATENT_VALUES}
+"""Random numbers of a patch, by what is drawn."""
 FREEZES = {
     "nothing": (),
     "encoder": ("vision", "vision.connector"),
@@ -64,8 +74,26 @@ GENERATOR = {
 }
 
 
-Shape = tuple[bool, bool]
-"""Whether a model is deep, and whether its embeddings are tied."""
+VAE = {
+    "block_out_channels": [4, 8],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "norm_num_groups": 2,
+    "latent_channels": 2,
+    "scaling_factor": 0.6,
+}
+"""Its latents stand for 2 x 2 pixels, and a patch has as many of them."""
+
+
+class Shape(NamedTuple):
+    """What models differ in, besides what is frozen."""
+
+    deep: bool = False
+    tied: bool = True
+    """Whether embeddings are."""
+    latents: str = ""
+    scaling: float = 0.6
+    """Of latents."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +107,34 @@ class Case:
     recompute: str = "none"
     deep: bool = False
     """Enough layers for two stages of each module per rank."""
+    latents: str = ""
+    """ "mean" or "sampled": those of an autoencoder are drawn, not pixels."""
+    wrong: bool = False
+    """Whether it has another model, which has to be noticed."""
 
     @property
     def shape(self) -> Shape:
         """Not tied where chains of two stages per rank may put both embeddings on one rank."""
-        return self.deep, self.virtual_stages == 1
+        return Shape(self.deep, self.virtual_stages == 1, self.latents)
 
 
-def a_model(freeze: str, shape: Shape = (False, True)) -> MultimodalModel:
-    deep, tied = shape
+def a_generator(layers: dict, latents: str, scaling: float = 0.6) -> GeneratorConfig:
+    """With patches of 4 x 4 pixels, whatever they are made into."""
+    if not latents:
+        return GeneratorConfig(config=layers, frames=3)
+    config = {**VAE, "scaling_factor": scaling}
+    vae = AutoencoderConfig(config=config, latents=latents, frames_at_once=2)
+    return GeneratorConfig(config={**layers, "sample_size": 4, "patch_size": 2}, frames=3, vae=vae)
+
+
+def a_model(freeze: str, shape: Shape = Shape()) -> MultimodalModel:  # noqa: B008
+    deep, tied, latents, scaling = shape
     config: ModelConfig = MODEL.model_copy(deep=True)
     assert config.llm is not None and config.llm.config is not None
     config.llm.config.update(tie_word_embeddings=tied, num_hidden_layers=5 if deep else 3)
     layers = {**GENERATOR, "num_layers": 4 if deep else 2}
-    config = config.model_copy(update={"generator": GeneratorConfig(config=layers, frames=3)})
+    drawing = a_generator(layers, latents, scaling)
+    config = config.model_copy(update={"generator": drawing})
     return build_model(config, FreezeConfig(modules=list(FREEZES[freeze])))
 
 
@@ -111,7 +153,7 @@ def filled(model: MultimodalModel) -> MultimodalModel:
     return model
 
 
-def a_microbatch(seed: int, read: int, drawn: int, tokens: int) -> Microbatch:
+def a_microbatch(seed: int, read: int, drawn: int, tokens: int, latents: str = "") -> Microbatch:
     """A packed microbatch in which `drawn` images hang on its samples in turn."""
     batch = random_microbatch(seed, read, tokens)
     if not drawn:
@@ -132,19 +174,20 @@ def a_microbatch(seed: int, read: int, drawn: int, tokens: int) -> Microbatch:
     patches = sum(meta.patches for _, meta in images)
     inputs = GeneratorInputs(
         patches_PV=torch.rand(patches, PATCH_VALUES, generator=generator) * 2 - 1,
-        noise_PV=torch.randn(patches, PATCH_VALUES, generator=generator),
+        noise_PV=torch.randn(patches, NOISE[latents], generator=generator),
         times=torch.rand(drawn, generator=generator).tolist(),
         grids_thw=[meta.grid_thw for _, meta in images],
         context_positions_K=torch.cat(positions),
         contexts=[meta.context for _, meta in images],
         counted=[number != 1 for number in range(drawn)],
+        latent_values=LATENT_VALUES if latents else 0,
     )
     return replace(batch, generator=inputs, meta=replace(batch.meta, samples=tuple(samples)))
 
 
-def a_batch(number: int) -> list[Microbatch]:
+def a_batch(number: int, latents: str = "") -> list[Microbatch]:
     return [
-        a_microbatch(10 * number + i, READ[i], drawn, (64, 72, 80)[i % 3])
+        a_microbatch(10 * number + i, READ[i], drawn, (64, 72, 80)[i % 3], latents)
         for i, drawn in enumerate(STEPS[number])
     ]
 
@@ -161,7 +204,7 @@ def references(freeze: str, shape: Shape) -> list[GeneratorReference]:
     model = filled(a_model(freeze, shape))
     found = []
     for number in range(len(STEPS)):
-        batch = a_batch(number)
+        batch = a_batch(number, shape.latents)
         counts = {
             "llm": sum(m.target_count for m in batch),
             "generator": sum(m.generated_count for m in batch),
@@ -189,17 +232,24 @@ def references(freeze: str, shape: Shape) -> list[GeneratorReference]:
 def drawn_by_one_process(shape: Shape) -> Tensor:
     """Euler's method written down once more, with the whole model."""
     model = filled(a_model("nothing", shape))
-    batch = a_batch(0)[2]
+    batch = a_batch(0, shape.latents)[2]
     inputs = batch.generator
-    x = inputs.noise_PV
+    x = inputs.drawn_noise_PV
     with torch.no_grad():
         for step in (2, 1):
-            now = replace(inputs, patches_PV=x, noise_PV=x, times=[step / 2] * len(inputs.times))
+            times = [step / 2] * len(inputs.times)
+            encoded = bool(shape.latents)
+            now = replace(inputs, patches_PV=x, noise_PV=x, times=times, encoded=encoded)
             _, context = model.llm(batch, model.encode(batch))
             x = x - model.generator.velocity(now, context) / 2
-    return x
+        return model.generator.latent_decoder(x, inputs.grids_thw) if shape.latents else x
 
 
+LATENT_CASES = [
+    Case(latents="mean"),
+    Case("zero_bubble", "LLM", latents="sampled"),
+    Case("1f1b", "generator", latents="mean"),
+]
 CASES = {
     "pp2": [
         *(Case("separated", f) for f in FREEZES),
@@ -212,14 +262,20 @@ CASES = {
             deep=True,
         ),
         Case("separated", recompute="full"),
+        *LATENT_CASES,
+        Case("interleaved_1f1b", virtual_stages=2, deep=True, latents="mean"),
+        Case(latents="mean", wrong=True),
     ],
     "fsdp2": [
         *(Case(freeze=f) for f in ("nothing", "LLM", "encoder", "all but the connectors")),
         Case(parallel={"reshard_after_forward": "never"}),
+        Case(latents="mean"),
+        Case(latents="sampled", parallel={"reshard_after_forward": "never"}),
     ],
     "pp2 x fsdp2": [
         *(Case(freeze=f) for f in ("nothing", "LLM", "encoder", "all but the connectors")),
         Case("1f1b", "generator"),
+        Case(latents="sampled"),
     ],
     "pp2 x tp2": [
         Case(),
@@ -244,6 +300,10 @@ def test_generators_equal_one_process(layout):
     for rank, found in enumerate(outcomes):
         assert len(found) == len(CASES[layout])
         for case, problems in found:
+            if case.wrong:
+                assert any("loss" in problem for problem in problems), (rank, case)
+                assert any("drawing" in problem for problem in problems), (rank, case)
+                continue
             assert not problems, (rank, case, problems)
 
 
@@ -278,7 +338,8 @@ def compare(
         "generator": {"sub_microbatch_images": 2},
     }
     config = ParallelConfig.model_validate({**SIZES[layout], **settings, **case.parallel})
-    model = a_model(case.freeze, case.shape)
+    shape = case.shape._replace(scaling=0.61) if case.wrong else case.shape
+    model = a_model(case.freeze, shape)
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in wanted[0].batch])
     stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)

@@ -123,3 +123,59 @@ def test_an_export_is_where_another_run_begins(runs, tmp_path, real_data, train_
     names = [name for name in trained if name.startswith("model.generator.")]
     assert len(names) > 30
     assert [name for name in names if not torch.equal(trained[name], begun[name])] == []
+
+
+GENERATE = Path(__file__).parents[2] / "scripts" / "generate.py"
+LATENT = {
+    "model__generator__config": GENERATOR.replace(
+        "sample_size = 16, patch_size = 8", "sample_size = 8, patch_size = 4"
+    ),
+    "model__generator__vae__latents": "sampled",
+}
+VAE = (
+    "{block_out_channels = [8, 8], norm_num_groups = 4, latent_channels = 2, "
+    'down_block_types = ["DownEncoderBlock2D", "DownEncoderBlock2D"], '
+    'up_block_types = ["UpDecoderBlock2D", "UpDecoderBlock2D"]}'
+)
+
+
+def test_latents_of_an_autoencoder_are_drawn(tmp_path, real_data, train_server):
+    """It is exported beside the generator; a pipeline that is given it does the same steps."""
+    one, pipeline = tmp_path / "one", tmp_path / "pipeline"
+    given = command(one, real_data, **LATENT, model__generator__vae__config=VAE)
+    codes, output = train_server.run(given, tmp_path / "log-one", 1)
+    assert codes == [0], output
+    exported = one / "hf" / "generator" / "vae"
+    given = command(
+        pipeline,
+        real_data,
+        **LATENT,
+        parallel__pipeline=2,
+        model__generator__vae__source=exported,
+        checkpoint__export_hf="false",
+    )
+    codes, output = train_server.run(given, tmp_path / "log-pipeline", 2)
+    assert codes == [0, 0], output
+    for first, second in zip(records(one), records(pipeline), strict=True):
+        for key in (*LOSSES, "grad_norm"):
+            assert second[key] == (first[key] and pytest.approx(first[key], rel=1e-4)), key
+    for run_dir in (one, pipeline):
+        assert (run_dir / "drawings" / "step-4.png").exists()
+    words = ["--prompt", "A red fish.", "--prompt", "A boat.", "--denoising-steps", "2"]
+    given = [str(pipeline), *words, "--draw", str(tmp_path / "drawn")]
+    codes, output = train_server.run(given, tmp_path / "log-drawn", 1, script=GENERATE)
+    assert codes == [0], output
+    assert f"A boat.: {tmp_path / 'drawn' / '1.png'}" in output
+    pictures = [Image.open(tmp_path / "drawn" / f"{number}.png") for number in range(2)]
+    assert {picture.size for picture in pictures} == {(16, 16)}
+    assert pictures[0].tobytes() != pictures[1].tobytes()
+    vae, notes = diffusers.AutoencoderKL.from_pretrained(exported, output_loading_info=True)
+    assert not notes["missing_keys"] and not notes["unexpected_keys"]
+    saved = {name.partition("[")[0]: value for name, value in weights(one).items()}
+    name = "encoder.conv_in.weight"
+    assert torch.equal(saved[f"model.generator.latent_encoder.{name}"], vae.get_parameter(name))
+    begun = {name.partition("[")[0]: value for name, value in weights(pipeline).items()}
+    for name, value in saved.items():
+        if ".latent_" in name:
+            assert torch.equal(begun[name], value), name
+    assert not any(".latent_" in name for name in saved if name.startswith("optimizer."))

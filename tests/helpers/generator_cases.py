@@ -6,7 +6,13 @@ import torch
 from model_cases import ENCODERS, LLMS
 
 from torchmm.common.generated import GeneratorInputs
-from torchmm.recipe.model_section import EncoderConfig, GeneratorConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import (
+    AutoencoderConfig,
+    EncoderConfig,
+    GeneratorConfig,
+    LlmConfig,
+    ModelConfig,
+)
 
 PIXART = {
     "_class_name": "PixArtTransformer2DModel",
@@ -17,6 +23,20 @@ PIXART = {
     "patch_size": 4,
 }
 VALUES = 3 * 4 * 4
+VAE = {
+    "block_out_channels": [8, 16],
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "norm_num_groups": 4,
+    "latent_channels": 2,
+    "scaling_factor": 0.6,
+    "shift_factor": 0.1,
+}
+"""A latent stands for 2 x 2 pixels."""
+LATENT_VALUES = 2 * 2 * 2
+"""Of a patch of 2 x 2 latents, or `VALUES` pixel values."""
+NOISE = {"": VALUES, "mean": LATENT_VALUES, "sampled": 2 * LATENT_VALUES}
+"""Random numbers of a patch."""
 
 
 def generator_config(llm: str = "llama", encoder: str | None = "clip", **settings) -> ModelConfig:
@@ -26,20 +46,39 @@ def generator_config(llm: str = "llama", encoder: str | None = "clip", **setting
     return ModelConfig(llm=llm_config, encoders=encoders, generator=generator)
 
 
+def latent_config(
+    latents: str = "mean", vae: dict | None = None, encoder: str | None = None, **settings
+) -> ModelConfig:
+    """The same, of latents in patches as large as those of pixels."""
+    config = generator_config(encoder=encoder, sample_size=8, patch_size=2)
+    given = AutoencoderConfig(config={**VAE, **(vae or {})}, latents=latents, **settings)
+    assert config.generator is not None
+    drawing = config.generator.model_copy(update={"vae": given})
+    return config.model_copy(update={"generator": drawing})
+
+
 def generator_inputs(
-    grids: list[tuple[int, int, int]], contexts: list[int], positions: torch.Tensor | None = None
+    grids: list[tuple[int, int, int]],
+    contexts: list[int],
+    positions: torch.Tensor | None = None,
+    latents: str = "",
 ) -> GeneratorInputs:
-    """Random images of these grids; times between 0.1 and 0.9."""
+    """Random images of these grids; times between 0.1 and 0.9.
+
+    Args:
+        latents: "mean" or "sampled": the noise of such; "": of pixels.
+    """
     draw = torch.Generator().manual_seed(4)
     patches = sum(map(prod, grids))
     if positions is None:
         positions = torch.arange(sum(contexts))
     return GeneratorInputs(
         patches_PV=torch.rand(patches, VALUES, generator=draw) * 2 - 1,
-        noise_PV=torch.randn(patches, VALUES, generator=draw),
+        noise_PV=torch.randn(patches, NOISE[latents], generator=draw),
         times=[0.1 + 0.8 * i / len(grids) for i in range(len(grids))],
         grids_thw=grids,
         context_positions_K=positions,
         contexts=contexts,
         counted=[True] * len(grids),
+        latent_values=LATENT_VALUES if latents else 0,
     )

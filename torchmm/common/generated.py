@@ -58,6 +58,10 @@ class GeneratorSpec:
     """Most tokens an image may depend on: those directly before it."""
     time_sampling: str = "logit_normal"
     """Distribution of times: "uniform", or "logit_normal" (arXiv 2403.03206, section 3.1)."""
+    latent_values: int = 0
+    """Latents of a patch, where these are drawn; 0: pixels are."""
+    latent_noise: int = 0
+    """Random numbers that the latents of a patch are drawn with; 0: they are means."""
 
     def grid(self, frames: int) -> tuple[int, int, int]:
         """Patches of an image, or of a clip with this many frames."""
@@ -73,7 +77,8 @@ class GeneratorInputs:
     """Pixels; V = channels x rows x columns of a patch, in this order. float32 in [-1, 1], or uint8
     as long as nobody reads them (`values`)."""
     noise_PV: Tensor
-    """float32, standard normal."""
+    """float32, standard normal. Where latents are drawn from distributions, twice as wide: behind
+    the noise that the generator learns to remove stands what they are drawn with."""
     times: list[float]
     """Time of each image, between 0 (no noise) and 1 (nothing but noise)."""
     grids_thw: list[tuple[int, int, int]]
@@ -86,6 +91,21 @@ class GeneratorInputs:
     held: list[int] | None = None
     """Images whose pixels and noise are here, ascending; None: those of all, on every rank that
     draws any."""
+    latent_values: int = 0
+    """Of a patch that is drawn, where that is latents, which pixels become; 0: pixels are drawn."""
+    encoded: bool = False
+    """Whether `patches_PV` are such latents already."""
+
+    @property
+    def drawn_noise_PV(self) -> Tensor:
+        """Noise of what is drawn."""
+        return self.noise_PV[:, : self.latent_values] if self.latent_values else self.noise_PV
+
+    @property
+    def latent_noise_PV(self) -> Tensor | None:
+        """What latents are drawn with; None: they are means."""
+        other = self.noise_PV[:, self.latent_values :] if self.latent_values else None
+        return other if other is not None and other.shape[1] else None
 
     def values(self) -> GeneratorInputs:
         """With float32 pixels, for generators; those of images that do not count are 0."""
@@ -133,6 +153,8 @@ class GeneratorInputs:
             self.contexts[own],
             self.counted[own],
             held,
+            self.latent_values,
+            self.encoded,
         )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> GeneratorInputs:

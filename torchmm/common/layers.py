@@ -143,6 +143,40 @@ class LayerDescription:
     """All of the layer, with biases, norms and adapters; 0: those of its matrix products."""
 
 
+class LatentWork(NamedTuple):
+    """Operators of one kind in an autoencoder's first half; numbers are of a generator's patch."""
+
+    kind: Literal["matmul", "norm", "activation", "elementwise"]
+    """Convolutions are products."""
+    flops: float
+    elements: float
+    """Read and written, without weights."""
+    calls: int
+    """For frames that are encoded together."""
+
+
+class LatentSizes(NamedTuple):
+    """A frozen autoencoder whose latents a generator draws."""
+
+    work: tuple[LatentWork, ...]
+    pair_flops: float
+    """Of attention, for every pair of patches of a frame."""
+    attentions: int
+    attended: float
+    """Elements that these read and write, of a patch."""
+    live: float
+    """Most elements of a patch that are there at a time."""
+    frames_at_once: int
+    encoder_parameters: int
+    decoder_parameters: int
+    values: int
+    """Latents of a patch."""
+    pixels: int
+    """Pixel values of a patch."""
+    noise: int
+    """Random numbers that come with a patch."""
+
+
 @dataclass(frozen=True)
 class ModuleDescription:
     """A modality module as the planners see it: layers and what is around them."""
@@ -195,3 +229,13 @@ class ModuleDescription:
     """Generators: forward FLOPs of the connector per context token, before the layers."""
     flops_per_image: int = 0
     """Generators: forward FLOPs per image before the layers, whatever its size (time embedding)."""
+    latents: LatentSizes | None = None
+    """Generators: the frozen autoencoder before them; None: they draw pixels. Its parameters are
+    among those before and after the layers."""
+
+    @property
+    def given_parameters(self) -> tuple[int, int]:
+        """Of an autoencoder, never trained: before the layers, and after them."""
+        if self.latents is None:
+            return 0, 0
+        return self.latents.encoder_parameters, self.latents.decoder_parameters

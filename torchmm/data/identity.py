@@ -163,7 +163,10 @@ def identity(
         for name, medium in reader.media.items()
     }
     if reader.drawings is not None:
-        pixels["images to be drawn"] = _digest(dataclasses.asdict(reader.drawings.spec))
+        spec = dataclasses.asdict(reader.drawings.spec)
+        # Runs from before there were latents are resumed.
+        spec = {key: value for key, value in spec.items() if value or "latent" not in key}
+        pixels["images to be drawn"] = _digest(spec)
     described = [
         {
             "name": name,

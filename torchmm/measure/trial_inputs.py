@@ -57,9 +57,10 @@ def generator_inputs(
 ) -> GeneratorInputs:
     """Random images to be drawn, of the pack's sizes."""
     drawn = pack.generated
-    values = module.dummy_inputs(torch.device("meta")).patches_PV.shape[-1]
+    example = module.dummy_inputs(torch.device("meta"))
     patches, noise = (
-        torch.randn(sum(image.patches for image in drawn), values, device=device) for _ in range(2)
+        torch.randn(sum(image.patches for image in drawn), each.shape[-1], device=device)
+        for each in (example.patches_PV, example.noise_PV)
     )
     contexts = [image.context for image in drawn]
     return GeneratorInputs(
@@ -70,6 +71,7 @@ def generator_inputs(
         torch.zeros(sum(contexts), dtype=torch.int64, device=device),
         contexts,
         [True] * len(drawn),
+        latent_values=example.latent_values,
     )
 
 

@@ -24,6 +24,7 @@ from torchmm.common.device_copies import to_device
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.common.module_names import GENERATOR
+from torchmm.models.latents import LatentDecoder, LatentEncoder, LatentSpec
 from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class DitSpec:
     dtype: torch.dtype
     connector_from_files: bool = False
     """Whether the weight files hold the connector; else it is new and starts at random."""
+    latents: LatentSpec | None = None
+    """The autoencoder whose latents are drawn; None: pixels are."""
 
     @property
     def llm_hidden_size(self) -> int:
@@ -66,6 +69,8 @@ class Given(NamedTuple):
     hidden_NPD: Tensor
     context_KD: Tensor
     time_NE: Tensor
+    latents_AV: Tensor | None = None
+    """What is to be drawn, without a gradient; None: pixels, which the last stage has."""
 
 
 class _Initializer:
@@ -79,10 +84,11 @@ class _Initializer:
 
 
 class GeneratorModule(LayeredModule):
-    """A diffusion transformer and the connector from the LLM's hidden states."""
+    """A diffusion transformer and the connector from the LLM's hidden states, perhaps with the two
+    halves of a frozen autoencoder around them."""
 
     kind = "generator"
-    forward_methods = ("velocity",)
+    forward_methods = ("velocity", "finished")
     overlaps = False  # cross attention reads two inputs, of which only one is gathered
 
     def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
@@ -99,6 +105,11 @@ class GeneratorModule(LayeredModule):
         head = self.dit.proj_out.weight
         before = (embedding[0].numel(), len(embedding))
         self.linears_around = (before,), ((head.shape[1], len(head)),)
+        self.latent_encoder: LatentEncoder | None = None
+        self.latent_decoder: LatentDecoder | None = None
+        if spec.latents is not None:
+            self.latent_encoder, self.latent_decoder = spec.family.halves(spec.latents, spec.dtype)
+            self.given_weights = (spec.latents.files,)
         self._flops_per_image = spec.family.flops_per_image(self.dit)
         linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
         self._context_flops = sum(2 * linear.weight.numel() for linear in linears)
@@ -112,14 +123,21 @@ class GeneratorModule(LayeredModule):
         """The diffusers model with everything its class has, on the current default device."""
         return self.family.build(self.spec.config, self.spec.dtype)
 
+    def whole_autoencoder(self) -> Any:
+        """The same of the autoencoder whose latents are drawn."""
+        assert self.spec.latents is not None
+        return self.family.autoencoder(self.spec.latents, self.spec.dtype)
+
     def bare(self) -> GeneratorModule:
         return GeneratorModule(self.spec, self.weights)
 
     def _pre_fqns(self) -> tuple[str, ...]:
-        return (*(f"dit.{name}" for name in self.family.pre), "connector")
+        around = ("latent_encoder",) if self.spec.latents else ()
+        return (*(f"dit.{name}" for name in self.family.pre), "connector", *around)
 
     def _post_fqns(self) -> tuple[str, ...]:
-        return (*(f"dit.{name}" for name in self.family.post), "output")
+        around = ("latent_decoder",) if self.spec.latents else ()
+        return (*(f"dit.{name}" for name in self.family.post), "output", *around)
 
     def _tensor_parallel_styles(self) -> dict[str, str]:
         """Of the layers; what stands around them is computed whole on every rank."""
@@ -134,7 +152,7 @@ class GeneratorModule(LayeredModule):
 
     @property
     def value_bytes(self) -> int:
-        """A pixel and its noise."""
+        """A pixel and its noise; of latents see `LatentSizes`."""
         return 1 + 4
 
     @property
@@ -144,6 +162,8 @@ class GeneratorModule(LayeredModule):
     def describe(self) -> ModuleDescription:
         """Sizes of this stage, from which costs and memory follow."""
         described = super().describe()
+        if self.spec.latents is not None:
+            described = replace(described, latents=self.spec.latents.sizes)
         if not self.is_first:
             return described
         return replace(
@@ -167,7 +187,8 @@ class GeneratorModule(LayeredModule):
         state = self._run(inputs, given)
         if not self.is_last:
             return state
-        error_AV = self._velocity(inputs, state) - (inputs.noise_PV - inputs.patches_PV)
+        target_AV = inputs.patches_PV if state.latents_AV is None else state.latents_AV
+        error_AV = self._velocity(inputs, state) - (inputs.drawn_noise_PV - target_AV)
         images = error_AV.square().mean(-1).split([prod(grid) for grid in inputs.grids_thw])
         losses = [c * i.mean() for c, i in zip(map(float, inputs.counted), images, strict=True)]
         return torch.stack(losses).sum()
@@ -176,13 +197,26 @@ class GeneratorModule(LayeredModule):
         """Last stage: float32 (A, V), where to from (1 - t) pixels + t noise; as in `forward`."""
         return self._velocity(inputs, self._run(inputs, given))
 
+    def finished(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor:
+        """Last stage: float32 (A, X) pixels, one step from noisy latents to their end, decoded.
+
+        Args:
+            inputs: with noisy latents for patches and for noise, which they are at any time.
+        """
+        assert inputs.encoded and self.latent_decoder is not None
+        velocity_AV = self._velocity(inputs, self._run(inputs, given))
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        time_A1 = _of_patches(inputs.times, sizes, velocity_AV.device)
+        latents_AV = inputs.patches_PV - time_A1 * velocity_AV
+        return self.latent_decoder(latents_AV, inputs.grids_thw)
+
     def _run(self, inputs: GeneratorInputs, given: Tensor | Given) -> Given:
         """This stage's layers, and what comes before them."""
         if self.is_first:
             assert isinstance(given, Tensor)
-            hidden_NPD, context_KD, time_NE = self._begin(inputs, given)
+            hidden_NPD, context_KD, time_NE, latents_AV = self._begin(inputs, given)
         else:
-            hidden_NPD, context_KD, time_NE = given
+            hidden_NPD, context_KD, time_NE, latents_AV = given
         context_NLD, context_mask = padded(context_KD, inputs.contexts)
         sizes = [prod(grid) for grid in inputs.grids_thw]
         masks = padding_mask(sizes, hidden_NPD), context_mask
@@ -190,21 +224,35 @@ class GeneratorModule(LayeredModule):
         for _, layer in self.indexed_layers():
             hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, read_NE, masks)
         # Views: backward of a stage cannot start at what it was itself given.
-        return Given(hidden_NPD, context_KD.view_as(context_KD), time_NE.view_as(time_NE))
+        context_KD = context_KD.view_as(context_KD)
+        return Given(hidden_NPD, context_KD, time_NE.view_as(time_NE), latents_AV)
 
     def _begin(self, inputs: GeneratorInputs, context_KD: Tensor) -> Given:
         device = inputs.patches_PV.device
         sizes = [prod(grid) for grid in inputs.grids_thw]
         times_N = to_device(torch.tensor(inputs.times, dtype=torch.float32), device)
-        time_A1 = torch.cat([t.expand(n) for t, n in zip(times_N, sizes, strict=True)])[:, None]
-        noisy_AV = (1 - time_A1) * inputs.patches_PV + time_A1 * inputs.noise_PV
+        time_A1 = _of_patches(inputs.times, sizes, device)
+        latents_AV = self._latents(inputs)
+        target_AV = inputs.patches_PV
+        if latents_AV is not None and not inputs.encoded:
+            target_AV = latents_AV
+        noisy_AV = (1 - time_A1) * target_AV + time_A1 * inputs.drawn_noise_PV
         positions_AD = torch.cat([self._position(grid, device) for grid in inputs.grids_thw])
         hidden_NPD = self.family.embed(
             self.dit, padded(noisy_AV, sizes)[0], padded(positions_AD, sizes)[0]
         )
         time_NE = self.family.embed_times(self.dit, times_N)
         dtype = self.connector.linear_1.weight.dtype
-        return Given(hidden_NPD, self.connector(context_KD.to(dtype)), time_NE)
+        return Given(hidden_NPD, self.connector(context_KD.to(dtype)), time_NE, latents_AV)
+
+    def _latents(self, inputs: GeneratorInputs) -> Tensor | None:
+        """(A, V) in the compute dtype; None where pixels are drawn."""
+        if self.latent_encoder is None:
+            return None
+        pixels = inputs.patches_PV
+        if inputs.encoded:
+            return pixels.to(self.connector.linear_1.weight.dtype)
+        return self.latent_encoder(pixels, inputs.grids_thw, inputs.latent_noise_PV)
 
     def _position(self, grid_thw: tuple[int, int, int], device: torch.device) -> Tensor:
         if grid_thw not in self._positions:
@@ -227,12 +275,26 @@ class GeneratorModule(LayeredModule):
 
         Its context is the microbatch's first token.
         """
-        values = self.spec.config["in_channels"] * self.spec.config["patch_size"] ** 2
-        nothing = torch.zeros(DUMMY.patches, values, device=device)
-        first = torch.zeros(DUMMY.context, dtype=torch.int64, device=device)
+        pixels = noise = self.spec.config["in_channels"] * self.spec.config["patch_size"] ** 2
+        if self.spec.latents is not None:
+            pixels = self.spec.latents.sizes.pixels
+            noise = self.spec.latents.sizes.noise
         return GeneratorInputs(
-            nothing, nothing, [0.5], [DUMMY.grid_thw], first, [DUMMY.context], [False]
+            torch.zeros(DUMMY.patches, pixels, device=device),
+            torch.zeros(DUMMY.patches, noise, device=device),
+            [0.5],
+            [DUMMY.grid_thw],
+            torch.zeros(DUMMY.context, dtype=torch.int64, device=device),
+            [DUMMY.context],
+            [False],
+            latent_values=self.spec.images.latent_values,
         )
+
+
+def _of_patches(times: list[float], sizes: list[int], device: torch.device) -> Tensor:
+    """float32 (A, 1): the time of each patch's image."""
+    times_N = to_device(torch.tensor(times, dtype=torch.float32), device)
+    return torch.cat([t.expand(n) for t, n in zip(times_N, sizes, strict=True)])[:, None]
 
 
 def padded(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:

@@ -122,9 +122,8 @@ class WeightFiles:
     hf_prefixes: tuple[tuple[str, str], ...] = ()
     """(prefix within the module, prefix within the Hugging Face class the module is saved as)."""
     stacked_experts: bool = False
-    """Whether the files hold a layer's experts as the module does, in one tensor for gate and up
-    projection and another for the down projection, or in these with rows and columns exchanged;
-    otherwise in two or three matrices for each."""
+    """Whether the files hold a layer's experts as the module does, in a tensor for gate and up
+    projection and one for the down projection, perhaps transposed, not two or three for each."""
     partial: bool = False
     """Whether the files may hold more than the module, such as a dual model's text tower."""
 
@@ -145,13 +144,13 @@ class LayeredModule(nn.Module, ABC):
         layers_fqn: name of the list of transformer layers, relative to this module.
         forward_methods: methods besides `forward` that need gathered parameters.
         weights: where its pretrained weights come from.
+        given_weights: the same of parts that come from elsewhere: those of `hf_prefixes`.
         linears_around: matrix products before the layers, which every input unit passes, and after
             them, which every output unit passes.
         connector_linears: encoders: how many of those after the layers are the connector's.
         unused: names of Hugging Face parameters that are not built because nothing reads them.
         is_first, is_last: whether it holds what comes before / after the layers.
-        new_connector: whether pretrained weights may lack the connector, which then starts at
-            random.
+        new_connector: whether pretrained weights may lack the connector, which is random then.
         splits: whether it was compared with the whole when split over tensor-parallel ranks.
         overlaps: whether tensor-parallel communication can go on below its products.
         recomputes: whether backward runs layers again instead of keeping all activations.
@@ -177,6 +176,7 @@ class LayeredModule(nn.Module, ABC):
         super().__init__()
         self.name = name
         self.weights = weights
+        self.given_weights: tuple[WeightFiles, ...] = ()
         self.unused: set[str] = set()
         self.is_first = True
         self.is_last = True

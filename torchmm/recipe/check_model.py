@@ -116,6 +116,12 @@ def _check_section(recipe: Recipe) -> Problems:
     elif section.source is not None and _is_missing(section.source):
         text = "no such directory; train a generator first or correct the path"
         yield Problem(f"{SECTION}.source", section.source, text)
+    vae = section.vae
+    if vae is not None and vae.source is None and vae.config is None:
+        yield Problem(f"{SECTION}.vae", NO_VALUE, "has neither source nor config; set one of them")
+    elif vae is not None and vae.source and not Path(vae.source).expanduser().is_dir():
+        text = "no such directory; fetch an autoencoder (hf download) or correct the path"
+        yield Problem(f"{SECTION}.vae.source", vae.source, text)
     if section.loss_weight == section.text_loss_weight == 0:
         text = "and text_loss_weight are both 0, so nothing is learned; raise one of them"
         yield Problem(f"{SECTION}.loss_weight", section.loss_weight, text)

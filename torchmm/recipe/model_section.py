@@ -90,23 +90,43 @@ class EncoderConfig(Section):
         return self.connector != "mlp"
 
 
+class AutoencoderConfig(Section):
+    """A given autoencoder, which is not trained: the generator draws its latents, not pixels."""
+
+    source: str | None = None
+    """Local directory of a diffusers `AutoencoderKL`, such as the `vae` of a published model, with
+    weights as safetensors."""
+    config: dict[str, Any] | None = None
+    """Inline diffusers config; weights are random. With `source`: overrides of its config, such as
+    `scaling_factor`."""
+    latents: Literal["mean", "sampled"] = "mean"
+    """What of the distribution that it encodes an image to is learned: its mean, or latents drawn
+    from it, by the run's seed anew in every epoch."""
+    frames_at_once: int = Field(default=8, ge=1)
+    """Images (or frames of clips) of one size that are encoded together, at most; more take more
+    memory."""
+
+
 class GeneratorConfig(Section):
     """A diffusion transformer after the LLM, which draws images (or clips) from its hidden states.
 
-    It works on pixels and learns by flow matching. Needs `pip install "torchmm[generation]"`.
+    It works on pixels, or on latents of an autoencoder, and learns by flow matching. Needs
+    `pip install "torchmm[generation]"`.
     """
 
     source: str | None = None
-    """Hugging Face id or local directory of a diffusers transformer for pixels, such as the
+    """Hugging Face id or local directory of a diffusers transformer for what it draws, such as the
     `hf/generator` of another run; its weights are loaded."""
     revision: str | None = None
     """Commit, tag or branch of a `source` on the hub; a commit never changes. What was found
     without it is logged."""
     config: dict[str, Any] | None = None
     """Inline diffusers config with `_class_name` ("PixArtTransformer2DModel"); `sample_size` is
-    the side of an image in pixels; `ffn_size`, a key of ours, is the width of feed-forward parts
-    (4 x that of the layers otherwise). Weights are random. With `source`: overrides of its
-    config."""
+    the side of an image in pixels, or in latents; `ffn_size`, a key of ours, is the width of
+    feed-forward parts (4 x that of the layers otherwise). Weights are random. With `source`:
+    overrides of its config."""
+    vae: AutoencoderConfig | None = None
+    """The autoencoder whose latents it draws; default: it draws pixels."""
     connector: Literal["mlp"] = "mlp"
     """From the LLM's hidden states to the layers' context: two linear layers."""
     frames: int = Field(default=1, ge=1)

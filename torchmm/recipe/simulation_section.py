@@ -162,6 +162,11 @@ def image_sizes(images: SimulatedImages) -> list[SimulatedSize]:
     return list(images.sizes) or [images]
 
 
+def drawn_sizes(drawn: SimulatedGeneration) -> list[SimulatedGrid | SimulatedGeneration]:
+    """The sizes that what is drawn has."""
+    return [*drawn.sizes] or [drawn]
+
+
 def sides_of(size: SimulatedSize | SimulatedGrid | SimulatedGeneration, step: int = 1) -> Sides:
     """Of an image; one that has but a number of patches is a row of them."""
     if isinstance(size, SimulatedSize) and size.patches is not None:
@@ -240,7 +245,7 @@ def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
     if drawn.sizes and (drawn.rows is not None or drawn.columns is not None):
         yield Contradiction(f"{key}.sizes", NO_SIZE, "has a size beside it; remove one of both")
         return
-    for index, grid in enumerate(drawn.sizes or [drawn]):
+    for index, grid in enumerate(drawn_sizes(drawn)):
         place = f"{key}.sizes[{index}]" if drawn.sizes else key
         yield from _wrong_sides(place, {"rows": grid.rows, "columns": grid.columns})
 

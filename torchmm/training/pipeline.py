@@ -44,7 +44,13 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.pixels import PixelRanks, reading_stages
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
-from torchmm.pipelining.run.stage import PipelineStage, TextStage, VelocityStage, make_stage
+from torchmm.pipelining.run.stage import (
+    FinishingStage,
+    PipelineStage,
+    TextStage,
+    VelocityStage,
+    make_stage,
+)
 from torchmm.planning.step import Choices, Purpose, plan_layout, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -116,7 +122,8 @@ class Pipeline:
         self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
         self._runtime = runtime(stages)
         self._writer = runtime(_writing_stages(stages))
-        self._drawer = runtime(_drawing_stages(stages))
+        self._drawer = runtime(_drawing_stages(stages, VelocityStage))
+        self._finisher = runtime(_drawing_stages(stages, FinishingStage))
 
     @property
     def reads(self) -> Reads:
@@ -259,6 +266,12 @@ class Pipeline:
         plan = self.plan([microbatch.meta], purpose="drawing")
         return self._drawer.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
 
+    def finished(self, microbatch: Microbatch) -> torch.Tensor | None:
+        """float32 (P, X): pixels of the images whose latents are drawn, after their last step; None
+        on ranks without the generator's last stage."""
+        plan = self.plan([microbatch.meta], purpose="drawing")
+        return self._finisher.step(plan, [microbatch]).losses_of(GENERATOR).get(0)
+
     def last_rank(self, module: str) -> int:
         """Rank of the plan with a module's last stage, where its losses are."""
         return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == module)
@@ -286,10 +299,12 @@ def _writing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineSt
     }
 
 
-def _drawing_stages(stages: Mapping[int, PipelineStage]) -> dict[int, PipelineStage]:
-    """The same stages, but the last of the generator gives velocities instead of the loss."""
+def _drawing_stages(
+    stages: Mapping[int, PipelineStage], kind: type[VelocityStage] | type[FinishingStage]
+) -> dict[int, PipelineStage]:
+    """The same stages, but the last of the generator is of another kind, without a loss."""
     return {
-        index: VelocityStage(stage.module, stage.sharding)
+        index: kind(stage.module, stage.sharding)
         if isinstance(stage.module, GeneratorModule) and stage.module.is_last
         else stage
         for index, stage in stages.items()

@@ -264,17 +264,26 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
     inputs = moved.generator
     assert inputs is not None
     source = mesh.global_rank(pipeline=pipeline.last_rank(GENERATOR))
-    x_PV = inputs.noise_PV.clone()
+    x_PV = inputs.drawn_noise_PV.clone()
+    pixels_PX = torch.empty(inputs.patches_PV.shape, device=x_PV.device)
     images = len(inputs.grids_thw)
+    of_latents = inputs.latent_values > 0
     for step in worked("drawing", range(steps, 0, -1), steps, "steps from noise"):
         # At time t an input is (1 - t) pixels + t noise: with both equal to x, it is x at any t.
-        now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=[step / steps] * images)
-        velocity_PV = pipeline.velocities(replace(moved, generator=now))
-        if velocity_PV is None:
-            velocity_PV = torch.empty_like(x_PV)
-        dist.broadcast(velocity_PV, src=source)
-        x_PV = x_PV - velocity_PV / steps
+        times = [step / steps] * images
+        now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=times, encoded=of_latents)
+        shown = replace(moved, generator=now)
+        if of_latents and step == 1:
+            return _from_rank(source, pipeline.finished(shown), pixels_PX)
+        x_PV = x_PV - _from_rank(source, pipeline.velocities(shown), x_PV) / steps
     return x_PV
+
+
+def _from_rank(source: int, found: Tensor | None, like: Tensor) -> Tensor:
+    """What one rank has found, on all of them."""
+    values = torch.empty_like(like) if found is None else found
+    dist.broadcast(values, src=source)
+    return values
 
 
 def _drawings(microbatch: Microbatch, pixels_PV: Tensor, spec: GeneratorSpec) -> list[Drawing]:

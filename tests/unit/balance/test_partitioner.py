@@ -1,6 +1,8 @@
 """The partitioner: tables by hand, and modules whose costs are known."""
 
 import pytest
+from generator_cases import generator_config
+from model_cases import build
 from pipeline_cases import KINDS, Case, step_of
 
 from torchmm.balance.costs.flops import module_layers
@@ -14,6 +16,8 @@ from torchmm.balance.segments import (
     segment_counts,
     smallest_efficient,
 )
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.generated import GeneratedMeta
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 
@@ -96,6 +100,22 @@ def test_what_is_given_stays():
     )
     assert found.sub_microbatch_images == {"vision": 2}
     assert found.segments["llm"] == 2
+
+
+def test_images_drawn_together_take_as_long_as_the_largest():
+    """A batch of theirs is padded to it; contexts are as long as each other."""
+    pytest.importorskip("diffusers")
+    modules = [m.describe() for m in build(generator_config(encoder=None)).modality_modules()]
+    small, large = GeneratedMeta((1, 2, 2), 5), GeneratedMeta((1, 8, 8), 5)
+
+    def latency_ms(*drawn: GeneratedMeta) -> float:
+        meta = MicrobatchMeta((SampleMeta("s", 0, 30, generated=drawn),), 30)
+        given = {"generator": len(drawn)}
+        return partition(modules, [meta], CPU_MODEL, 1, images_given=given).latency_ms["generator"]
+
+    mixed = latency_ms(small, large, small)
+    assert mixed == pytest.approx(latency_ms(large, large, large))
+    assert mixed > 1.5 * latency_ms(small, small, small)
 
 
 def test_modules_without_data_get_one_segment():

@@ -69,7 +69,8 @@ def test_a_generator_attends_to_its_context() -> None:
     assert sizes.cross_pairs_N.tolist() == [16 * 10 + 32 * 3, 0]
 
 
-def test_packs_are_as_large_as_what_is_drawn_at_once() -> None:
+def test_packs_are_as_large_as_what_is_drawn_in_them() -> None:
+    """Whatever is padded later: one image at a time is not."""
     small, large = GeneratedMeta((1, 2, 2), 10), GeneratedMeta((1, 4, 5), 3)
     packs = [
         MicrobatchMeta((SampleMeta("s", i, 30, generated=own),), 30)
@@ -78,8 +79,11 @@ def test_packs_are_as_large_as_what_is_drawn_at_once() -> None:
     dit = ModuleDescription("generator", "generator", (), 0, 0, 0)
     at, sizes = pack_sizes(dit, packs)
     assert at.tolist() == [0, 2, 3] and sizes is not None
-    assert sizes.units_N.tolist() == [3 * 20, 4, 2 * 20]
-    assert sizes.contexts_N.tolist() == [3 * 10, 10, 6]
+    assert sizes.units_N.tolist() == [4 + 20 + 4, 4, 2 * 20]
+    assert sizes.contexts_N.tolist() == [23, 10, 6]
+    together = generator_sizes([[small, large, small], [small]], padding=True)
+    assert together.units_N.tolist() == [3 * 20, 4]
+    assert together.contexts_N.tolist() == [3 * 10, 10]
     assert sizes.given_N.tolist() == [23, 10, 6]
 
 

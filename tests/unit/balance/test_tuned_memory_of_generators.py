@@ -1,13 +1,15 @@
 """Tuned steps with generators never use more than their limit, at any allocation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 
 import pytest
 import torch
+from generator_cases import LATENT_VALUES, VAE
 from pipeline_cases import LLM
-from tuned_steps import TunedStep, cut_in_two
+from tuned_steps import SHARES, TunedStep, cut_in_two
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
@@ -36,9 +38,17 @@ COUNTS = (3, 1, 5, 2)
 """Of them by microbatch."""
 
 
-def generating(freeze: Sequence[str] = ()) -> TunedStep:
-    """An LLM and a generator, of two and two layers each."""
-    config = {"llm": {"config": WIDE_LLM}, "generator": {"config": PIXART, "frames": 4}}
+def generating(freeze: Sequence[str] = (), vae: Mapping | None = None) -> TunedStep:
+    """An LLM and a generator, of two and two layers each.
+
+    Args:
+        vae: settings of an autoencoder whose latents are drawn, in patches of as many pixels.
+    """
+    generator: dict = {"config": PIXART, "frames": 4}
+    if vae is not None:
+        latent = {"sample_size": 16, "patch_size": 2}
+        generator |= {"config": {**PIXART, **latent}, "vae": {"config": {**VAE, **vae}}}
+    config = {"llm": {"config": WIDE_LLM}, "generator": generator}
     return cut_in_two(config, [drawn_microbatch(0, 2, IMAGES, equal=True).meta], freeze)
 
 
@@ -115,3 +125,22 @@ def test_nor_does_one_whose_generator_is_frozen(freeze):
     plan = step.plan("gpipe", batch, {"generator": (2, 1, 2, 1)})
     for limit, predicted, measured in step.tuned(plan, batch):
         assert 0.85 * predicted <= measured <= predicted <= limit, measured / predicted
+
+
+@pytest.mark.parametrize(
+    ("schedule", "channels", "count"), [("zero_bubble", [8, 16], 4), ("gpipe", [512, 16], 1)]
+)
+def test_nor_does_one_that_encodes_what_it_draws(schedule, channels, count):
+    """With few channels layers need the most, with many the autoencoder does."""
+    step = generating(vae={"block_out_channels": channels})
+    batch = []
+    for microbatch in drawn_batch("different sizes", 0)[-count:]:
+        drawn = microbatch.generator
+        noise = torch.randn(len(drawn.noise_PV), LATENT_VALUES)
+        latents = replace(drawn, noise_PV=noise, latent_values=LATENT_VALUES)
+        batch.append(replace(microbatch, generator=latents))
+    plan = step.plan(schedule, batch, {"generator": (2, 1, 2, 1)[-count:]})
+    shares = SHARES if count > 1 else SHARES[-1:]
+    for limit, predicted, measured in step.tuned(plan, batch, shares):
+        assert measured <= predicted <= limit, measured / limit
+        assert measured >= 0.8 * predicted, measured / predicted

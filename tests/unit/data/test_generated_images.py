@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
+from hashlib import sha256
 from itertools import islice
 
 import numpy as np
@@ -141,6 +144,39 @@ def test_noise_and_times_do_not_depend_on_ranks_workers_or_resuming(make):
         assert [image[0] for image in images] == [image[0] for image in same], key
         assert all(np.array_equal(a[1], b[1]) for a, b in zip(images, same, strict=True))
     assert by_rank[0].keys() | by_rank[1].keys() == whole.keys()
+
+
+def test_noise_of_latents_is_as_wide_as_these(make):
+    """Pixels are what they were, and so is the noise, whatever latents are drawn with."""
+    mean, sampled = (
+        replace(SPEC, latent_values=8, latent_noise=latent_noise) for latent_noise in (0, 8)
+    )
+    plain, means, samples = (
+        drawn(islice(iter(make(spec=spec)), 4)) for spec in (SPEC, mean, sampled)
+    )
+    for key, images in means.items():
+        pairs = zip(images, samples[key], plain[key], strict=True)
+        for (time, noise, pixels), (_, other, _), before in pairs:
+            assert noise.shape == (16, 8) and other.shape == (16, 16)
+            assert np.array_equal(noise, other[:, :8])
+            assert abs(np.corrcoef(other[:, :8].ravel(), other[:, 8:].ravel())[0, 1]) < 0.4
+            assert time == before[0] and np.array_equal(pixels, before[2])
+    inputs = next(m.generator for b in iter(make(spec=sampled)) for m in b.microbatches)
+    assert torch.equal(inputs.drawn_noise_PV, inputs.noise_PV[:, :8])
+    assert torch.equal(inputs.latent_noise_PV, inputs.noise_PV[:, 8:])
+    assert inputs.select(range(1)).latent_values == 8 and not inputs.encoded
+
+
+def test_runs_from_before_there_were_latents_have_the_same_data(make):
+    spec = {"size_px": 16, "patch_size_px": 4, "frames": 1, "context_tokens": 6}
+    before = {**spec, "time_sampling": "logit_normal"}
+    described = [
+        next(iter(make(spec=each))).state["content"]["pixels"]["images to be drawn"]
+        for each in (SPEC, replace(SPEC, latent_values=8))
+    ]
+    text = json.dumps(before, sort_keys=True, default=str)
+    assert described[0] == sha256(text.encode()).hexdigest()[:32]
+    assert described[1] != described[0]
 
 
 def test_noise_is_other_noise_in_every_epoch_and_for_every_sample(make):

@@ -243,6 +243,7 @@ def test_sizes_of_stages_and_messages(model):
     ("settings", "words"),
     [
         ({"_class_name": "FluxTransformer2DModel"}, "'FluxTransformer2DModel' is not supported"),
+        ({"_class_name": "UNet2DConditionModel"}, "A U-Net has no layers that stages"),
         ({"num_layer": 3}, "did you mean 'num_layers'"),
         ({"in_channels": 4}, "in_channels = 4, but it must be 3"),
         ({"sample_size": 18}, "not a multiple of patch_size"),

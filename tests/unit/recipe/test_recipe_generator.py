@@ -110,6 +110,20 @@ def test_heads_of_an_inline_generator_have_to_divide(monkeypatch, tmp_path) -> N
     assert "model.generator.config.num_attention_heads = 28: cannot be split over" in problem
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "text"),
+    [
+        ("vae={}", "model.generator.vae", "neither source nor config"),
+        ('vae={source="nowhere"}', "model.generator.vae.source", "no such directory"),
+        ('vae={config={},latents="both"}', "model.generator.vae.latents", "mean, sampled"),
+        ("vae={config={},frames_at_once=0}", "model.generator.vae.frames_at_once", ">= 1"),
+    ],
+)
+def test_autoencoders_are_checked(recipe, override, key, text):
+    problems = problems_of(recipe, f"--model.generator.{override}", world_size=1)
+    assert any(key in problem and text in problem for problem in problems), problems
+
+
 def test_the_quickstarts_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("train", "validation"):
@@ -117,3 +131,7 @@ def test_the_quickstarts_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "data" / "tokenizer").mkdir()
     loaded = load_recipe(ROOT / "recipes" / "quickstart_generation.toml", [], 2)
     assert loaded.recipe.model.generator is not None
+    (tmp_path / "data" / "stamp_vae").mkdir()
+    section = load_recipe(ROOT / "recipes" / "quickstart_latents.toml", [], 2).recipe.model
+    assert section.generator is not None and section.generator.vae is not None
+    assert section.generator.config["num_layers"] == 4

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_runs import make_manager
+from generator_cases import generator_config, latent_config
 from model_cases import randomize
 from PIL import Image
 from rich.console import Console
@@ -230,6 +231,41 @@ def test_checkpoints_write_what_their_exports_write(
     assert run(*words) != wanted
 
 
+@pytest.mark.parametrize(("drawing", "ends"), [("latents", "png"), ("clips", "gif")])
+def test_pictures_are_drawn_for_words(
+    drawing: str, ends: str, run: Run, real_data: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("diffusers")
+    config = latent_config() if drawing == "latents" else generator_config(encoder=None)
+    table = config.model_dump() | {"tokenizer": str(real_data / "tokenizer")}
+    table["llm"]["config"]["vocab_size"] = 4096
+    table["generator"]["frames"] = 3 if drawing == "clips" else 1
+    recipe = Recipe.model_validate({"model": table})
+    model = recipe_model(recipe)
+    materialize(model, "cpu")
+    init_weights(model, 0)
+    randomize(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    run_dir = tmp_path / "run"
+    with make_manager(run_dir, table=recipe.model_dump(mode="json"), asynchronous=False) as saver:
+        saver.save(3, model, optimizer, {})
+    asked = ["--prompt", "one", "--prompt", "two", "--denoising-steps", 2, "--draw"]
+
+    def drawn(name: str, *more: object) -> list[bytes]:
+        lines = run(*asked, tmp_path / name, *more, model=run_dir)
+        files = [tmp_path / name / f"{number}.{ends}" for number in range(2)]
+        assert lines == [f"one: {files[0]}", f"two: {files[1]}"]
+        for file in files:
+            with Image.open(file) as picture:
+                assert picture.size == (16, 16)
+                assert getattr(picture, "n_frames", 1) == (3 if drawing == "clips" else 1)
+        return [file.read_bytes() for file in files]
+
+    first = drawn("first")
+    assert drawn("again") == first and first[0] != first[1]
+    assert not set(drawn("other", "--seed", 4)) & set(first)
+
+
 def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.PNG", "b.wav", "c.mp4", "d.flac")]
     for file in files:
@@ -253,6 +289,8 @@ def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:
             "nothing to predict in its first 16 tokens",
         ),
         (["--prompt", "one", "--ema"], "is an export, whose weights are what they are"),
+        (["--prompt", "one", "--draw", "pictures"], "this model has no generator to draw with"),
+        (["--chat", "--draw", "pictures"], "draws from words"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(run: Run, arguments: list[str], problem: str) -> None:

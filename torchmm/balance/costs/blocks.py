@@ -8,7 +8,6 @@ stage before.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -29,6 +28,8 @@ from torchmm.balance.costs.layers import (
 )
 from torchmm.balance.costs.mixers import Adapters, LowRanks
 from torchmm.balance.costs.operators import (
+    Block,
+    Encoding,
     Operator,
     Operators,
     accumulate,
@@ -43,54 +44,6 @@ from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription
 Flag = bool | NDArray[np.bool_]
 LOSS_CHUNK = 1024
 """Targets whose logits are float32 at a time, see `torchmm.models.layers.loss`."""
-
-
-@dataclass(frozen=True)
-class Block(ABC):
-    """Consecutive equal blocks of a module; costs are those of one of them, on one rank.
-
-    Attributes:
-        trained: whether its weights are, or adapters of them.
-        count: how many equal ones follow each other.
-        leaf: its input never needs a gradient: pixels.
-    """
-
-    trained: bool
-    count: int = 1
-    leaf: bool = False
-
-    @property
-    def backward_in_forward(self) -> bool:
-        """Whether its gradients are computed in F already."""
-        return False
-
-    @abstractmethod
-    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
-        """Forward FLOPs: (products with weights, products between activations)."""
-
-    def weight_flops(self, sizes: TaskSizes) -> Array:
-        """Of them, products with weights that are trained."""
-        return self.trained * self.flops(sizes)[0]
-
-    @abstractmethod
-    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """What is run."""
-
-    @abstractmethod
-    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
-        """What is kept from forward to backward, by task, if there is one.
-
-        Args:
-            weights: whether weight gradients are needed.
-        """
-
-    @abstractmethod
-    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
-        """Gradients of results that wait for W after I, besides what was kept, by task."""
-
-    @abstractmethod
-    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
-        """The most that is needed at one time beyond what is kept, by task."""
 
 
 @dataclass(frozen=True)
@@ -421,6 +374,8 @@ def gradients(blocks: Sequence[Block], arrives: Flag) -> Iterator[tuple[Block, F
 
 def _before(module: ModuleDescription) -> list[Block]:
     blocks: list[Block] = []
+    if module.latents is not None:
+        blocks.append(Encoding(trained=False, leaf=True, of=module.latents))
     if module.kind == "generator" and module.context_flops_per_unit:
         size = sqrt(module.context_flops_per_unit / 4)  # two linears, taken as equally large
         trained = module.connector_trainable

@@ -485,13 +485,15 @@ def stage_parameters(
     adapters = [own for own in module.connector_adapters if own is not None]
     whole = sees and module.connector_trainable and not adapters
     split = 1 if draws else tensor
+    given = module.given_parameters
+    draws = draws and module.connector_trainable
     counts = [
-        (before / split * first, module.trainable or (draws and module.connector_trainable)),
-        (behind / split * last, module.trainable or whole),
+        (before / split * first, given[0] * first, module.trainable or draws),
+        (behind / split * last, given[1] * last, module.trainable or whole),
     ]
     of_layers = sum(layer_parameters(layer, tensor, expert) for layer in layers)
-    every = of_layers + sum(n for n, _ in counts)
+    every = of_layers + sum(n for n, _, _ in counts)
     in_layers = sum(trained_parameters(module, layer, tensor, expert) for layer in layers)
-    trained = in_layers + sum(n for n, own in counts if own)
+    trained = in_layers + sum(n - fixed for n, fixed, own in counts if own)
     trained += last * LowRanks(adapters).parameters(tensor)
     return Parameters(every, trained, in_layers, states)

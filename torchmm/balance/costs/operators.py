@@ -11,10 +11,13 @@ Where the host only queues work (GPUs), it takes `launch_us` per call, and whoev
 or device, sets the time of an action; elsewhere calls follow each other.
 
 Quantities are arrays over tasks; shape suffix N.
+
+A block is what a module's chain (`blocks.py`) consists of, with the operators of each pass.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -23,8 +26,8 @@ import numpy as np
 
 from torchmm.balance.costs.devices import Device, Link
 from torchmm.balance.costs.execution import Setting
-from torchmm.balance.costs.sizes import Array
-from torchmm.common.layers import Rounded
+from torchmm.balance.costs.sizes import Array, TaskSizes
+from torchmm.common.layers import LatentSizes, Rounded
 
 Amount = TypeVar("Amount", float, Array)
 Kind = Literal[
@@ -374,3 +377,103 @@ def activation_operators(name: str, gated: bool, elements: Array, setting: Setti
 def all_reduce_bytes(whole: Amount, ranks: int) -> Amount:
     """What each rank sends to add up `whole` bytes in a ring."""
     return 2 * whole * (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Block(ABC):
+    """Consecutive equal blocks of a module; costs are those of one of them, on one rank.
+
+    Attributes:
+        trained: whether its weights are, or adapters of them.
+        count: how many equal ones follow each other.
+        leaf: its input never needs a gradient: pixels.
+    """
+
+    trained: bool
+    count: int = 1
+    leaf: bool = False
+
+    @property
+    def backward_in_forward(self) -> bool:
+        """Whether its gradients are computed in F already."""
+        return False
+
+    @abstractmethod
+    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
+        """Forward FLOPs: (products with weights, products between activations)."""
+
+    def weight_flops(self, sizes: TaskSizes) -> Array:
+        """Of them, products with weights that are trained."""
+        return self.trained * self.flops(sizes)[0]
+
+    @abstractmethod
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """What is run."""
+
+    @abstractmethod
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+        """What is kept from forward to backward, by task, if there is one.
+
+        Args:
+            weights: whether weight gradients are needed.
+        """
+
+    @abstractmethod
+    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """Gradients of results that wait for W after I, besides what was kept, by task."""
+
+    @abstractmethod
+    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+        """The most that is needed at one time beyond what is kept, by task."""
+
+
+@dataclass(frozen=True)
+class Encoding(Block):
+    """The first half of a frozen autoencoder, which turns pixels into what a generator draws.
+
+    Nothing of it is kept, and nothing goes back through it. What is computed are whole images,
+    without the padding that the generator's layers have.
+
+    Attributes:
+        of: sizes.
+    """
+
+    of: LatentSizes = field(kw_only=True)
+
+    def flops(self, sizes: TaskSizes) -> tuple[Array, Array]:
+        """Of convolutions, and of attention in each frame."""
+        each = sum(work.flops for work in self.of.work)
+        return each * sizes.drawn_N, self.of.pair_flops * sizes.frame_pairs_N
+
+    def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
+        """What is called for frames of one size; weights are read each time."""
+        size = setting.element_bytes
+        calls_N = np.ceil(sizes.frames_N / self.of.frames_at_once)
+        made = []
+        for work in self.of.work:
+            moved_N = work.elements * sizes.drawn_N
+            if work.kind == "matmul":
+                moved_N = moved_N + self.of.encoder_parameters * calls_N
+            flops_N = work.flops * sizes.drawn_N
+            made.append(Operator(work.kind, flops_N, size * moved_N, calls=work.calls * calls_N))
+        pairs_N = self.of.pair_flops * sizes.frame_pairs_N
+        read_N = size * self.of.attended * sizes.drawn_N
+        if self.of.attentions:
+            calls_N = self.of.attentions * calls_N
+            made.append(Operator("attention", pairs_N, memory_bytes=read_N, calls=calls_N))
+        return Operators(made, [], [], [])
+
+    def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array:
+        """Nothing."""
+        return 0.0 * sizes.drawn_N
+
+    def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
+        """None."""
+        return 0.0 * sizes.drawn_N
+
+    def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
+        """Pixels as numbers, of all images and once more in the dtype of the weights; what is there
+        at a time of as many frames of the largest size as are encoded together."""
+        at_once_N = np.minimum(sizes.frames_N, self.of.frames_at_once) * sizes.largest_frame_N
+        pixels_N = (4 + 2 * setting.element_bytes) * self.of.pixels * sizes.drawn_N
+        return pixels_N + setting.element_bytes * self.of.live * at_once_N

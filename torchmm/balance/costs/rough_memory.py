@@ -93,7 +93,8 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         of_layers = [trained_parameters(module, layer, tensor) / ranks for layer in module.layers]
         adapted = zip(module.layers, of_layers, strict=True)
         of_adapters = sum(count for layer, count in adapted if layer.adapters)
-        trained = parameters * module.trainable + of_adapters
+        own_parameters = parameters - sum(module.given_parameters) // ranks
+        trained = own_parameters * module.trainable + of_adapters
         state = Parameters(parameters, trained, min(trained, sum(of_layers)), states)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         weights += state.weight_bytes // shards + (gathered * compute_bytes if shards > 1 else 0)

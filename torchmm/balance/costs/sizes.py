@@ -45,6 +45,7 @@ class TaskSizes:
         given_N: generators: of these tokens, those that come from the LLM: all but padding.
         share: of the positions, and in attention of the heads, that a rank has of all segments,
             where several divide them (`inputs_N` and `outputs_N` are a rank's).
+        frames: generators: what is drawn in a task, without padding: each frame's patches.
     """
 
     inputs_N: Array
@@ -55,6 +56,27 @@ class TaskSizes:
     contexts_S: Array
     given_N: Array
     share: float = 1.0
+    frames: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def drawn_N(self) -> Array:
+        """Patches of all frames."""
+        return np.array([sum(own) for own in self.frames], float)
+
+    @cached_property
+    def frames_N(self) -> Array:
+        """How many there are."""
+        return np.array([len(own) for own in self.frames], float)
+
+    @cached_property
+    def frame_pairs_N(self) -> Array:
+        """Pairs of patches of a frame."""
+        return np.array([sum(n * n for n in own) for own in self.frames], float)
+
+    @cached_property
+    def largest_frame_N(self) -> Array:
+        """Patches of the largest."""
+        return np.array([max(own, default=0) for own in self.frames], float)
 
     @property
     def tasks(self) -> int:
@@ -196,13 +218,14 @@ def generator_sizes(
             the longest, and so are their contexts.
     """
     lengths = [[image.patches for image in images] for images in tasks]
+    frames = tuple(tuple(n for image in images for n in _frames_of(image)) for images in tasks)
     contexts = [[image.context for image in images] for images in tasks]
     given = [sum(own) for own in contexts]
     if padding:
         lengths, contexts = (
             [[max(own)] * len(own) if own else [] for own in each] for each in (lengths, contexts)
         )
-    return _sizes(
+    found = _sizes(
         inputs=[sum(own) for own in lengths],
         outputs=[sum(own) for own in lengths],
         images=[len(own) for own in lengths],
@@ -210,6 +233,7 @@ def generator_sizes(
         contexts=contexts,
         given=given,
     )
+    return replace(found, frames=frames)
 
 
 def pack_sizes(
@@ -226,7 +250,8 @@ def pack_sizes(
     if module.kind == "generator":
         drawn = [pack.generated for pack in packs]
         at = np.flatnonzero([bool(own) for own in drawn])
-        return at, generator_sizes([drawn[i] for i in at], padding=True) if len(at) else None
+        # In how many parts they are drawn decides about padding; without, bounds are bounds.
+        return at, generator_sizes([drawn[i] for i in at]) if len(at) else None
     shown = [pack.images_read_by(module.name) for pack in packs]
     at = np.flatnonzero([bool(own) for own in shown])
     return at, encoder_sizes(module, [shown[i] for i in at]) if len(at) else None
@@ -236,6 +261,12 @@ def text_tokens(meta: MicrobatchMeta) -> int:
     """Tokens that may be targets: no images, no padding."""
     # Tiles may share tokens (`ImageMeta.tokens`).
     return max(0, meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images))
+
+
+def _frames_of(image: GeneratedMeta) -> list[int]:
+    """Patches of each frame of what is drawn."""
+    frames, rows, columns = image.grid_thw
+    return [rows * columns] * frames
 
 
 def _frames(image: ImageMeta, extra_tokens: int) -> list[int]:

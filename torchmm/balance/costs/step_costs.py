@@ -255,6 +255,9 @@ def _input_bytes(tasks: ModuleTasks) -> int:
     module = tasks.module
     if module.kind == "llm":
         return round(TOKEN_BYTES * tasks.sizes.inputs_N.sum())
+    if (latents := module.latents) is not None:
+        of_patch = latents.pixels + 4 * latents.noise  # pixels are bytes, noise is float32
+        return round(of_patch * tasks.sizes.drawn_N.sum())
     values = module.pre_linears[0][0] if module.pre_linears else 0
     sizes = tasks.useful if module.kind == "generator" else tasks.sizes  # padded when it computes
     return round(module.value_bytes * values * sizes.inputs_N.sum())
@@ -323,6 +326,8 @@ def _beside(
     if module.kind == "generator":
         own = tasks[source.module]
         values_N = (own.sizes.given_N + TIME_WIDTH * own.sizes.images_N) * hidden
+        if module.latents is not None:
+            values_N = values_N + module.latents.values * own.sizes.drawn_N
         return dict(zip(own.keys, values_N.tolist(), strict=True))
     if not module.taps:
         return {}

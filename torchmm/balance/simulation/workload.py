@@ -31,6 +31,7 @@ from torchmm.recipe.simulation_section import (
     SimulatedSequences,
     SimulationConfig,
     contradictions,
+    drawn_sizes,
     encoder_of,
     image_sizes,
     side_step,
@@ -147,7 +148,7 @@ def _sample_clips(
     limit = most if size.frames_per_sequence is None else size.frames_per_sequence // count
     most = max(least, min(most, limit))
     frames = [_between([least, most], rng) for _ in range(count)]
-    sides = [sides_of(own) for own in size.sizes or [size]]
+    sides = [sides_of(own) for own in drawn_sizes(size)]
     weights = [own.weight for own in size.sizes] or [1.0]
     drawn = _sample_sides(sides, weights, count, seeds)
     return [(n, *own) for n, (_, own) in zip(frames, drawn, strict=True)]

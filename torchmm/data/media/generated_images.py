@@ -108,16 +108,19 @@ class DrawingPreprocessor:
             keys: of all images.
         """
         held = range(len(keys)) if inputs.held is None else inputs.held
-        noise = [torch.zeros(0, self.values)]
+        widths = [self.spec.latent_values or self.values, self.spec.latent_noise]
+        noise = [torch.zeros(0, sum(widths))]
         for number in held:
             generator, _ = self._begin(keys[number])
-            shape = inputs.pixel_rows[number], self.values
-            noise.append(torch.randn(shape, generator=generator))
-        return replace(inputs, noise_PV=torch.cat(noise))
+            rows = inputs.pixel_rows[number]
+            # What latents are drawn with comes last, so that the rest is the same without it.
+            parts = [torch.randn(rows, n, generator=generator) for n in widths if n]
+            noise.append(torch.cat(parts, dim=1))
+        return replace(inputs, noise_PV=torch.cat(noise), latent_values=self.spec.latent_values)
 
     @property
     def values(self) -> int:
-        """V."""
+        """V, of pixels."""
         return 3 * self.spec.patch_size_px**2
 
     def _patches(self, frame: Image.Image) -> np.ndarray:

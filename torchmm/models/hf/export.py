@@ -54,6 +54,8 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, split_place
 
 _TOWER = "model.vision_tower."
+VAE = "vae"
+"""Where a generator's autoencoder is, as in diffusers' pipelines."""
 Prefixes = tuple[tuple[str, str], ...]
 Gather = Callable[
     [MultimodalModel, Callable[[str], bool]], Iterator[tuple[LayeredModule, str, Tensor | None]]
@@ -128,7 +130,7 @@ def export_hf(
     with torch.device("meta"):
         exports = [_whole(model, directory, tokenizer)] if as_one else _separately(model, directory)
         if model.generator is not None:
-            exports.append(_generator(model.generator, directory / GENERATOR))
+            exports += _generator(model.generator, directory / GENERATOR)
     connectors = _gather(model, exports, gather, writes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
@@ -187,9 +189,14 @@ def _separately(model: MultimodalModel, directory: Path) -> list[_Export]:
     return exports
 
 
-def _generator(module: GeneratorModule, directory: Path) -> _Export:
+def _generator(module: GeneratorModule, directory: Path) -> list[_Export]:
+    """With the autoencoder whose latents it draws, if it has one."""
     prefixes = {module.name: module.weights.hf_prefixes}
-    return _Export(directory, module.whole_transformer(), prefixes)
+    exports = [_Export(directory, module.whole_transformer(), prefixes)]
+    if (latents := module.spec.latents) is not None:
+        prefixes = {module.name: latents.files.hf_prefixes}
+        exports.append(_Export(directory / VAE, module.whole_autoencoder(), prefixes))
+    return exports
 
 
 def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
@@ -380,4 +387,7 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
             "frames": images.frames,
             "context_tokens": images.context_tokens,
         }
+        if (latents := model.generator.spec.latents) is not None:
+            kind = "sampled" if latents.sampled else "mean"
+            description[GENERATOR]["vae"] = {"source": f"{GENERATOR}/{VAE}", "latents": kind}
     (directory / PARTS_FILE).write_text(json.dumps(description, indent=2) + "\n")

@@ -188,10 +188,10 @@ def load_weights(model: MultimodalModel) -> set[str]:
     for source, modules in _by_source(model).items():
         files = open_files(source)
         claimed: set[str] = set()
-        for prefix, module in modules:
-            names = names_in_files(module, files)
+        for prefix, module, weights in modules:
+            names = names_in_files(module, files, weights)
             claimed |= set(names.values())
-            stored, missing = _match(module, names)
+            stored, missing = _match(module, names, weights)
             problems += _listed(f"{source}: missing for {module.name!r}", missing)
             problems += [f"{source}: {problem}" for problem in _tie_problems(module, names, files)]
             expected |= {f"{prefix}.{n}": (shapes, files[s]) for n, (shapes, s) in stored.items()}
@@ -200,7 +200,7 @@ def load_weights(model: MultimodalModel) -> set[str]:
             filled |= {f"{prefix}.{piece.owner}" for piece, _ in targets.values()}
         others = [n for n in files if n not in claimed and not _LEFT_OUT.search(n)]
         stray = [n for n in others if not _COMPUTED.search(n)]
-        if not modules[0][1].weights.partial:
+        if not modules[0][2].partial:
             problems += _listed(f"{source}: not part of the model", stray)
     problems += _shape_problems(expected)
     if problems:
@@ -209,11 +209,12 @@ def load_weights(model: MultimodalModel) -> set[str]:
     return filled
 
 
-def _by_source(model: MultimodalModel) -> dict[str, list[tuple[str, LayeredModule]]]:
-    groups: dict[str, list[tuple[str, LayeredModule]]] = defaultdict(list)
+def _by_source(model: MultimodalModel) -> dict[str, list[tuple[str, LayeredModule, WeightFiles]]]:
+    groups: dict[str, list[tuple[str, LayeredModule, WeightFiles]]] = defaultdict(list)
     for prefix, module in model.named_modality_modules():
-        if module.weights.source is not None:
-            groups[module.weights.source].append((prefix, module))
+        for weights in (module.weights, *module.given_weights):
+            if weights.source is not None:
+                groups[weights.source].append((prefix, module, weights))
     return groups
 
 
@@ -277,18 +278,25 @@ def _megabytes_in(folder: Path) -> int:
     return found // 10**6
 
 
-def names_in_files(module: LayeredModule, files: dict[str, FileTensor]) -> dict[str, str]:
-    """Name within `module` -> name in the files, for all names the whole module knows."""
+def names_in_files(
+    module: LayeredModule, files: dict[str, FileTensor], weights: WeightFiles | None = None
+) -> dict[str, str]:
+    """Name within `module` -> name in the files, for all names the whole module knows.
+
+    Args:
+        weights: what the files are; None: the module's own.
+    """
+    weights = weights or module.weights
     with torch.device("meta"):
         known = set(pieces(module.bare())) | module.unused
     names: dict[str, str] = {}
     for name in files:
-        for pattern, replacement in module.weights.renames:
+        for pattern, replacement in weights.renames:
             ours, count = re.subn(f"^(?:{pattern})", replacement, name)
             if count:
-                for old, new in module.weights.old_names:
+                for old, new in weights.old_names:
                     ours = re.sub(old, new, ours)
-                own = [part for part in _parts(ours, module.weights) if part in known]
+                own = [part for part in _parts(ours, weights) if part in known]
                 names |= dict.fromkeys(own, name)
                 break
     return names
@@ -302,20 +310,29 @@ def _parts(name: str, files: WeightFiles) -> list[str]:
     return [name]
 
 
+def _files_of(module: LayeredModule, name: str) -> WeightFiles:
+    """Where a parameter's weights come from."""
+    for given in module.given_weights:
+        if name.startswith(tuple(ours for ours, _ in given.hf_prefixes)):
+            return given
+    return module.weights
+
+
 def _match(
-    module: LayeredModule, names: dict[str, str]
+    module: LayeredModule, names: dict[str, str], weights: WeightFiles
 ) -> tuple[dict[str, tuple[list[list[int]], str]], list[str]]:
-    """What the *whole* module needs, {name: (shapes, name in the files)}, and what is missing."""
+    """What the *whole* module needs of these files, {name: (shapes, name in the files)}, and what
+    is missing."""
     with torch.device("meta"):
         whole = module.bare()
     tied = whole.tied_parameters()
     stored, missing = {}, []
     for name, piece in pieces(whole).items():
-        if name in tied:
+        if name in tied or _files_of(module, name) is not weights:
             continue
         if name in names:
             stored[name] = (piece.shapes, names[name])
-        elif not name.endswith(module.weights.optional):
+        elif not name.endswith(weights.optional):
             missing.append(name)
     if module.new_connector and not any(n.startswith("connector.") for n in stored):
         missing = [n for n in missing if not n.startswith("connector.")]

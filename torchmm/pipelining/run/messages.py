@@ -5,8 +5,8 @@ the planner of a step knows them, and receivers can allocate without asking. Rej
 them from a forward on the meta device, as torch's pipelining does once per run; here they change
 with every microbatch.
 
-Shape legend: N images, S positions of an image, P patches, K output tokens (or context tokens of a
-generator), T tokens, D features, E features of an embedded time.
+Shape legend: N images, S positions of an image, P patches (A of all images), K output tokens (or
+context tokens of a generator), T tokens, D features, E features of an embedded time, V latents.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from torchmm.pipelining.plan.graph import Message, StageGraph
 from torchmm.pipelining.plan.plan import MessageSpecs, TensorSpec
 
 T = TypeVar("T")
+TIMES, LATENTS = 2, 3
+"""Places of tensors in the messages of a generator."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class MessageSizes:
         dummy: encoders: the image that stands in for none.
         time_features: generators: size of an embedded time.
         learns_times: whether embedded times get gradients.
+        latent_values: generators: of a patch of what is drawn, where that is latents; 0: pixels.
     """
 
     kind: Literal["encoder", "llm", "generator"]
@@ -55,6 +58,14 @@ class MessageSizes:
     dummy: ImageMeta | None = None
     time_features: int = 0
     learns_times: bool = True
+    latent_values: int = 0
+
+    @property
+    def without_gradients(self) -> set[int]:
+        """Which tensors of a message between two stages of the module have none."""
+        if self.kind != "generator":
+            return set()
+        return {LATENTS} if self.learns_times else {TIMES, LATENTS}
 
 
 def message_sizes(module: LayeredModule) -> MessageSizes:
@@ -82,6 +93,7 @@ def message_sizes(module: LayeredModule) -> MessageSizes:
             llm_hidden_size=spec.llm_hidden_size,
             time_features=module.time_features(),
             learns_times=module.describe().trainable,
+            latent_values=spec.images.latent_values,
         )
     raise TypeError(f"{module.name}: messages of a {type(module).__name__} are not known")
 
@@ -97,8 +109,8 @@ def message_specs(
     Between encoder stages: (N, S, D), (1, P, D) or (P, D), by family, once more for each tapped
     layer before; from the last one: (K, D of the LLM), wider by one D for each of these; between
     LLM stages: (T, D), and (K, D for each block that later layers add) if there are images; from
-    the last one to a generator: (K, D of the LLM); between generator stages: (N, P, D), (K, D) and
-    (N, E).
+    the last one to a generator: (K, D of the LLM); between generator stages: (N, P, D), (K, D),
+    (N, E) and, where latents are drawn, (A, V).
 
        Args:
            graph: of the step.
@@ -122,10 +134,10 @@ def message_specs(
         meta = microbatches[task.microbatch]
         for message in graph.outgoing(task):
             shapes = _shapes(graph, message, sizes, meta)
-            specs[message] = tuple(TensorSpec(shape, dtype) for shape in shapes)
-            source = sizes[graph.layout.stages[message.source].module]
-            if source.kind == "generator" and not source.learns_times:
-                specs[message] = *specs[message][:-1], TensorSpec(shapes[-1], dtype, False)
+            without = sizes[graph.layout.stages[message.source].module].without_gradients
+            specs[message] = tuple(
+                TensorSpec(shape, dtype, index not in without) for index, shape in enumerate(shapes)
+            )
     return specs
 
 
@@ -157,7 +169,10 @@ def _shapes(
         return [(context, destination.llm_hidden_size)]
     hidden = destination.hidden_size
     times = len(drawn), destination.time_features
-    return [(len(drawn), max(i.patches for i in drawn), hidden), (context, hidden), times]
+    patches = [image.patches for image in drawn]
+    values = destination.latent_values
+    latents = [(sum(patches), values)] if values else []
+    return [(len(drawn), max(patches), hidden), (context, hidden), times, *latents]
 
 
 def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:

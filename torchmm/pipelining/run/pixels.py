@@ -252,11 +252,11 @@ def _holding(inputs: Inputs, pixels: Tensor, held: list[int]) -> Inputs:
     """The inputs with the pixels of these images, as `_pixels` gives them."""
     if isinstance(inputs, EncoderInputs):
         return replace(inputs, pixels=pixels, held=held)
-    kinds = inputs.patches_PV.dtype, inputs.noise_PV.dtype
-    widths = [inputs.patches_PV.shape[1] * kind.itemsize for kind in kinds]
+    both = inputs.patches_PV, inputs.noise_PV
+    parts = pixels.split([values.shape[1] * values.itemsize for values in both], dim=1)
     patches_PV, noise_PV = (
-        part.clone(memory_format=torch.contiguous_format).view(kind)
-        for part, kind in zip(pixels.split(widths, dim=1), kinds, strict=True)
+        part.clone(memory_format=torch.contiguous_format).view(values.dtype)
+        for part, values in zip(parts, both, strict=True)
     )
     return replace(inputs, patches_PV=patches_PV, noise_PV=noise_PV, held=held)
 

@@ -252,7 +252,8 @@ class GeneratorStage(PipelineStage):
         output = self.compute(*self._given(task, inputs, microbatch, graph))
         if self.module.is_last:
             return StageOutput((), output)
-        return StageOutput([tuple(output)] * len(graph.outgoing(task)))
+        tensors = tuple(tensor for tensor in output if tensor is not None)
+        return StageOutput([tensors] * len(graph.outgoing(task)))
 
     def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Any:
         """Runs the module."""
@@ -277,6 +278,14 @@ class VelocityStage(GeneratorStage):
     def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Tensor:
         """float32 (A, V), of all images, one after the other."""
         return self.module.velocity(drawn, given)
+
+
+class FinishingStage(GeneratorStage):
+    """The same in the last step from noise, where latents are drawn: pixels."""
+
+    def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Tensor:
+        """float32 (A, X), of all images, one after the other."""
+        return self.module.finished(drawn, given)
 
 
 def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> PipelineStage:

@@ -229,7 +229,7 @@ def read_prompts(
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            for batch in _read(requests, model, tokenizer, max_tokens, Path(scratch)):
+            for batch in read_steps(requests, model, tokenizer, max_tokens, Path(scratch)):
                 problems += batch.skipped
                 for prompt in (p for row in batch.microbatches for p in prompts_of(row)):
                     found[prompt.sample.index] = prompt
@@ -244,19 +244,31 @@ def read_prompts(
     return [found[number] for number in range(len(requests))]
 
 
-def _read(
+def read_steps(
     requests: Sequence[Request],
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     folder: Path,
+    *,
+    generate: str | None = None,
+    seed: int = 0,
 ) -> Iterator[StepBatch]:
+    """The requests as steps of held-out data; samples are numbered as they are.
+
+    Args:
+        folder: for copies of their files.
+        generate: column of what is to be drawn, whose files are in `folder`.
+        seed: of noise.
+    """
     lines = [json.dumps(_with_copies(r.record, r.root, folder)) + "\n" for r in requests]
+    # Of held-out samples noise depends on the source's name, whatever the seed of training.
+    name = f"requests {seed}"
     source = folder / "requests.jsonl"
     source.write_text("".join(lines))
     loader = build_loader(
         DataConfig(
-            validation=[SourceConfig(path=str(source))],
+            validation=[SourceConfig(path=str(source), name=name, generate=generate)],
             workers=0,
             index_cache=str(folder / "index"),
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +11,14 @@ from diffusers import PixArtTransformer2DModel
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
+from torchmm.models.families.generators.autoencoder import latent_spec
 from torchmm.models.families.generators.pixart import GENERATOR_FAMILIES
 from torchmm.models.generator import DitSpec, GeneratorModule
+from torchmm.models.latents import LatentSpec
 from torchmm.models.layered import WeightFiles
 from torchmm.recipe.model_section import GeneratorConfig
 
+UNET = ". A U-Net has no layers that stages could be cut between (docs/reference/refused.md)"
 GENERATOR_FILES = WeightFiles(
     renames=(
         (r"caption_projection\.", "connector."),
@@ -46,23 +50,38 @@ def build_generator(
     if family is None:
         raise ConfigError(
             f"[model.generator] _class_name = {name!r} is not supported; supported: "
-            f"{', '.join(GENERATOR_FAMILIES)}"
+            f"{', '.join(GENERATOR_FAMILIES)}" + (UNET if name.startswith("UNet") else "")
         )
-    complete = family.complete(config, llm_hidden_size)
+    latents = _latents(section, config)
+    channels = 3 if latents is None else latents.channels
+    complete = family.complete(config, llm_hidden_size, channels)
+    factor = 1 if latents is None else latents.factor
     images = GeneratorSpec(
-        size_px=complete["sample_size"],
-        patch_size_px=complete["patch_size"],
+        size_px=factor * complete["sample_size"],
+        patch_size_px=factor * complete["patch_size"],
         frames=section.frames,
         context_tokens=section.context_tokens,
         time_sampling=section.time_sampling,
+        latent_values=0 if latents is None else latents.values,
+        latent_noise=0 if latents is None else latents.sizes.noise - latents.values,
     )
     # One made for another LLM has a connector of other sizes, which is replaced by a new one.
     fits = section.source is not None and config.get("caption_channels") == llm_hidden_size
     files = replace(GENERATOR_FILES, source=section.place)
     if not fits:
         files = replace(files, renames=files.renames[1:], partial=True)
-    spec = DitSpec(family, name, complete, images, dtype, connector_from_files=fits)
+    spec = DitSpec(family, name, complete, images, dtype, fits, latents)
     return GeneratorModule(spec, files)
+
+
+def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | None:
+    """The autoencoder of the section, if it has one."""
+    if section.vae is None:
+        return None
+    side = config.get(
+        "patch_size", inspect.signature(PixArtTransformer2DModel).parameters["patch_size"].default
+    )
+    return latent_spec(section.vae, side)
 
 
 def _load(section: GeneratorConfig) -> dict[str, Any]:

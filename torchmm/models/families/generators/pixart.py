@@ -8,7 +8,7 @@ A clip is one sequence of the patches of all its frames; for one frame, a family
 what its diffusers class does. Rejected: the classes' own forwards, in which a stage could not
 start in the middle, and which only know images.
 
-The only file that needs diffusers (`pip install "torchmm[generation]"`).
+Needs diffusers (`pip install "torchmm[generation]"`), as nothing outside this folder does.
 
 Shape legend: N images, P patches of one image, L context tokens of one image, D features,
 V values of a patch (channels x rows x columns), E features of an embedded time.
@@ -32,6 +32,8 @@ from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
+from torchmm.models.families.generators.autoencoder import build_autoencoder, halves
+from torchmm.models.latents import LatentDecoder, LatentEncoder, LatentSpec
 
 TIME_SCALE = 1000.0
 """Transformers of diffusers count times from 0 to 1000."""
@@ -59,7 +61,7 @@ def _is_gated(config: dict[str, Any]) -> bool:
 class PixArtFamily:
     """PixArt (arXiv 2310.00426): a DiT with cross attention and one time embedding for all layers.
 
-    Its patches are pixels here, not latents of an autoencoder.
+    Its patches are pixels, or latents of an autoencoder.
     """
 
     layers = "transformer_blocks"
@@ -67,8 +69,13 @@ class PixArtFamily:
     post: tuple[str, ...] = ("norm_out", "proj_out")
     tensor_scopes: tuple[str, ...] = ("attn1", "attn2", "ff")
 
-    def complete(self, config: dict[str, Any], llm_hidden_size: int) -> dict[str, Any]:
-        """The complete config, with the values that follow from the LLM or from pixels.
+    def complete(
+        self, config: dict[str, Any], llm_hidden_size: int, channels: int = 3
+    ) -> dict[str, Any]:
+        """The complete config, with the values that follow from the LLM, from pixels or latents.
+
+        Args:
+            channels: of what is drawn.
 
         Raises:
             ConfigError: unknown keys, or values that are not possible here.
@@ -83,8 +90,8 @@ class PixArtFamily:
         full = {name: p.default for name, p in known.items() if name != "self"} | written
         width = full["num_attention_heads"] * full["attention_head_dim"]
         following = {
-            "in_channels": 3,
-            "out_channels": 3,
+            "in_channels": channels,
+            "out_channels": channels,
             "cross_attention_dim": width,
             "caption_channels": llm_hidden_size,
             "use_additional_conditions": False,
@@ -95,7 +102,7 @@ class PixArtFamily:
                 problems.append(f"{key} = {written[key]}, but it must be {value}; remove it")
         if full["sample_size"] % full["patch_size"]:
             problems.append(
-                f"sample_size = {full['sample_size']} pixels are not a multiple of patch_size = "
+                f"sample_size = {full['sample_size']} is not a multiple of patch_size = "
                 f"{full['patch_size']}"
             )
         if not isinstance(size := full.get(FFN_SIZE, 1), int) or size < 1:
@@ -116,6 +123,14 @@ class PixArtFamily:
                 layer.ff = FeedForward(dit.inner_dim, activation_fn=kind, inner_dim=size)
             dit.register_to_config(**{FFN_SIZE: size})
         return nn.Module.to(dit, dtype=dtype)
+
+    def halves(self, spec: LatentSpec, dtype: torch.dtype) -> tuple[LatentEncoder, LatentDecoder]:
+        """Of the autoencoder around the transformer."""
+        return halves(spec, dtype)
+
+    def autoencoder(self, spec: LatentSpec, dtype: torch.dtype) -> Any:
+        """The same, whole, as diffusers has it."""
+        return build_autoencoder(spec.config, dtype)
 
     def take_apart(self, dit: Any, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
         """(connector, output table), taken out of `dit`; the rest gets marks for `initialize`."""
@@ -147,7 +162,7 @@ class PixArtFamily:
         elif isinstance(module, OutputTable | BasicTransformerBlock):
             table = module.scale_shift_table
             nn.init.normal_(table, std=table.shape[-1] ** -0.5)
-        elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+        elif isinstance(module, nn.LayerNorm | nn.GroupNorm) and module.weight is not None:
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
 

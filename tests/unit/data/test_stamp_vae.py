@@ -1,0 +1,52 @@
+"""The autoencoder that recipes of latents are given: files that a generator takes as they are."""
+
+import json
+
+import pytest
+import torch
+from data_cases import png, write_parquet
+from generator_cases import latent_config
+
+from torchmm.common.errors import DataError
+from torchmm.data.prepare import stamp_vae
+from torchmm.models.hf.load import load_weights
+from torchmm.models.multimodal import materialize
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import AutoencoderConfig, FreezeConfig
+
+diffusers = pytest.importorskip("diffusers")
+
+
+def test_it_is_trained_and_a_generator_takes_it(tmp_path, monkeypatch):
+    rows = [
+        {"image": {"bytes": png(30 + n, 40, n), "path": None}, "file": f"{n // 2}.png"}
+        for n in range(8)
+    ]
+    for part in ("train", "validation"):
+        write_parquet(tmp_path / "tuxpaint_stamps" / part, rows)
+    monkeypatch.setattr(stamp_vae, "STEPS", 3)
+    before = torch.get_rng_state()
+    stamp_vae.prepare(tmp_path, tmp_path, stamp_vae.OPTIONS)
+    assert torch.equal(torch.get_rng_state(), before)
+    entry = json.loads((tmp_path / "MANIFEST.json").read_text())["stamp_vae"]
+    assert set(entry["counts"]) == {"parameters", "dB on held-out pictures"}
+    vae = diffusers.AutoencoderKL.from_pretrained(tmp_path / "stamp_vae")
+    pictures = stamp_vae._pictures(tmp_path / "tuxpaint_stamps" / "train")
+    assert pictures.shape == (4, 3, 48, 48), "each file once"
+    with torch.no_grad():
+        latents = vae.encode(pictures).latent_dist.mean
+    scaled = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    assert scaled.mean().item() == pytest.approx(0, abs=1e-3)
+    assert scaled.std().item() == pytest.approx(1, rel=1e-3)
+    config = latent_config()
+    given = AutoencoderConfig(source=str(tmp_path / "stamp_vae"))
+    drawing = config.generator.model_copy(update={"vae": given})
+    model = build_model(config.model_copy(update={"generator": drawing}), FreezeConfig())
+    materialize(model, "cpu")
+    assert load_weights(model)
+    assert model.generator.spec.latents.factor == 4
+
+
+def test_it_needs_the_pictures(tmp_path):
+    with pytest.raises(DataError, match="prepare tuxpaint_stamps too"):
+        stamp_vae.prepare(tmp_path, tmp_path, stamp_vae.OPTIONS)
