@@ -1,7 +1,7 @@
 """A tiny tied LLaVA, cut over the ranks of a layout and trained there."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.slices import TensorRanks
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
@@ -167,7 +168,9 @@ def layout(case: Case) -> StageLayout:
             tied=True,
         ),
     ]
-    return separated_layout(modules, case.pipeline, {"llm": case.segments})
+    ranks = TensorRanks(case.tensor, case.sequence_parallel, case.sequence_parallel)
+    found = separated_layout(modules, case.pipeline, {"llm": case.segments})
+    return replace(found, tensor=dict.fromkeys(trains, ranks))
 
 
 def whole_model(source: Path, freeze: tuple[str, ...] = ()) -> MultimodalModel:

@@ -153,3 +153,38 @@ def _between_groups() -> list[float]:
         sending.wait("send")
         senders.append(arrived.item())
     return senders
+
+
+CUTS = [([0, 1], [2, 3, 4]), ([0, 1, 2, 3], [4]), ([1], [0, 2, 3, 4]), ([0, 1, 2], [3, 4])]
+
+
+def test_slices_of_one_group_become_those_of_a_group_of_another_size():
+    """Every row goes once, to whoever has it in the other group; padding, too."""
+    for groups, every in zip(CUTS, zip(*run_distributed(_recut, 5), strict=True), strict=True):
+        for group in groups:
+            slices = [every[rank] for rank in group]
+            assert len({len(own) for own in slices}) == 1
+            assert [row for own in slices for row in own] == list(range(12)), (groups, slices)
+
+
+def _recut() -> list[list[float]]:
+    """Of 12 rows, those that this rank gets of the other group, in each grouping."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    rank, found = dist.get_rank(), []
+    for groups in CUTS:
+        channels = P2PChannels(CPU, groups, 20.0)
+        channels.warm_up([(0, 1), (1, 0)])
+        own = channels.plan_rank
+        if own > 1:
+            found.append([])
+            continue
+        mine, other = len(groups[own]), len(groups[1 - own])
+        size = 12 // mine
+        place = groups[own].index(rank)
+        rows = torch.arange(place * size, (place + 1) * size, dtype=torch.float32)[:, None]
+        spec = [TensorSpec((size, 1), torch.float32)]
+        sending = channels.send((rows,), spec, 1 - own, "send", [(mine, other)])
+        (arrived,) = channels.receive(spec, 1 - own, "receive", [(other, mine)]).wait("receive")
+        sending.wait("send")
+        found.append(arrived[:, 0].tolist())
+    return found

@@ -235,12 +235,17 @@ class _CorruptChannels(P2PChannels):
     corrupt = False
 
     def send(
-        self, tensors: Sequence[Tensor], specs: Sequence[Any], peer: int, action: Any
+        self,
+        tensors: Sequence[Tensor],
+        specs: Sequence[Any],
+        peer: int,
+        action: Any,
+        cuts: Sequence[Any] = (),
     ) -> PendingTransfer:
         if self.corrupt and "SEND_B" in str(action):
             self.corrupt = False
             tensors = [tensors[0] * 1.001, *tensors[1:]]
-        return super().send(tensors, specs, peer, action)
+        return super().send(tensors, specs, peer, action, cuts)
 
 
 class _DroppingStage(ToyStage):

@@ -39,6 +39,7 @@ from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.plan.slices import TensorRanks
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime, channel_pairs
@@ -354,7 +355,15 @@ class Case:
             laps = 1
         parts = sizes(rng, laps * self.pipeline)
         cuts["llm"] = [Cut(n, (ranks[i % self.pipeline],)) for i, n in enumerate(parts)]
-        return build_layout(self.modules(), cuts)
+        layout = build_layout(self.modules(), cuts)
+        return with_slices(layout, self) if self.sequence_parallel else layout
+
+
+def with_slices(layout: StageLayout, case: Any) -> StageLayout:
+    """The layout of a case whose tensor-parallel ranks send slices."""
+    modules = case.build().modality_modules()
+    tensor = {m.name: TensorRanks(case.tensor, True, m.keeps_slices) for m in modules}
+    return replace(layout, tensor=tensor)
 
 
 def sizes(rng: random.Random, parts: int) -> list[int]:

@@ -232,6 +232,8 @@ class ModuleDescription:
     latents: LatentSizes | None = None
     """Generators: the frozen autoencoder before them; None: they draw pixels. Its parameters are
     among those before and after the layers."""
+    keeps_slices: bool = True
+    """Whether under sequence parallelism a rank has a slice of the sequence between its layers."""
 
     @property
     def given_parameters(self) -> tuple[int, int]:

@@ -249,8 +249,9 @@ class EncoderModule(LayeredModule):
 
         Returns:
             Whole module or last stage: (K, `output_features`). Earlier stages: hidden states,
-            (N, S, D) for fixed layouts, (1, P, D) or (P, D) for packed patches; behind tapped
-            layers a tuple: these and the output of each of those layers.
+            (N, S, D) for fixed layouts, (1, P, D) or (P, D) for packed patches, or a rank's slice
+            of their positions; behind tapped layers a tuple: these and the output of each of those
+            layers.
         """
         family = self.family
         tower = self.tower
@@ -262,12 +263,20 @@ class EncoderModule(LayeredModule):
             given = family.embed(tower, inputs, context).contiguous()
         assert given is not None
         hidden, *taps = (given,) if isinstance(given, Tensor) else given
+        if not self.is_first:
+            shape = family.hidden_shape(self.spec.config, [prod(g) for g in inputs.grids_thw])
+            hidden = self.between.arrived(hidden, shape[-2])
         for index, layer in self.indexed_layers():
             hidden = family.run_layer(tower, index, layer, hidden, context)
             if index in self.taps:
-                taps.append(self.whole_after(index, hidden))
+                taps.append(hidden)
         if not self.is_last:
+            hidden = self.between.leaving(hidden)
             return (hidden, *taps) if taps else hidden
+        # All positions of what the last layer has returned are here, of others perhaps a slice.
+        own = [index for index, _ in self.indexed_layers()]
+        whole = taps[-1:] if own and own[-1] in self.taps else []
+        taps = [*map(self.between.gathered, taps[: len(taps) - len(whole)]), *whole]
         if self.spec.final_norm:
             hidden = tower.get_submodule(family.final_norm)(hidden)
         x_PD = family.finish(tower, hidden, context, self._drops_class_token)

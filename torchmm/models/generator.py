@@ -220,9 +220,13 @@ class GeneratorModule(LayeredModule):
         context_NLD, context_mask = padded(context_KD, inputs.contexts)
         sizes = [prod(grid) for grid in inputs.grids_thw]
         masks = padding_mask(sizes, hidden_NPD), context_mask
+        if not self.is_first:
+            hidden_NPD = self.between.arrived(hidden_NPD, max(sizes))
         read_NE = self.between.read(time_NE)
         for _, layer in self.indexed_layers():
             hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, read_NE, masks)
+        if not self.is_last:
+            hidden_NPD = self.between.leaving(hidden_NPD)
         # Views: backward of a stage cannot start at what it was itself given.
         context_KD = context_KD.view_as(context_KD)
         return Given(hidden_NPD, context_KD, time_NE.view_as(time_NE), latents_AV)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription, Rounded
+from torchmm.models.between import Between, RowsOfRanks, WholeSequences
 from torchmm.models.layers.connectors import linear_parts
 from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears, add_lora, of_adapter
 
@@ -38,41 +39,6 @@ class Skip(nn.Module):
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
-
-
-class Between(Protocol):
-    """What may be done with hidden states between two layers of a stage."""
-
-    def gathered(self, hidden: Tensor) -> Tensor:
-        """The hidden states of all positions."""
-        ...
-
-    def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
-        """Hidden states with rows added at some positions, of which none is named twice.
-
-        Args:
-            hidden: (..., T, D).
-            positions_K: int64, within T.
-            rows_KD: of the same dtype.
-        """
-        ...
-
-    def read(self, values: Tensor) -> Tensor:
-        """What layers read that all ranks have whole; its gradients are summed over them."""
-        ...
-
-
-class WholeSequences:
-    """`Between` where a rank has all positions."""
-
-    def gathered(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def add_rows(self, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
-        return hidden.index_add(-2, positions_K, rows_KD.expand(*hidden.shape[:-2], -1, -1))
-
-    def read(self, values: Tensor) -> Tensor:
-        return values
 
 
 class StageRange(NamedTuple):
@@ -159,7 +125,8 @@ class LayeredModule(nn.Module, ABC):
         loss_rows: LLMs: targets whose logits are computed at a time; 0: all.
         adapters: what is added to linears of the whole module, by their names.
         rounded: by layer of the whole module: which linears are to multiply in float8.
-        between: access to hidden states between layers; behind a stage's last they are whole.
+        between: access to hidden states between layers; behind a module's last they are whole.
+        rows: how tensor-parallel ranks share the rows of messages; None: they send them whole.
         layer_modes: where that differs from task to task: by layer, what the next forward's
             backward runs again (as `torchmm.pipelining.plan.plan.LayerMode`); empty where it does
             not.
@@ -185,6 +152,8 @@ class LayeredModule(nn.Module, ABC):
         self.recomputes = False
         self.layer_modes: list[str] = []
         self.between: Between = WholeSequences()
+        self.rows: RowsOfRanks | None = None
+        self._keeps_slices: bool | None = None
         self.taps: tuple[int, ...] = ()
         self.loss_rows = 0
         self.adapters: dict[str, LoraSpec] = {}
@@ -250,17 +219,11 @@ class LayeredModule(nn.Module, ABC):
         every = self._layer_list()
         return [(i, layer) for i, layer in enumerate(every) if not isinstance(layer, Skip)]
 
-    def whole_after(self, index: int, hidden: Tensor) -> Tensor:
-        """What a layer of this stage has returned, of all positions."""
-        return self._access(index).gathered(hidden)
-
     def add_after(self, index: int, hidden: Tensor, positions_K: Tensor, rows_KD: Tensor) -> Tensor:
         """What a layer of this stage has returned, with rows added (`Between.add_rows`)."""
-        return self._access(index).add_rows(hidden, positions_K, rows_KD)
-
-    def _access(self, index: int) -> Between:
         last, _ = self.indexed_layers()[-1]
-        return WholeSequences() if index == last else self.between
+        access = WholeSequences() if index == last and self.is_last else self.between
+        return access.add_rows(hidden, positions_K, rows_KD)
 
     def _layer_list(self) -> nn.ModuleList:
         found = self.get_submodule(self.layers_fqn)
@@ -275,6 +238,7 @@ class LayeredModule(nn.Module, ABC):
         Raises:
             ValueError: a range is not one of this module's, or two stages share a layer.
         """
+        self._keeps_slices = self.keeps_slices  # a stage may lack what tells
         every = self._layer_list()
         kept: set[int] = set()
         for stage in stages:
@@ -350,6 +314,7 @@ class LayeredModule(nn.Module, ABC):
             value_bytes=self.value_bytes,
             extra_tokens=self.extra_tokens,
             dummy_patches=self.dummy_patches,
+            keeps_slices=self.keeps_slices,
         )
 
     def _connector_adapters(self, styles: Mapping[nn.Module, str]) -> tuple[LowRank | None, ...]:
@@ -405,6 +370,14 @@ class LayeredModule(nn.Module, ABC):
         """
         styles = self._tensor_parallel_styles()
         return {pattern: style for pattern, style in styles.items() if self.matching(pattern)}
+
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether between layers of the whole module ranks have slices of the sequence, under
+        sequence parallelism."""
+        if self._keeps_slices is None:
+            return "sequence" in self.tensor_parallel_plan().values()
+        return self._keeps_slices
 
     def tensor_parallel_scopes(self) -> list[str]:
         """Patterns of the submodules whose input is gathered once for all linears inside: an

@@ -225,7 +225,7 @@ class LlmModule(LayeredModule):
         """
         if not self.is_last:
             output, blocks_KB = self._run_layers(microbatch, inputs, cache)
-            hidden_TD = output.last_hidden_state[0]
+            hidden_TD = self.between.leaving(output.last_hidden_state[0])
             rest_KB = self._handed_on(blocks_KB)
             return hidden_TD if rest_KB is None else (hidden_TD, rest_KB)
         # Not `logits`: FSDP gathers around it and would free in the middle of this forward.
@@ -327,11 +327,9 @@ class LlmModule(LayeredModule):
 
     def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
         """Hidden states (T, D), and (K, B) what is still to be added to them, if anything is."""
-        if isinstance(inputs, Tensor):
-            return inputs, None
-        if isinstance(inputs, tuple):
-            hidden_TD, blocks_KB = inputs
-            return hidden_TD, blocks_KB
+        if isinstance(inputs, (Tensor, tuple)):
+            hidden_TD, blocks_KB = inputs if isinstance(inputs, tuple) else (inputs, None)
+            return self.between.arrived(hidden_TD, len(microbatch.input_ids_T)), blocks_KB
         hidden_TD = self._embed(microbatch, inputs)
         if not self.family.taps or VISION not in microbatch.encoders:
             return hidden_TD, None

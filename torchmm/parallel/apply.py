@@ -60,8 +60,7 @@ def parallelize(
     compilation = Compilation(compile_config.backend)
     for module in model.all_stages():
         own = (meshes or {}).get(module.name, mesh.own)
-        has_slices = "sequence" in module.tensor_parallel_plan().values()
-        if overlaps and has_slices and module.overlaps and module.name not in chosen:
+        if overlaps and module.keeps_slices and module.overlaps and module.name not in chosen:
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
         apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap)

@@ -30,6 +30,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from math import lcm
 from typing import Protocol
 
 import torch
@@ -56,7 +57,7 @@ def check_hardware_queues(channels: Collection[tuple[int, int]]) -> None:
     """Whether the streams of every rank have queues of their own.
 
     Args:
-        channels: of a plan, as (source, destination).
+        channels: of a plan, as (source, destination), each as often as a rank has peers in it.
 
     Raises:
         ConfigError: the environment allows fewer.
@@ -82,6 +83,11 @@ class ShapeAndDtype(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+
+Cut = tuple[int, int]
+"""Into how many slices the ranks of a source and of a destination cut a tensor's first dimension;
+both 1: all of them have all of it."""
 
 
 class PendingTransfer:
@@ -117,10 +123,11 @@ class PendingTransfer:
 class P2PChannels:
     """The channels of one rank. Creating them is collective over all ranks of the world.
 
-    A rank of the plan may be a group of tensor-parallel ranks, which all have the same tensors. In
-    a transfer between groups of different sizes, each rank receives once, from the rank whose
-    place in the other group is its own modulo that group's size. So no tensor and no gradient
-    arrives twice, and there is nothing to add up or to distribute afterwards.
+    A rank of the plan may be a group of tensor-parallel ranks, which all have the same tensors, or
+    each a slice of them. In a transfer between groups of different sizes, consecutive ranks of the
+    larger one belong to one of the smaller: whole tensors each rank receives once, from its own;
+    of slices every rank gets what its slice has in common with others'. So no row and no gradient
+    arrives twice, and there is nothing to add up afterwards.
 
     Args:
         device: where tensors are sent from and received into.
@@ -165,11 +172,14 @@ class P2PChannels:
         """
         own = self.plan_rank
         for source, destination in sorted(set(pairs)):
-            probe = torch.zeros(1, device=self.device)
-            if source == own:
-                self.send((probe,), (probe,), destination, "warm-up").wait("warm-up")
-            elif destination == own:
-                self.receive((probe,), source, "warm-up").wait("warm-up")
+            sizes = len(self._ranks[source]), len(self._ranks[destination])
+            # Whole tensors and slices go different ways between groups of different sizes.
+            for cut in [(1, 1), sizes] if sizes[0] != sizes[1] else [(1, 1)]:
+                probe = torch.zeros(lcm(*sizes) // cut[source != own], device=self.device)
+                if source == own:
+                    self.send((probe,), (probe,), destination, "warm-up", [cut]).wait("warm-up")
+                elif destination == own:
+                    self.receive((probe,), source, "warm-up", [cut]).wait("warm-up")
 
     def send(
         self,
@@ -177,56 +187,94 @@ class P2PChannels:
         specs: Sequence[ShapeAndDtype],
         peer: int,
         action: object,
+        cuts: Sequence[Cut] = (),
     ) -> PendingTransfer:
         """Posts sends.
 
         Args:
-            specs: what the receiver expects.
+            specs: what this rank is to send: where slices are of different sizes, its own one.
             peer: rank of the plan.
             action: what to call this in errors.
+            cuts: one for each tensor; none: all are whole.
 
         Raises:
             ValueError: the tensors are not what the plan says.
             PeerError: the peer is gone.
         """
         _check(tensors, specs, action)
-        # Place p of the other group receives from place p modulo the size of this one: a rank may
-        # have several receivers or, in the larger group, none.
-        own = len(self._ranks[self._plan_rank])
-        to = [r for place, r in enumerate(self._ranks[peer]) if place % own == self._place]
         sent = tuple(t.detach().contiguous() for t in tensors)
-        return self._post(dist.isend, sent, to, action)
+        parts = [
+            part
+            for tensor, cut in zip(sent, cuts or [(1, 1)] * len(sent), strict=True)
+            for part in self._parts(tensor, cut, self._ranks[peer], sends=True)
+        ]
+        return self._post(dist.isend, sent, parts, action)
 
-    def receive(self, specs: Sequence[ShapeAndDtype], peer: int, action: object) -> PendingTransfer:
+    def receive(
+        self,
+        specs: Sequence[ShapeAndDtype],
+        peer: int,
+        action: object,
+        cuts: Sequence[Cut] = (),
+    ) -> PendingTransfer:
         """Allocates memory and posts receives; arguments as in `send`.
 
         Raises:
             PeerError: the peer is gone.
         """
-        group = self._ranks[peer]
         buffers = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
-        return self._post(dist.irecv, buffers, [group[self._place % len(group)]], action)
+        parts = [
+            part
+            for buffer, cut in zip(buffers, cuts or [(1, 1)] * len(buffers), strict=True)
+            for part in self._parts(buffer, cut, self._ranks[peer], sends=False)
+        ]
+        return self._post(dist.irecv, buffers, parts, action)
+
+    def _parts(
+        self, tensor: Tensor, cut: Cut, peers: Sequence[int], *, sends: bool
+    ) -> list[tuple[Tensor, int]]:
+        """Which part of a tensor goes to, or comes from, which rank of the other group."""
+        own, others = len(self._ranks[self._plan_rank]), len(peers)
+        if cut[0] == cut[1]:
+            if not sends:
+                return [(tensor, peers[self._place * others // own])]
+            here = (place for place in range(others) if place * own // others == self._place)
+            return [(tensor, peers[place]) for place in here]
+        assert cut == ((own, others) if sends else (others, own)), "slices of other ranks"
+        assert tensor.ndim <= 2, "rows of other ranks are not next to each other"
+        rows = len(tensor)
+        first = self._place * rows
+        size = rows * own // others  # rows of a peer's slice
+        parts = []
+        for place, peer in enumerate(peers):
+            begin = max(first, place * size)
+            end = min(first + rows, (place + 1) * size)
+            if begin < end:
+                parts.append((tensor[begin - first : end - first], peer))
+        return parts
 
     def _post(
         self,
         operation: Callable[..., dist.Work | None],
         tensors: tuple[Tensor, ...],
-        peers: Sequence[int],
+        parts: Iterable[tuple[Tensor, int]],
         action: object,
     ) -> PendingTransfer:
         works: list[tuple[int, dist.Work]] = []
-        for rank in peers:
+        for part, rank in parts:
+            if not part.numel():
+                continue  # both ends know which are empty; there is nothing to send
             # The direction is that of the message: what a lower rank receives goes downwards.
             upwards = (self._rank < rank) == (operation is dist.isend)
             group = self._up if upwards else self._down
             try:
-                # Both ends know which tensors are empty; there is nothing to send.
-                posted = [operation(t, rank, group=group) for t in tensors if t.numel()]
+                work = operation(part, rank, group=group)
             except RuntimeError as error:
                 if not is_peer_trouble(error):
                     raise
                 raise _lost(error, self._rank, rank, action) from error
-            works += [(rank, work) for work in posted if work is not None]
+            if work is not None:
+                works.append((rank, work))
         return PendingTransfer(tensors, works, self._rank)
 
 

@@ -43,6 +43,7 @@ from torchmm.pipelining.plan.plan import (
     MessageSpecs,
     PipelinePlan,
 )
+from torchmm.pipelining.plan.slices import TensorRanks
 from torchmm.pipelining.schedules.classic import forward_only, one_f_one_b
 from torchmm.pipelining.schedules.colocated import spread_replicas
 from torchmm.pipelining.schedules.disaggregated import (
@@ -110,9 +111,28 @@ def plan_layout(
         groups = replica_groups(units)
         sizes = {n: UnitSize(u.pipeline, u.data_parallel // groups) for n, u in units.items()}
     try:
-        return cut_modules(config, layers, sizes)
+        layout = cut_modules(config, layers, sizes)
     except ValueError as error:
         raise ConfigError(f"[parallel] schedule = {config.schedule!r}: {error}") from error
+    return replace(layout, tensor=_tensor_ranks(config, modules, units))
+
+
+def _tensor_ranks(
+    config: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    units: Mapping[str, MeshSizes] | None,
+) -> dict[str, TensorRanks]:
+    """By module."""
+    sliced = config.sequence_parallel
+    found = {}
+    for module in modules:
+        size = config.tensor
+        if units is not None:
+            size = units[module.name].tensor
+        elif module.kind == "encoder" and config.placement == "colocated":
+            size = config.sizes_given(module.name).get("tensor", size)
+        found[module.name] = TensorRanks(size, sliced, sliced and module.keeps_slices)
+    return found if any(ranks.size > 1 for ranks in found.values()) else {}
 
 
 def cut_modules(

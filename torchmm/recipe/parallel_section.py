@@ -128,7 +128,8 @@ class ParallelConfig(Section):
     tokens; 1: every rank computes all experts (those of its tensor-parallel part), whose weights
     FSDP2 gathers."""
     sequence_parallel: bool = False
-    """Also split activations between the tensor-parallel regions along the sequence."""
+    """Also split activations between the tensor-parallel regions along the sequence. Ranks then
+    send each other slices of messages, too."""
     async_tensor_parallel: bool = False
     """Gather and scatter these activations in blocks, overlapped with the matrix products that
     produce and consume them; needs `tensor` > 1 and `sequence_parallel`."""

@@ -178,7 +178,7 @@ class Pipeline:
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
         """The plan of a training step that another process has encoded (`encode_plan`)."""
         graph = step_graph(self.layout, self.config, metas, self.sharding)
-        return decode_plan(numbers, graph, self._specs(metas)(graph))
+        return decode_plan(numbers, graph, self._specs(metas))
 
     def _specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[[StageGraph], MessageSpecs]:
         own = [slice_meta(meta, *self._slice) for meta in metas]

@@ -33,7 +33,7 @@ from torchmm.parallel.gather import gather_texts, ranks_of_machine
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
-from torchmm.pipelining.run.runtime import channel_pairs
+from torchmm.pipelining.run.runtime import channel_streams
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.recipe import Recipe
@@ -90,7 +90,7 @@ def train(recipe: Recipe) -> int:
             device = select_device(recipe.training.device)
             cut = cut_model(run, model, tokenizer, device)
             if device.type == "cuda":
-                check_hardware_queues(channel_pairs(cut.layout))
+                check_hardware_queues(channel_streams(cut.layout))
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)
                 streams = ends.enter_context(shared_reader(recipe, model.sample_specs(tokenizer)))

@@ -18,10 +18,11 @@ from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.pipelining.plan.actions import COMPUTE, ActionType
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.plan.slices import TensorRanks
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import colocated_layout
 
@@ -103,6 +104,58 @@ def test_transfers_take_as_long_as_the_messages_of_the_runtime(encoder) -> None:
             assert (key in costs.transfer_ms) == leaves
             if leaves:
                 assert costs.transfer_ms[key] == MODEL.transfers_ms([nbytes], ["node"])[0]
+
+
+@pytest.mark.parametrize("encoder", KINDS)
+def test_sliced_messages_take_as_long_as_what_the_runtime_sends(encoder) -> None:
+    """But for padding, which the model does not know, and with the consumer's gathers."""
+    whole = Step(Case("messages", pipeline=4, encoder=encoder, tensor=2))
+    sliced = Step(Case("messages", pipeline=4, encoder=encoder, tensor=2, sequence_parallel=True))
+    split = {m.name: Execution(tensor=2, sequence_parallel=True) for m in whole.modules}
+    model = CostModel(load_profile("cpu"), "float32", split)
+    by_name = {m.name: m for m in sliced.model.modality_modules()}
+    specs = message_specs(sliced.graph, by_name, sliced.metas, torch.float32)
+    costs, before = sliced.costs(model), whole.costs(model)
+    assert costs.transfer_ms.keys() == before.transfer_ms.keys()
+    for message, backward in costs.transfer_ms:
+        assert all(spec.slices is not None for spec in specs[message])
+        sent = sum(spec.on_rank(source=True).nbytes for spec in specs[message])
+        exact = sum(spec.nbytes for spec in specs[message]) / 2
+        assert exact <= sent
+        wanted_ms, whole_ms = model.transfers_ms([exact, 2 * exact], ["node"] * 2)
+        assert costs.transfer_ms[message, backward] == pytest.approx(wanted_ms)
+        assert before.transfer_ms[message, backward] == pytest.approx(whole_ms)
+    longer = {a for a, ms in costs.compute_ms.items() if ms > before.compute_ms[a]}
+    gathering = set()
+    for message, tensors in specs.items():
+        if any(spec.is_cut for spec in tensors):
+            gathering.add(Action(ActionType.F, *sliced.graph.consumer(message)))
+            producer = sliced.graph.producer(message)
+            gathering |= {Action(ActionType.B, *producer), Action(ActionType.I, *producer)}
+    assert longer == gathering & costs.compute_ms.keys()
+    assert all(ms >= before.compute_ms[a] for a, ms in costs.compute_ms.items())
+
+
+def test_more_ranks_than_those_that_send_need_copies_or_slices() -> None:
+    """Of whole tensors, each rank of the destination gets all; of slices, each rank once."""
+    step = Step(Case("messages", pipeline=4))
+
+    def costs(vision: TensorRanks, llm: TensorRanks) -> PlanCosts:
+        tensor = {"vision": vision, "llm": llm}
+        graph = replace(step.graph, layout=replace(step.graph.layout, tensor=tensor))
+        return plan_costs(graph, step.modules, step.metas, MODEL)
+
+    plain = costs(TensorRanks(), TensorRanks()).transfer_ms
+    copied = costs(TensorRanks(), TensorRanks(4)).transfer_ms
+    sliced = costs(TensorRanks(1, True, True), TensorRanks(4, True, True)).transfer_ms
+    between = [
+        key for key in plain
+        if [step.graph.layout.stages[i].module for i in key[0][:2]] == ["vision", "llm"]
+    ]  # fmt: skip
+    assert between
+    for key in between:
+        assert sliced[key] == plain[key]  # through the one rank of the encoder
+        assert copied[key] == plain[key] if key[1] else copied[key] > plain[key]
 
 
 def test_messages_of_replicas_that_are_yet_to_be_chosen_have_a_time() -> None:

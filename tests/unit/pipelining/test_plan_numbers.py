@@ -37,7 +37,7 @@ def test_a_plan_comes_back_as_it_was(pipeline):
     case = Case(f"numbers {pipeline}", pipeline=pipeline, tied=False)
     for seed in range(4):
         plan = plan_of(case, seed)
-        assert decode_plan(encode_plan(plan), plan.graph, {}) == plan
+        assert decode_plan(encode_plan(plan), plan.graph, lambda graph: {}) == plan
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4])
@@ -54,14 +54,14 @@ def test_replicas_and_fillers_come_back(share):
         plan = fill_tensor_bubbles(plan, durations.__getitem__, share)
         assert any(plan.fillers.values())
     assert len(set(plan.graph.replica.values())) > 1
-    assert decode_plan(encode_plan(plan), graph, {}) == plan
+    assert decode_plan(encode_plan(plan), graph, lambda graph: {}) == plan
 
 
 def test_a_plan_of_another_layout_is_refused():
     one, two = (plan_of(Case(f"of {n}", pipeline=n, tied=False), 0) for n in (1, 2))
     with pytest.raises(ValueError, match="a plan of 2 ranks for stages on 1"):
-        decode_plan(encode_plan(two), one.graph, {})
+        decode_plan(encode_plan(two), one.graph, lambda graph: {})
     with pytest.raises(ValueError, match=r"a plan of \d+ actions in 20 numbers"):
-        decode_plan(encode_plan(two)[:20], two.graph, {})
+        decode_plan(encode_plan(two)[:20], two.graph, lambda graph: {})
     with pytest.raises(ValueError, match="a plan of 0 ranks"):
-        decode_plan(np.array([], np.int32), two.graph, {})
+        decode_plan(np.array([], np.int32), two.graph, lambda graph: {})

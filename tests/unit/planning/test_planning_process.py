@@ -84,7 +84,7 @@ def test_it_plans_the_step_it_was_asked_for(process):
     assert (planned.planner, planned.evaluations) == ("search", 60)
     assert planned.gain_over_natural >= 0
     graph = step_graph(setup(60).layout, config(60), metas(HARD))
-    plan = decode_plan(planned.numbers, graph, {})
+    plan = decode_plan(planned.numbers, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
 
 
@@ -113,7 +113,7 @@ def test_optimus_is_planned_with_the_replicas_of_its_encoder():
         process.close()
     assert planned.finished and planned.planner.startswith("optimus ")
     graph = step_graph(made.layout, section, metas(1))
-    plan = decode_plan(planned.numbers, graph, {})
+    plan = decode_plan(planned.numbers, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
     costs = searched_costs(graph, modules, metas(1), COSTS, rates=request(1, 1, 1e-6).rates)
     *coarse, best = optimus_orders(section, graph, costs, "none")
@@ -136,7 +136,7 @@ def test_it_tunes_the_layers():
     limited = replace(tuning, memory_limit_bytes=(least + most) // 2)
     process = PlanningProcess(replace(made, sizes=sizes, tuning=limited))
     process.submit(request(1, 1))
-    plan = decode_plan(process.take(1, WAIT_S).numbers, graph, specs)
+    plan = decode_plan(process.take(1, WAIT_S).numbers, graph, lambda graph: specs)
     process.close()
     assert validate_plan(plan).problems == ()
     assert {mode for modes in plan.recompute.values() for mode in modes} > {"none"}

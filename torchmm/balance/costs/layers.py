@@ -351,13 +351,14 @@ def received_bytes(
     """What a stage's input holds beside what its first layer keeps, by task.
 
     The runtime keeps what a stage received, for its gradient, whatever its first layer keeps: that
-    is the same tensor or something else, such as a slice of the sequence.
+    is the same tensor or something else, such as what a norm in float32 has read.
 
     Args:
         weights: whether the layer's are trained.
     """
-    same = setting.execution.residual_share == 1 and keeps_input(layer, setting, weights=weights)
-    return (not same) * setting.element_bytes * sizes.units_N * layer.hidden_size
+    same = keeps_input(layer, setting, weights=weights)
+    received_N = sizes.units_N * layer.hidden_size * setting.execution.residual_share
+    return (not same) * setting.element_bytes * received_N
 
 
 def shared_bytes(module: ModuleDescription, sizes: TaskSizes, element_bytes: int) -> Array:

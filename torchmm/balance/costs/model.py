@@ -439,6 +439,12 @@ class CostModel:
             times_N[chosen] = operator_ms(operator, self.profile, self.dtype)
         return times_N.tolist()
 
+    def gather_rows_ms(self, whole_bytes: Sequence[float], ranks: int) -> list[float]:
+        """Times of gathering slices over tensor-parallel ranks."""
+        sent_N = np.array(whole_bytes) * (ranks - 1) / ranks
+        operator = Operator("all_gather", network_bytes=sent_N, link=self._link(ranks))
+        return operator_ms(operator, self.profile, self.dtype).tolist()
+
     def tied_ms(self, module: ModuleDescription, link: Link) -> float:
         """Exchanging the gradient of a module's table of embeddings, and adding it."""
         execution = self.execution_of(module)

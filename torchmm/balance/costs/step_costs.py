@@ -23,6 +23,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import VISION
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
+from torchmm.pipelining.plan.slices import MessageSlices, Slices
 from torchmm.pipelining.plan.transfers import tied_stages, transfers
 
 TOKEN_BYTES = 40
@@ -74,13 +75,15 @@ def plan_costs(
             workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
             static[rank] += _static_bytes(stage, own, model, layerwise)
     _keep_features(collected.kept, graph, tasks, model.element_bytes)
+    sent = _sent(graph, tasks, model)
+    _add_gathers(collected, graph, sent, model)
     return PlanCosts(
         compute_ms=collected.compute_ms,
         tensor_ms=collected.tensor_ms,
         gather_ms=collected.gather,
         reduce_ms=collected.reduce,
         tied_ms=_tied(graph, tasks, model),
-        transfer_ms=_transfers(graph, tasks, model),
+        transfer_ms=_transfers(graph, sent, model),
         kept_bytes=collected.kept,
         kept_for_weights_bytes=collected.kept_for_weights,
         static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
@@ -214,9 +217,12 @@ def _keep_features(
         module = tasks[stages[source].module].module
         if stages[destination].module == module.name:
             for key, values in _beside(graph.layout, (source, destination), tasks).items():
-                if graph.differentiates(Message(source, destination, *key)):
+                message = Message(source, destination, *key)
+                if graph.differentiates(message):
+                    cuts = graph.slices(message)
+                    cut = cuts.hidden if module.kind == "encoder" else cuts.others
                     task = Task(destination, *key)
-                    kept[task] = kept.get(task, 0) + round(element_bytes * values)
+                    kept[task] = kept.get(task, 0) + round(_held(cut) * element_bytes * values)
             continue
         if module.kind == "llm":
             _keep_context(kept, graph, (source, destination), tasks, element_bytes)
@@ -226,10 +232,21 @@ def _keep_features(
         width = tasks[stages[destination].module].module.layers[0].hidden_size
         width *= 1 + len(module.taps)
         for key, tokens in zip(own.keys, own.sizes.outputs_N.tolist(), strict=True):
-            if graph.differentiates(Message(source, destination, *key)):
-                copies = 1 + (graph.parts(source, key[0]) > 1)
+            message = Message(source, destination, *key)
+            if graph.differentiates(message):
+                copies = _held(graph.slices(message).others)
+                if copies == 1 and graph.parts(source, key[0]) > 1:
+                    copies = 2
                 task = Task(destination, key[0], 0)
                 kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
+
+
+def _held(cut: Slices | None) -> float:
+    """What a rank keeps of a tensor that it was sent, in shares of all of it: that, or its slice,
+    and what it has gathered."""
+    if cut is None:
+        return 1.0
+    return cut.gathered + 1 / cut.destination
 
 
 def _keep_context(
@@ -245,9 +262,11 @@ def _keep_context(
         return
     width = tasks[graph.layout.stages[edge[0]].module].module.layers[0].hidden_size
     for key, tokens in zip(own.keys, own.sizes.given_N.tolist(), strict=True):
-        if graph.differentiates(Message(*edge, *key)):
+        message = Message(*edge, *key)
+        if graph.differentiates(message):
             task = Task(edge[1], *key)
-            kept[task] = kept.get(task, 0) + round(element_bytes * tokens * width)
+            held = _held(graph.slices(message).others) * element_bytes * tokens * width
+            kept[task] = kept.get(task, 0) + round(held)
 
 
 def _input_bytes(tasks: ModuleTasks) -> int:
@@ -264,21 +283,12 @@ def _input_bytes(tasks: ModuleTasks) -> int:
 
 
 def _transfers(
-    graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
+    graph: StageGraph, sent: Mapping[tuple[int, int], _Sent], model: CostModel
 ) -> dict[tuple[Message, bool], float]:
     """Times of all messages and gradients that leave their rank, or may where it is still open
     which replica runs a task."""
-    layout = graph.layout
-    bytes_of = {
-        edge: dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
-        for edge in layout.edges
-        for own in [tasks[_sized_by(layout, edge)]]
-    }
-    for edge, of_edge in bytes_of.items():
-        for key, values in _beside(layout, edge, tasks).items():
-            of_edge[key] += model.element_bytes * values
     found: dict[tuple[Message, bool], tuple[float, Link]] = {}
-    slowest = {edge: _slowest_link(graph, edge, model) for edge in layout.edges}
+    slowest = {edge: _slowest_link(graph, edge, model) for edge in graph.layout.edges}
     for transfer in transfers(graph):
         message = transfer.message
         edge = message.source, message.destination
@@ -287,10 +297,102 @@ def _transfers(
             if transfer.source == transfer.destination:
                 continue
             link = model.pipeline_link(transfer.source, transfer.destination)
-        own_bytes = bytes_of[edge][message.microbatch, message.sub_microbatch]
-        found[message, transfer.backward] = own_bytes, link
+        found[message, transfer.backward] = sent[edge].on_wire(message, transfer.backward), link
     times_ms = model.transfers_ms([n for n, _ in found.values()], [k for _, k in found.values()])
     return dict(zip(found, times_ms, strict=True))
+
+
+def _add_gathers(
+    found: _Collected,
+    graph: StageGraph,
+    sent: Mapping[tuple[int, int], _Sent],
+    model: CostModel,
+) -> None:
+    """Adds what gathering the slices of messages takes: forwards to the consumer, of gradients to
+    the producer."""
+    gathers: list[tuple[tuple[Action, ...], int, float]] = []
+    slices = [cut for own in sent.values() for cut in own.slices]
+    if not any(cut is not None and cut.gathered for cut in slices):
+        return
+    layout = graph.layout
+    open_edges = {edge for edge in layout.edges if _slowest_link(graph, edge, model)}
+    for message in graph.messages():
+        edge = message.source, message.destination
+        cuts = layout.slices(*edge, stays=False) if edge in open_edges else graph.slices(message)
+        cut_bytes = sent[edge].cut_bytes(message, cuts)
+        if not cut_bytes:
+            continue
+        source, destination = sent[edge].sizes
+        forward = Action(ActionType.F, *graph.consumer(message))
+        gathers.append(((forward,), destination, cut_bytes))
+        if graph.carries_gradient(message):
+            producer = graph.producer(message)
+            backward = Action(ActionType.B, *producer), Action(ActionType.I, *producer)
+            # Each mirror brings its part of the rows.
+            share = 1 / layout.mirrors if graph.parts_mirrors(message) else 1.0
+            gathers.append((backward, source, share * cut_bytes))
+    for size in {size for _, size, _ in gathers if size > 1}:
+        chosen = [(actions, n) for actions, ranks, n in gathers if ranks == size]
+        times_ms = model.gather_rows_ms([n for _, n in chosen], size)
+        for (actions, _), ms in zip(chosen, times_ms, strict=True):
+            for action in actions:
+                if action in found.compute_ms:
+                    found.compute_ms[action] += ms
+                    found.tensor_ms[action] = found.tensor_ms.get(action, 0.0) + ms
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Bytes of the messages over an edge, whole, by (microbatch, sub-microbatch)."""
+
+    slices: MessageSlices
+    """Of one that leaves its rank."""
+    sizes: tuple[int, int]
+    """Tensor-parallel ranks of source and destination."""
+    groups: tuple[int, int]
+    """Those of a rank of the plan."""
+    hidden: Mapping[tuple[int, int], float]
+    others: Mapping[tuple[int, int], float]
+
+    def on_wire(self, message: Message, backward: bool) -> float:
+        """What passes the busiest rank of a message or its gradient."""
+        key = message[2:]
+        parts = (self.hidden, self.slices.hidden), (self.others, self.slices.others)
+        return sum(n[key] * self._share(cut, backward) for n, cut in parts if key in n)
+
+    def _share(self, cut: Slices | None, backward: bool) -> float:
+        if cut is not None:
+            return 1 / min(cut[:2])
+        source, destination = self.groups[::-1] if backward else self.groups
+        return max(1, -(-destination // source))  # copies, where more ranks want all of it
+
+    def cut_bytes(self, message: Message, cuts: MessageSlices) -> float:
+        """What the ranks of its consumer gather of a message."""
+        key = message[2:]
+        parts = (self.hidden, cuts.hidden), (self.others, cuts.others)
+        return sum(n[key] for n, cut in parts if cut is not None and cut.gathered and key in n)
+
+
+def _sent(
+    graph: StageGraph, tasks: Mapping[str, ModuleTasks], model: CostModel
+) -> dict[tuple[int, int], _Sent]:
+    """By edge."""
+    layout = graph.layout
+    found = {}
+    for edge in layout.edges:
+        own = tasks[_sized_by(layout, edge)]
+        hidden = dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
+        beside = _beside(layout, edge, tasks).items()
+        others = {key: model.element_bytes * values for key, values in beside}
+        if own.module.kind == "encoder":  # what connectors read of earlier layers is sliced alike
+            hidden = {key: n + others.get(key, 0.0) for key, n in hidden.items()}
+            others = {}
+        source, destination = edge
+        sizes = layout.tensor_ranks(source).size, layout.tensor_ranks(destination).size
+        groups = layout.group_size(source), layout.group_size(destination)
+        cuts = layout.slices(*edge, stays=False)
+        found[edge] = _Sent(cuts, sizes, groups, hidden, others)
+    return found
 
 
 def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) -> Link | None:

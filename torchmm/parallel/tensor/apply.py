@@ -6,10 +6,10 @@ converted to a DTensor once, by a hook, so that the parallel linears that share 
 gate, up) also share one collective in backward instead of one each.
 
 Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
-what lies between scopes are slices of the sequence (`torchmm.parallel.tensor.sequence`): scopes
-gather on entry and reduce-scatter on exit. With an `Overlap` they do so below their own matrix
-products (`torchmm.parallel.tensor.overlap_styles`): the same plan, the same parameters, other
-forwards.
+what lies between scopes, and travels between stages, are slices of the sequence
+(`torchmm.parallel.tensor.sequence`): scopes gather on entry and reduce-scatter on exit. With an
+`Overlap` they do so below their own matrix products (`torchmm.parallel.tensor.overlap_styles`): the
+same plan, the same parameters, other forwards.
 
 Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
 activations everywhere, which HF forwards mix with plain tensors.
@@ -40,6 +40,7 @@ from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
+    MeshRows,
     SequenceSlices,
     change_input,
     distribute_parameters,
@@ -81,8 +82,10 @@ def apply_tensor_parallel(
         raise ConfigError(problems)
     plan = module.tensor_parallel_plan()
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
-    has_slices = sequence_parallel and "sequence" in plan.values()
+    has_slices = sequence_parallel and module.keeps_slices
     slices = SequenceSlices(mesh, overlap) if has_slices else None
+    if sequence_parallel:
+        module.rows = MeshRows(mesh)
     with without_lora(module):  # styles know nothing of parameters beside a linear's own
         _apply_styles(module, mesh, plan, slices)
     for _, linear, lora in adapted_linears(module):
@@ -91,12 +94,8 @@ def apply_tensor_parallel(
         inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
         for part in module.matching(pattern):
             parallelize_module(part, mesh, _scope(inside))
-    if slices is not None and module.layers:
-        module.between = slices
-        module.layers[0].register_forward_pre_hook(slices.enter)
-        for layer in module.layers:
-            slices.remember(layer)
-        module.layers[-1].register_forward_hook(slices.leave)
+    if slices is not None:
+        slices.attach(module)
     module.tie_parameters()
     for name, parameter in module.named_parameters():  # some styles make trainable copies
         parameter.requires_grad_(trainable[name])

@@ -1,10 +1,12 @@
 """Sequence parallelism: what lies between the tensor-parallel regions of a module's layers.
 
-The first layer keeps this rank's slice of the sequence (the last dimension but one), norms and
-residuals work on slices, and the last layer's output is gathered, so what stands around the layers
-sees whole sequences. A length that the ranks do not divide is padded with zeros between the
-regions, never inside of them: attention sees only real positions. Rejected: uneven slices; they
-may be empty, and collectives then hang (DTensor on torch 2.13 with gloo).
+A module's first layer keeps this rank's slice of the sequence (the last dimension but one), norms
+and residuals work on slices, and its last layer's output is gathered, so what stands around the
+layers sees whole sequences. Slices also travel from one stage of a module to the next: a later
+stage's first layer starts with one, an earlier stage's last layer leaves one. A length that the
+ranks do not divide is padded with zeros between the regions, never inside of them: attention sees
+only real positions. Rejected: uneven slices; they may be empty, and collectives then hang (DTensor
+on torch 2.13 with gloo).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.overlap_linear import Overlap, gather_slices, take_slice
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
@@ -42,6 +45,23 @@ class SequenceSlices:
         self._mesh = mesh
         self.overlap = overlap
         self._extent = torch.empty(0, 0)
+        self._arrived: Tensor | None = None
+        """The slice from the stage before, until the first layer takes it."""
+        self._has_layers = False
+        self._is_first = self._is_last = True
+
+    def attach(self, module: LayeredModule) -> None:
+        """Lets the layers of a module's stage work on slices."""
+        layers = module.layers
+        module.between = self
+        self._has_layers = bool(layers)
+        self._is_first, self._is_last = module.is_first, module.is_last
+        if layers:  # first, as it notes the length that the others pass on
+            layers[0].register_forward_pre_hook(self.enter if self._is_first else self.go_on)
+        for layer in layers:
+            self.remember(layer)
+        if layers and self._is_last:
+            layers[-1].register_forward_hook(self.leave)
 
     @property
     def length(self) -> int:
@@ -57,7 +77,7 @@ class SequenceSlices:
         """Positions of a rank, padding included."""
         return -(-self.length // self._mesh.size())
 
-    def enter(self, _: nn.Module, args: tuple) -> tuple:
+    def enter(self, _: nn.Module | None, args: tuple) -> tuple:
         """Pre-hook of the first layer: keeps this rank's slice; backward gathers."""
         hidden = args[0]
         self._extent = torch.empty(hidden.shape[SEQUENCE_DIM], 0)
@@ -66,6 +86,35 @@ class SequenceSlices:
         rows, batch = sequence_first(hidden)
         slice_rows = self.slice_length * batch.numel()
         return (batch_first(take_slice(rows, slice_rows, self.overlap), batch), *args[1:])
+
+    def arrived(self, hidden: Tensor, positions: int) -> Tensor:
+        """What is handed to the layers for a slice that came from the stage before.
+
+        Models that are kept whole expect all positions in front of the layers, so they get a tensor
+        of that size without memory, for which `go_on` puts the slice.
+        """
+        self._extent = torch.empty(positions, 0)
+        if hidden.shape[SEQUENCE_DIM] != self.slice_length:
+            raise ValueError(
+                f"{hidden.shape[SEQUENCE_DIM]} of {positions} positions arrived on one of "
+                f"{self._mesh.size()} ranks, whose slices are of {self.slice_length}"
+            )
+        if not self._has_layers:
+            return self.leave(None, (), hidden) if self._is_last else hidden
+        self._arrived = hidden
+        return hidden.new_empty(()).expand(*hidden.shape[:-2], positions, hidden.shape[-1])
+
+    def go_on(self, _: nn.Module, args: tuple) -> tuple:
+        """Pre-hook of a later stage's first layer: takes the slice that has arrived."""
+        slice_, self._arrived = self._arrived, None
+        assert slice_ is not None, "no slice has arrived"
+        return (slice_.reshape(*args[0].shape[:-2], *slice_.shape[-2:]), *args[1:])
+
+    def leaving(self, hidden: Tensor) -> Tensor:
+        """What goes to the next stage: slices, which the layers have left already."""
+        if self._has_layers or not self._is_first:
+            return hidden
+        return self.enter(None, (hidden,))[0]
 
     def remember(self, layer: nn.Module) -> None:
         """Lets a layer that backward runs again have the length of its own forward.
@@ -123,7 +172,7 @@ class SequenceSlices:
         whole = DTensor.from_local(values, self._mesh, [Replicate()], run_check=False)
         return whole.to_local(grad_placements=[Partial()])
 
-    def leave(self, _: nn.Module, __: tuple, output: Tensor) -> Tensor:
+    def leave(self, _: nn.Module | None, __: tuple, output: Tensor) -> Tensor:
         """Hook of the last layer: gathers."""
         if self.overlap is None:
             return self.whole(output).to_local()
@@ -135,6 +184,22 @@ class SequenceSlices:
         padded = functional.pad(local, (0, 0, 0, padding)) if padding else local
         whole = DTensor.from_local(padded, self._mesh, [placement], run_check=False)
         return whole.redistribute(placements=[Shard(padded.ndim + SEQUENCE_DIM)]).to_local()
+
+
+class MeshRows:
+    """Rows that tensor-parallel ranks have all of, or each a part (`RowsOfRanks`)."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        whole = DTensor.from_local(rows, self._mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[Shard(rows.ndim + SEQUENCE_DIM)]).to_local()
+
+    def every_row(self, own: Tensor) -> Tensor:
+        part = [Shard(own.ndim + SEQUENCE_DIM)]
+        sharded = DTensor.from_local(own, self._mesh, part, run_check=False)
+        return sharded.redistribute(placements=[Replicate()]).to_local()
 
 
 def sequence_first(hidden: Tensor) -> tuple[Tensor, torch.Size]:

@@ -171,14 +171,19 @@ class RuleBook:
                 facts.weights = self._fact(rank, Action(ActionType.W, *task))
         return facts
 
-    def _nbytes(self, transfer: Transfer) -> int:
+    def _nbytes(self, transfer: Transfer) -> tuple[int, int]:
+        """On a rank that sends, and on one that receives."""
         specs = self.specs.get(transfer.message, ())
-        sizes = self._bytes.get(specs)
+        key = specs, transfer.backward
+        sizes = self._bytes.get(key)
         if sizes is None:
-            each = [(spec.nbytes, spec.requires_grad) for spec in specs]
-            sizes = sum(s for s, _ in each), sum(s for s, grad in each if grad)
-            self._bytes[specs] = sizes
-        return sizes[transfer.backward]
+            moved = [spec for spec in specs if spec.requires_grad or not transfer.backward]
+            first, second = (
+                sum(spec.on_rank(source=source).nbytes for spec in moved)
+                for source in (True, False)
+            )
+            sizes = self._bytes[key] = (second, first) if transfer.backward else (first, second)
+        return sizes
 
     def _add_transfer(self, transfer: Transfer) -> None:
         backward = transfer.backward
@@ -186,7 +191,7 @@ class RuleBook:
             self.messages.append(transfer.message)
         made = self.tasks[transfer.producer]
         used = self.tasks[transfer.consumer]
-        nbytes = self._nbytes(transfer)
+        sent_bytes, nbytes = self._nbytes(transfer)
         origin = made.gradient if backward else made.output
         assert origin is not None
         used.frees[backward] += nbytes
@@ -203,8 +208,8 @@ class RuleBook:
         sends = self._counter(transfer.source, transfer.destination)
         receives = sends + 1
         here = self.rules[transfer.source]
-        here[send] = Rule((origin,), (sent,), nbytes, 0, sends, None, sent)
-        here[wait_send] = Rule((sent,), (released,), 0, nbytes, None, receives, sent)
+        here[send] = Rule((origin,), (sent,), sent_bytes, 0, sends, None, sent)
+        here[wait_send] = Rule((sent,), (released,), 0, sent_bytes, None, receives, sent)
         there = self.rules[transfer.destination]
         there[receive] = Rule((), (posted,), nbytes, 0, receives, None, sent)
         there[wait] = Rule((posted,), (arrived,), 0, 0, None, sends, sent)

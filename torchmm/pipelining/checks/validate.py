@@ -82,7 +82,7 @@ def _specs(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
 def _wrong_tensors(specs: tuple[TensorSpec, ...]) -> str:
     if not specs:
         return "it has no tensors"
-    for shape, dtype, requires_grad in specs:
+    for shape, dtype, requires_grad, _ in specs:
         if any(size < 0 for size in shape):
             return f"shape {list(shape)} has a negative size"
         if requires_grad and not (dtype.is_floating_point or dtype.is_complex):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from torchmm.pipelining.plan.slices import MessageSlices, Slices, TensorRanks
+
 
 class Task(NamedTuple):
     """What F, B, I and W apply to."""
@@ -72,6 +74,8 @@ class StageLayout:
         stages: by index.
         edges: (source, destination) stages; a stage comes after all that feed it.
         sub_microbatched: modules that may process a microbatch in any number of parts.
+        tensor: by module: its tensor-parallel ranks, which together are a rank of the plan, or
+            several (mirrors); a module that is not in it has one.
 
     Raises:
         ValueError: indices, edges or ranks do not make a graph that can be executed.
@@ -80,6 +84,7 @@ class StageLayout:
     stages: tuple[StageSpec, ...]
     edges: tuple[tuple[int, int], ...]
     sub_microbatched: frozenset[str] = frozenset()
+    tensor: Mapping[str, TensorRanks] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         count = len(self.stages)
@@ -136,6 +141,41 @@ class StageLayout:
         for stage in self.stages:
             groups.setdefault((stage.module, stage.start, stage.stop), []).append(stage.index)
         return tuple(tuple(groups[s.module, s.start, s.stop]) for s in self.stages)
+
+    def tensor_ranks(self, stage: int) -> TensorRanks:
+        """Of a stage."""
+        return self.tensor.get(self.stages[stage].module, TensorRanks())
+
+    def group_size(self, stage: int) -> int:
+        """Tensor-parallel ranks that are one rank of the plan."""
+        return max(1, self.tensor_ranks(stage).size // len(self.mirrored[stage]))
+
+    def slices(self, source: int, destination: int, *, stays: bool) -> MessageSlices:
+        """Which part of a message every tensor-parallel rank sends and gets.
+
+        Args:
+            source, destination: stages.
+            stays: whether it is handed over on a rank of the plan.
+        """
+        ends = self.tensor_ranks(source), self.tensor_ranks(destination)
+        sizes = ends[0].size, ends[1].size
+        if not ends[0].sends_slices or max(sizes) == 1:
+            return MessageSlices(None, None)
+        inside = self.stages[source].module == self.stages[destination].module
+        cut: Slices | None = None
+        if self.parts_mirrors(source, destination):
+            cut = Slices(sizes[1], sizes[1])
+        elif not stays:
+            cut = Slices(*sizes)
+        if inside and ends[0].keeps_slices:
+            return MessageSlices(Slices(*sizes, gathered=False), cut)
+        return MessageSlices(cut, cut)
+
+    def parts_mirrors(self, source: int, destination: int) -> bool:
+        """Whether a stage hands each of the mirrors of another one a part of the rows."""
+        if self.mirrors == 1 or not self.tensor_ranks(source).sends_slices:
+            return False
+        return len(self.mirrored[source]) < len(self.mirrored[destination])
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages with a replica on a rank of the plan."""
@@ -237,6 +277,14 @@ class StageGraph:
     def _outgoing(self) -> dict[Task, tuple[Message, ...]]:
         return {}
 
+    def messages(self) -> Iterator[Message]:
+        """All messages, edge by edge."""
+        for source, destination in self.layout.edges:
+            divided = source if self.layout.has_parts(source) else destination
+            for microbatch in range(self.microbatches):
+                for part in range(self.parts(divided, microbatch)):
+                    yield Message(source, destination, microbatch, part)
+
     def producer(self, message: Message) -> Task:
         """The task that produces a message."""
         part = message.sub_microbatch if self.layout.has_parts(message.source) else 0
@@ -272,9 +320,12 @@ class StageGraph:
     def carries_gradient(self, message: Message) -> bool:
         """Whether a gradient comes back for a message.
 
-        Mirrors all have the whole gradient of what all of them were handed; the first gives it.
+        Mirrors all have the whole gradient of what all of them were handed; the first gives it,
+        or each its slice.
         """
-        return self.differentiates(message) and not self._ends_in_another_mirror(message)
+        if not self.differentiates(message):
+            return False
+        return not self._ends_in_another_mirror(message) or self.parts_mirrors(message)
 
     def differentiates(self, message: Message) -> bool:
         """Whether the consumer computes a gradient for a message."""
@@ -284,3 +335,14 @@ class StageGraph:
         stages = self.layout.stages
         mirror = stages[message.destination].mirror
         return mirror > 0 and stages[message.source].mirror != mirror
+
+    def slices(self, message: Message) -> MessageSlices:
+        """Which part of a message every tensor-parallel rank sends and gets."""
+        if not self.layout.tensor:
+            return MessageSlices(None, None)
+        stays = self.rank(self.producer(message)) == self.rank(self.consumer(message))
+        return self.layout.slices(message.source, message.destination, stays=stays)
+
+    def parts_mirrors(self, message: Message) -> bool:
+        """Whether a message is one of those that divide the rows of what they hand to mirrors."""
+        return self.layout.parts_mirrors(message.source, message.destination)

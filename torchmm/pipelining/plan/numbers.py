@@ -11,7 +11,7 @@ network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -57,12 +57,14 @@ def encode_plan(plan: PipelinePlan) -> Int32s:
     return np.array(numbers, np.int32)
 
 
-def decode_plan(numbers: Int32s, graph: StageGraph, specs: MessageSpecs) -> PipelinePlan:
+def decode_plan(
+    numbers: Int32s, graph: StageGraph, specs: Callable[[StageGraph], MessageSpecs]
+) -> PipelinePlan:
     """The plan of `encode_plan`.
 
     Args:
         graph: of the same step, whatever its replicas.
-        specs: of its messages.
+        specs: gives those of the messages of the graph with the plan's replicas.
 
     Raises:
         ValueError: the numbers are not a plan of this graph's ranks and stages.
@@ -90,7 +92,7 @@ def decode_plan(numbers: Int32s, graph: StageGraph, specs: MessageSpecs) -> Pipe
         for rank, position, count in found.rows(3)
     }
     recompute = _recompute(values, found.at, graph)
-    return PipelinePlan(graph, tuple(rows), specs, True, recompute, fillers)
+    return PipelinePlan(graph, tuple(rows), specs(graph), True, recompute, fillers)
 
 
 class _Reader:

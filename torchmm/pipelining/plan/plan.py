@@ -16,6 +16,7 @@ import torch
 
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+from torchmm.pipelining.plan.slices import Slices
 
 ComputeOrder = tuple[tuple[Action, ...], ...]
 """By rank of the plan: its F, B, I and W actions in order. What planners return."""
@@ -25,13 +26,34 @@ class TensorSpec(NamedTuple):
     """Shape and dtype of one tensor of a message."""
 
     shape: tuple[int, ...]
+    """With the rows of all tensor-parallel ranks, without padding."""
     dtype: torch.dtype
     requires_grad: bool = True
     """Whether this tensor gets a gradient, where its message carries one."""
+    slices: Slices | None = None
+    """How tensor-parallel ranks divide its rows among them; None: all have all of it."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tasks hand on and consume all rows, of which a slice travels."""
+        return self.slices is not None and self.slices.gathered
+
+    @property
+    def rows(self) -> int:
+        """Rows of all slices, padding included."""
+        assert self.slices is not None
+        return self.slices.padded(self.shape[-2])
+
+    def on_rank(self, *, source: bool) -> TensorSpec:
+        """What a rank at one end sends or receives."""
+        if self.slices is None:
+            return self
+        share = self.rows // (self.slices.source if source else self.slices.destination)
+        return self._replace(shape=(*self.shape[:-2], share, self.shape[-1]), slices=None)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size of all of it in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

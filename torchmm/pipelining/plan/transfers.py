@@ -74,17 +74,12 @@ def transfers(graph: StageGraph, training: bool = True) -> Iterator[Transfer]:
     Those that one task makes come in the order of `StageGraph.outgoing`, or for gradients of
     `StageGraph.incoming`.
     """
-    layout = graph.layout
-    for source, destination in layout.edges:
-        divided = source if layout.has_parts(source) else destination
-        for microbatch in range(graph.microbatches):
-            for part in range(graph.parts(divided, microbatch)):
-                message = Message(source, destination, microbatch, part)
-                first, second = graph.producer(message), graph.consumer(message)
-                ranks = graph.rank(first), graph.rank(second)
-                yield Transfer(message, False, first, second, *ranks)
-                if training and graph.carries_gradient(message):
-                    yield Transfer(message, True, second, first, *ranks[::-1])
+    for message in graph.messages():
+        first, second = graph.producer(message), graph.consumer(message)
+        ranks = graph.rank(first), graph.rank(second)
+        yield Transfer(message, False, first, second, *ranks)
+        if training and graph.carries_gradient(message):
+            yield Transfer(message, True, second, first, *ranks[::-1])
 
 
 def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:

@@ -110,7 +110,8 @@ def message_specs(
     layer before; from the last one: (K, D of the LLM), wider by one D for each of these; between
     LLM stages: (T, D), and (K, D for each block that later layers add) if there are images; from
     the last one to a generator: (K, D of the LLM); between generator stages: (N, P, D), (K, D),
-    (N, E) and, where latents are drawn, (A, V).
+    (N, E) and, where latents are drawn, (A, V). Which slices of them tensor-parallel ranks send,
+    the graph says (`StageGraph.slices`).
 
        Args:
            graph: of the step.
@@ -133,10 +134,18 @@ def message_specs(
     for task in graph.tasks():
         meta = microbatches[task.microbatch]
         for message in graph.outgoing(task):
+            source = sizes[graph.layout.stages[message.source].module]
             shapes = _shapes(graph, message, sizes, meta)
-            without = sizes[graph.layout.stages[message.source].module].without_gradients
+            slices = graph.slices(message)
+            hidden = len(shapes) if source.kind == "encoder" else 1
             specs[message] = tuple(
-                TensorSpec(shape, dtype, index not in without) for index, shape in enumerate(shapes)
+                TensorSpec(
+                    shape,
+                    dtype,
+                    index not in source.without_gradients,
+                    slices.hidden if index < hidden else slices.others,
+                )
+                for index, shape in enumerate(shapes)
             )
     return specs
 

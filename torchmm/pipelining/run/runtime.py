@@ -269,6 +269,15 @@ def channel_pairs(layout: StageLayout) -> list[tuple[int, int]]:
     return sorted({(a, b) for a, b in pairs | {p[::-1] for p in pairs} if a != b})
 
 
+def channel_streams(layout: StageLayout) -> list[tuple[int, int]]:
+    """The same, each as often as one rank has peers in it: between groups of tensor-parallel ranks
+    of different sizes, one of the smaller exchanges slices with several of the larger."""
+    pairs = channel_pairs(layout)
+    sizes = {rank: layout.group_size(s.index) for s in layout.stages for rank in s.ranks}
+    ends = {pair: sorted(sizes[rank] for rank in pair) for pair in pairs}
+    return [pair for pair in pairs for _ in range(-(-ends[pair][1] // ends[pair][0]))]
+
+
 class _Clock:
     """Begin and end of actions: process time on CPU, events in the current stream on CUDA."""
 

@@ -8,6 +8,12 @@ drawn) at a time. An encoder or generator without images in a microbatch has no 
 does not run; only where FSDP gathers layer by layer, on all data-parallel ranks alike, does it have
 one task, with a dummy image.
 
+Around all of them, `PipelineStage.run` stands between what tasks compute with and the slices that
+tensor-parallel ranks send each other (`StageGraph.slices`). Both ways are differentiable: where a
+forward takes a slice, the backward gathers, and the reverse, so gradients travel in slices too.
+These collectives are part of the tasks at both ends, which all tensor-parallel ranks run in the
+same order, and not of the actions that send and receive: mirrors differ in what stays on a rank.
+
 Shape legend: T tokens of a microbatch, K output tokens of one encoder or context tokens of the
 generator, D features.
 """
@@ -21,11 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from torchmm.common.batch import Microbatch, even_ranges
 from torchmm.common.device_copies import to_device
 from torchmm.common.generated import GeneratorInputs
 from torchmm.common.row_slices import SlicedMicrobatch, task_images
+from torchmm.models.between import RowsOfRanks
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.generator import Given as GivenToGenerator
@@ -35,8 +43,8 @@ from torchmm.models.llm import Given, LlmModule
 from torchmm.parallel.activation import host_inputs, set_layer_modes
 from torchmm.parallel.fsdp import Sharding
 from torchmm.parallel.host_inputs import Waiting
-from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import LayerMode
+from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+from torchmm.pipelining.plan.plan import LayerMode, MessageSpecs, TensorSpec
 
 
 @dataclass
@@ -66,6 +74,31 @@ class PipelineStage(ABC):
         self.splits_backward = not (isinstance(module, LayeredModule) and module.recomputes)
         """Whether backward may be done in two parts, I and W. Layers that are recomputed would be
         so in both, and torch's selective recomputation allows it only once."""
+
+    def run(
+        self,
+        task: Task,
+        inputs: Sequence[tuple[Tensor, ...]],
+        microbatch: Any,
+        graph: StageGraph,
+        specs: MessageSpecs,
+    ) -> StageOutput:
+        """The forward of a task, from what this rank was sent to what it sends; arguments as in
+        `forward`, `specs` of the step's messages."""
+        rows = self.module.rows if isinstance(self.module, LayeredModule) else None
+        given = [
+            _all_rows(tensors, specs[message], rows)
+            for message, tensors in zip(graph.incoming(task), inputs, strict=True)
+        ]
+        output = self.forward(task, given, microbatch, graph)
+        sent = [
+            tuple(
+                _own_slice(tensor, spec, message, graph, rows) if spec.is_cut else tensor
+                for tensor, spec in zip(tensors, specs[message], strict=True)
+            )
+            for message, tensors in zip(graph.outgoing(task), output.messages, strict=True)
+        ]
+        return StageOutput(sent, output.loss)
 
     @abstractmethod
     def forward(
@@ -309,3 +342,40 @@ def make_stage(module: LayeredModule, sharding: Sharding | None = None) -> Pipel
 def _to_all(output: Tensor | tuple[Tensor, ...], task: Task, graph: StageGraph) -> StageOutput:
     tensors = (output,) if isinstance(output, Tensor) else output
     return StageOutput([tensors] * len(graph.outgoing(task)))
+
+
+def _own_slice(
+    tensor: Tensor, spec: TensorSpec, message: Message, graph: StageGraph, ranks: RowsOfRanks | None
+) -> Tensor:
+    """What this rank sends of a tensor.
+
+    Args:
+        ranks: the source's tensor-parallel ranks; None: it has one.
+    """
+    missing = spec.rows - tensor.shape[-2]
+    rows = functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
+    if graph.parts_mirrors(message):
+        # A mirror is consecutive ones of the destination's ranks.
+        size = spec.rows // graph.layout.mirrors
+        mirror = graph.layout.stages[message.destination].mirror
+        rows = rows.narrow(-2, mirror * size, size)
+    return rows if ranks is None else ranks.own_rows(rows)
+
+
+def _all_rows(
+    tensors: Sequence[Tensor], specs: Sequence[TensorSpec], ranks: RowsOfRanks | None
+) -> tuple[Tensor, ...]:
+    """What a task is handed of a message.
+
+    Args:
+        tensors: what this rank has got.
+        ranks: the destination's tensor-parallel ranks; None: it has one.
+    """
+    found = []
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if not spec.is_cut:
+            found.append(tensor)
+            continue
+        padded = tensor if ranks is None else ranks.every_row(tensor)
+        found.append(padded[..., : spec.shape[-2], :])
+    return tuple(found)

@@ -48,7 +48,7 @@ from torch.autograd.function import FunctionCtx
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.fsdp import LayerSharding, StepSharding
 from torchmm.parallel.host_inputs import Waiting
-from torchmm.parallel.p2p import P2PChannels, PendingTransfer
+from torchmm.parallel.p2p import Cut, P2PChannels, PendingTransfer
 from torchmm.parallel.torch_private import (
     stage_backward,
     stage_backward_input,
@@ -213,7 +213,7 @@ class StepState:
         microbatch = self._microbatches[task.microbatch]
         stage = self._stages[task.stage]
         waiting = stage.recompute(self._plan.recompute.get(task))
-        output = stage.forward(task, inputs, microbatch, graph)
+        output = stage.run(task, inputs, microbatch, graph, self._specs)
         if waiting is not None:
             stage.settle()
             self._waiting[task] = waiting
@@ -359,13 +359,13 @@ class StepState:
         message = _message(action, backward)
         lane = self._lanes[backward]
         tensors = _take(lane.outbox, message, action)
-        specs = self._moved(message, backward)
-        lane.sending[message] = self._channels.send(tensors, specs, action.peer, action)
+        specs, cuts = self._moved(message, backward, sends=True)
+        lane.sending[message] = self._channels.send(tensors, specs, action.peer, action, cuts)
 
     def _receive(self, backward: bool, action: Action) -> None:
         message = _message(action, not backward)
-        specs = self._moved(message, backward)
-        receive = self._channels.receive(specs, action.peer, action)
+        specs, cuts = self._moved(message, backward, sends=False)
+        receive = self._channels.receive(specs, action.peer, action, cuts)
         self._lanes[backward].receiving[message] = receive
 
     def _wait(self, backward: bool, action: Action) -> None:
@@ -380,10 +380,15 @@ class StepState:
         message = _message(action, backward)
         _take(self._lanes[backward].sending, message, action).wait(action)
 
-    def _moved(self, message: Message, backward: bool) -> Sequence[TensorSpec]:
-        """What travels: the tensors of a message, or gradients of those that need one."""
-        specs = self._specs[message]
-        return [spec for spec in specs if spec.requires_grad] if backward else specs
+    def _moved(
+        self, message: Message, backward: bool, *, sends: bool
+    ) -> tuple[list[TensorSpec], list[Cut]]:
+        """What travels, as this rank sends or receives it: the tensors of a message, or gradients
+        of those that need one; and into how many slices both ends cut each."""
+        found = [spec for spec in self._specs[message] if spec.requires_grad or not backward]
+        cuts = [spec.slices[:2] if spec.slices else (1, 1) for spec in found]
+        own = [spec.on_rank(source=sends != backward) for spec in found]
+        return own, [cut[::-1] for cut in cuts] if backward else cuts
 
     # Sharded parameters.
 

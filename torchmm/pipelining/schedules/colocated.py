@@ -10,7 +10,8 @@ The backbone, LLM and generators, is cut and ordered as if there were no encoder
 Where encoders are split over fewer tensor-parallel ranks than the LLM, a rank of the plan is one of
 their groups, and the LLM's group is several ranks of the plan: its *mirrors*, which run the same
 tasks together (rank p, mirror c is rank p * mirrors + c of the plan, as `EncoderWork` numbers
-devices). What an encoder hands to the LLM goes to all mirrors, and one gradient comes back.
+devices). What an encoder hands to the LLM goes to all mirrors, and one gradient comes back; under
+sequence parallelism, each mirror's slice.
 Rejected: one plan per tensor-parallel rank, in which work of the others could not be seen.
 """
 
