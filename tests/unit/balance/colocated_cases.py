@@ -18,14 +18,18 @@ from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph
 from torchmm.pipelining.schedules.colocated import backbone_order, colocated_layout
 from torchmm.pipelining.schedules.layouts import ModuleLayers
-from torchmm.pipelining.schedules.names import ORDERS
+from torchmm.pipelining.schedules.names import ORDERS, Order
 
 T = ActionType
 SCHEDULES_OF_LLM = ("1f1b", "interleaved_1f1b", "gpipe", "zero_bubble")
 
 
 def llm_step(
-    ranks: int, virtual: int, microbatches: int, schedule: str = "interleaved_1f1b", **options
+    ranks: int,
+    virtual: int,
+    microbatches: int,
+    schedule: str | Order = "interleaved_1f1b",
+    **options,
 ) -> LlmTimeline:
     """An LLM of equal stages: 1 ms forward, 2 ms backward; unless costs are given."""
     graph = StageGraph(
@@ -35,7 +39,7 @@ def llm_step(
     durations = {T.F: 1.0, T.B: 2.0, T.I: 1.0, T.W: 1.0}
     compute = {Action(k, *task): ms for task in graph.tasks() for k, ms in durations.items()}
     costs = options.pop("costs", PlanCosts(compute))
-    order = backbone_order(graph, ORDERS[schedule])
+    order = backbone_order(graph, ORDERS[schedule] if isinstance(schedule, str) else schedule)
     return llm_timeline(graph, order, costs, layer_pieces(graph, costs), **options)
 
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from torchmm.balance.bubbles.llm_orders import BEFORE_SEARCHED, SEARCHED
+from torchmm.balance.bubbles.llm_orders import INTERLEAVED, SEARCHED
 from torchmm.balance.planners import PLANNERS
 from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -16,7 +16,7 @@ from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Placement, register
 def test_every_name_has_a_function_and_a_placement() -> None:
     assert {*ORDERS, *PLANNERS} == set(SCHEDULES)
     assert set(get_args(LlmSchedule)) <= {*ORDERS, SEARCHED}
-    assert BEFORE_SEARCHED in ORDERS
+    assert INTERLEAVED in ORDERS
     placed = [name for placement in get_args(Placement) for name in schedules_for(placement)]
     assert set(placed) == set(SCHEDULES)
 

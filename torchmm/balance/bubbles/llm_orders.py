@@ -5,6 +5,10 @@ free: a step's loss is the sum over all. Where they have different numbers of im
 tasks are wanted first, before a wide lead of the encoder has been built up, and last, when nothing
 hides backwards any more (the idea of DistTrain's reordering inside a group).
 
+Interleaved 1F1B also comes with fewer forwards before the first backwards (Optimus' figure 12):
+later microbatches are then needed later. Deferring forwards in the published order does not find
+that, as their order stays. Whether it pays depends on the step, so both are candidates.
+
 "searched" is PipeWeaver's search (§6.1) of the LLM's stages as if there were no encoders, from each
 of these sequences. Orders of interleaved 1F1B come before, as whoever compares candidates is then
 never worse off than with it.
@@ -26,12 +30,14 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.colocated import backbone_order, encoder_names
 from torchmm.pipelining.schedules.names import order_named
 
 SEARCHED = "searched"
 """In the place of a classic schedule's name."""
-BEFORE_SEARCHED = "interleaved_1f1b"
+INTERLEAVED = "interleaved_1f1b"
+"""Searched orders begin with it too."""
 
 V = TypeVar("V")
 
@@ -52,14 +58,16 @@ def llm_orders(
     """
     seen: set[ComputeOrder] = set()
     taken = list(sequences(graph, costs))
-    named = BEFORE_SEARCHED if llm_schedule == SEARCHED else llm_schedule
-    for sequence in taken:
-        order = backbone_order(graph, order_named(named), sequence)
-        seen.add(order)
-        yield order
-    for sequence in taken if llm_schedule == SEARCHED else ():
-        search = partial(_searched, graph, costs, sequence, evaluations)
-        order = backbone_order(graph, search, sequence)
+    named = INTERLEAVED if llm_schedule == SEARCHED else llm_schedule
+    schedules = [(order_named(named), sequence) for sequence in taken]
+    if named == INTERLEAVED:
+        adjusted = partial(interleaved_1f1b, adjusted=True)
+        schedules += [(adjusted, sequence) for sequence in taken]
+    if llm_schedule == SEARCHED:
+        search = partial(_searched, graph, costs, evaluations)
+        schedules += [(partial(search, sequence), sequence) for sequence in taken]
+    for schedule, sequence in schedules:
+        order = backbone_order(graph, schedule, sequence)
         if order not in seen:
             seen.add(order)
             yield order
@@ -84,8 +92,8 @@ def sequences(graph: StageGraph, costs: PlanCosts) -> Iterator[Sequence[int]]:
 def _searched(
     graph: StageGraph,
     costs: PlanCosts,
-    sequence: Sequence[int],
     evaluations: int,
+    sequence: Sequence[int],
     backbone: StageGraph,
 ) -> ComputeOrder:
     """The best order of a graph's backbone that a search finds."""

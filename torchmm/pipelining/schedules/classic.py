@@ -80,13 +80,18 @@ def one_f_one_b(graph: StageGraph) -> ComputeOrder:
     return interleaved_1f1b(graph)
 
 
-def interleaved_1f1b(graph: StageGraph) -> ComputeOrder:
+def interleaved_1f1b(graph: StageGraph, *, adjusted: bool = False) -> ComputeOrder:
     """Interleaved 1F1B: V virtual stages per rank, the bubble shrinks to 1/V of 1F1B's.
 
     Microbatches pass the ranks in groups, floor(microbatches / P) of them and similar in size; the
     largest has G = P if P divides the number of microbatches. Rank r keeps at most
     (V-1) G + 2 (P-r-1) + 1 virtual stages' activations. From P microbatches on, the bubble is the
     published one, divisible or not. With V = 1 this is 1F1B.
+
+    Args:
+        adjusted: whether rank r has P-r-1 forwards fewer before its first backward, with several
+            virtual stages (Optimus' figure 12): where transfers take no time, the step is as long
+            with equal stages, later groups are needed later, and fewer activations are kept.
 
     Raises:
         ValueError: virtual stages are not dealt to the ranks in turn.
@@ -95,7 +100,7 @@ def interleaved_1f1b(graph: StageGraph) -> ComputeOrder:
     group = len(_rounds(graph)[0])
     per_rank = len(chunks[0])
     # The backward of a later chunk comes round after two trips along the ranks, not one.
-    trips = 1 if per_rank == 1 else 2
+    trips = 1 if per_rank == 1 or adjusted else 2
     rows: list[tuple[Action, ...]] = [()] * len(chunks)
     for position, units in enumerate(chunks):
         warm_up = (per_rank - 1) * group + trips * (len(chunks) - 1 - position)
