@@ -42,8 +42,8 @@ def plans_that_fit(model: Model) -> list[ColocatedPlan]:
 
 def activation_bytes(
     model: Model, speed: Speed, plan: ColocatedPlan, found: BubbleSchedule
-) -> float:
-    """Activations of encoders on the device that keeps most of them."""
+) -> list[float]:
+    """Activations of encoders by pipeline rank of the LLM, as many as are kept at once."""
     ranks = [0.0] * model.pipeline
     for index, (shape, own) in enumerate(zip(model.encoders, plan.encoders, strict=True)):
         begins, ends = found.forward_start_ps[index], found.backward_start_ps[index]
@@ -54,15 +54,21 @@ def activation_bytes(
                 most = max((sum(a <= begin < b for a, b in spans) for begin, _ in spans), default=0)
                 kept = kept_bytes(shape, speed) / image_parts(speed)
                 ranks[device] += most * kept * own.layers[stage]
-    return max(ranks)
+    return ranks
 
 
-def baseline_bytes(model: Model, speed: Speed) -> float:
-    """States and the LLM's activations on the fullest device of the leanest baseline."""
+def baseline_bytes(model: Model, speed: Speed, *, encoders_keep: bool = False) -> float:
+    """States and activations on the fullest device of the leanest baseline.
+
+    Args:
+        encoders_keep: whether activations of encoders count, or the LLM's alone.
+    """
     share = model.llm.layers / model.pipeline
     megatron = _state_bytes(model, model.llm, share)
     megatron += sum(_state_bytes(model, shape, shape.layers) for shape in model.encoders)
     megatron += kept_bytes(model.llm, WHOLE) * share * _in_flight(model, 1, 0)
+    for shape in model.encoders if encoders_keep else ():
+        megatron += kept_bytes(shape, speed) * shape.layers * _in_flight(model, 1, 0)
     if len(model.encoders) > 1:
         return megatron
     (encoder,) = model.encoders
@@ -71,6 +77,7 @@ def baseline_bytes(model: Model, speed: Speed) -> float:
         rank = index % model.pipeline
         vision = max(0, min(first + layers, encoder.layers) - first)
         kept = kept_bytes(model.llm, WHOLE) * (layers - vision)
+        kept += kept_bytes(encoder, speed) * vision * encoders_keep
         ranks[rank] += kept * _in_flight(model, model.balanced, rank)
         ranks[rank] += _state_bytes(model, encoder, vision)
         ranks[rank] += _state_bytes(model, model.llm, layers - vision)
