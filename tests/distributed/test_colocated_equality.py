@@ -6,8 +6,10 @@ whose gradients are added up by FSDP2 over all ranks with the same encoder stage
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -24,13 +26,18 @@ from microbatches import (
     with_patches,
 )
 from shared_reference import on_first_rank
+from support.allocations import CountPeak, held_in_a_step
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from tuned_limits import half_way
 
+from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PeerError
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.models.registry import build_model
+from torchmm.parallel import activation
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
 from torchmm.pipelining.checks.validate import validate_plan
@@ -81,6 +88,8 @@ class Case:
     sequence_parallel: bool = False
     tensor_bubbles: float = 0.0
     context: int = 1
+    tight: bool = False
+    """Whether memory is so short that some encoder tasks have to recompute."""
     composite: str = ""
     """Its model_type; "": an LLM and `encoders` by hand."""
 
@@ -121,6 +130,10 @@ CASES = {
         Case(1, 1, shard=2, slices=None, context=2),
         Case(2, 1, slices=2, copies=2, llm_schedule="zero_bubble"),
         Case(1, 1, slices=None, tensor=2, split=1),
+        Case(2, 1, slices=2, virtual=2, tight=True),
+        Case(2, 2, slices=None, tight=True),
+        Case(2, 1, encoders=2, llm_schedule="zero_bubble", freeze="llm", tight=True),
+        Case(1, 1, slices=None, tensor=2, split=1, tight=True),
         *(Case(2, 1, slices=2, composite=name) for name in COMPOSITES),
         *(Case(2, 2, slices=2, composite=name, llm_schedule="zero_bubble") for name in COMPOSITES),
     ],
@@ -160,6 +173,13 @@ CASES = {
         Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, split=1),
         Case(2, 1, tensor=2, split=1, slices=None, tensor_bubbles=0.5),
+        # Encoder tasks recompute.
+        Case(4, 2, slices=None, encoders=2, tight=True),
+        Case(2, 1, shard=2, slices=2, virtual=2, tight=True),
+        Case(2, 1, replicate=2, slices=2, copies=1, tight=True),
+        Case(2, 2, tensor=2, slices=2, tight=True),
+        Case(2, 1, tensor=2, split=1, slices=None, tensor_bubbles=0.5, tight=True),
+        Case(2, 1, shard=2, context=2, slices=2, tight=True),
     ],
 }  # fmt: skip
 
@@ -188,6 +208,14 @@ def test_a_reduction_in_front_of_its_last_backward_is_refused():
     found = run_distributed(_reduce_too_early, 4)
     assert any("REDUCE_GRAD comes before the backward of Task" in each for each in found), found
     assert all(found)
+
+
+@pytest.mark.slow
+def test_recomputing_from_something_else_is_noticed():
+    """The comparison sees what recomputed encoder tasks do, and only those."""
+    for found in run_distributed(_recompute_wrongly, 2):
+        assert any("vision" in each for each in found), found
+        assert not any("llm" in each for each in found), found
 
 
 def model_config(encoders: int, composite: str = "") -> ModelConfig:
@@ -268,6 +296,26 @@ def _reduce_too_early() -> str:
     return ""
 
 
+def _recompute_wrongly() -> list[str]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    case = Case(2, 1, slices=2, tight=True)
+    mesh = build_mesh(case.parallel, CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation, "checkpoint", _wrong_checkpoint)
+        problems, *_ = _compare(case, case.parallel, mesh)
+    return problems
+
+
+def _wrong_checkpoint(forward: Callable, *args: Any, **settings: Any) -> Any:
+    """Runs again from a larger input."""
+    runs = count()
+
+    def forward_of(hidden: torch.Tensor, *more: Any, **named: Any) -> Any:
+        return forward(hidden if next(runs) == 0 else 1.1 * hidden, *more, **named)
+
+    return checkpoint(forward_of, *args, **settings)
+
+
 def _too_early(plan: PipelinePlan) -> PipelinePlan:
     """The plan with each rank's first reduction in front of the last backward of its stage."""
     programs = []
@@ -302,8 +350,11 @@ def _compare(
     pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     targets = sum(m.target_count for m in batch)
-    plan = change(pipeline.plan_training(share, reduces_early=True))  # as on CUDA
-    result = pipeline.run(plan, share, loss_scale=1 / targets)
+    tuning = half_way(pipeline, [m.meta for m in share], kinds=["encoder"]) if case.tight else None
+    plan = change(pipeline.plan_training(share, reduces_early=True, tuning=tuning))  # as on CUDA
+    counter = CountPeak(held_in_a_step(model, share))
+    with counter if case.tight else nullcontext():
+        result = pipeline.run(plan, share, loss_scale=1 / targets)
     alone = Case(1, 1, freeze=case.freeze, encoders=case.encoders, composite=case.composite)
     loss, gradients = shared_reference(alone)
     here = result.losses if mesh.own.mesh.get_local_rank("tensor") == 0 else {}
@@ -313,6 +364,9 @@ def _compare(
     build_optimizer(model, module_of, OptimizerConfig()).step()
     if case.tensor_bubbles and not plan.fillers:
         problems.append("no fillers")
+    # The limit counts pixels as bytes, which is what loaders give.
+    pixels = sum(e.pixels.nbytes - e.pixels.numel() for m in share for e in m.encoders.values())
+    problems += _memory_problems(model, plan, tuning, counter.peak_bytes - pixels)
     forwards = [
         a for a in plan.actions[mesh.pipeline_rank]
         if a.type is ActionType.F and layout.stages[a.stage].module in encoders
@@ -321,6 +375,22 @@ def _compare(
     kinds = [a.type for a in program]
     reduced = kinds.index(ActionType.REDUCE_GRAD) if ActionType.REDUCE_GRAD in kinds else len(kinds)
     return problems, len(forwards), kinds[reduced:].count(ActionType.B)
+
+
+def _memory_problems(
+    model: MultimodalModel, plan: PipelinePlan, tuning: LayerTuning | None, peak_bytes: int
+) -> list[str]:
+    """What is wrong with a plan for short memory, and with what its step has used."""
+    if tuning is None:
+        return ["recomputes"] if plan.recompute else []
+    modules = {plan.graph.layout.stages[task.stage].module for task in plan.recompute}
+    if not modules or not modules <= tuning.names:
+        return [f"recomputes in {modules}"]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return []  # shards have memory of their own
+    needed = peak_bytes + sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
+    limit = tuning.memory_limit_bytes
+    return [f"{needed} bytes of {limit}"] if needed > limit else []
 
 
 def _loss_problems(losses: dict[int, torch.Tensor], targets: int, wanted: float) -> list[str]:

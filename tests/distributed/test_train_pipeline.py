@@ -229,10 +229,12 @@ def test_colocated_encoders_change_no_number(runs, colocated):
     assert one.keys() == found.keys()
     for name, value in one.items():
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
-    first, second = records(colocated)[:2]  # planned beside training; the next two, by FLOPs
+    first, second, *watched = records(colocated)  # planned beside training; the next two before
     assert second["planner"] == first["planner"] == "optimus coarse"
     assert second["planner_ms"] > 0 and second["gain_over_natural"] == 0
     assert first["predicted_ms"] is None
+    for record in watched:  # played through with all costs of the device's profile, then measured
+        assert record["planner"].startswith("optimus ") and record["planner_evaluations"] > 1
     printed = (colocated.parent / "log2" / "rank-0.log").read_text()
     assert "step 3: times drifted from those planned with" in " ".join(printed.split())
     taken, graph = read_records(colocated / "timeline" / "step-3.json")

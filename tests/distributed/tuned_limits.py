@@ -1,6 +1,6 @@
 """Memory limits that plans can meet, but not with everything kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from support.memory_needs import memory_needs
@@ -18,11 +18,17 @@ def half_way(
     pipeline: Pipeline,
     metas: Sequence[MicrobatchMeta],
     factors: Mapping[ActionKind, float] | None = None,
+    kinds: Collection[str] = ("encoder", "llm", "generator"),
 ) -> LayerTuning:
-    """Half-way between the least and the most that the step's plan may need on any rank."""
+    """Half-way between the least and the most that the step's plan may need on any rank.
+
+    Args:
+        kinds: of the modules that may recompute.
+    """
     modules = pipeline.descriptions
-    names = frozenset(module.name for module in modules)
-    costs = CostModel(load_profile("cpu"), "float32", {name: Execution() for name in names})
+    names = frozenset(module.name for module in modules if module.kind in kinds)
+    executions = {module.name: Execution() for module in modules}
+    costs = CostModel(load_profile("cpu"), "float32", executions)
     tuning = LayerTuning(costs, names, 0, pipeline.sharding == "layer")
     needs = memory_needs(pipeline.plan(metas, factors=factors), modules, metas, tuning)
     least, most = (max(each) for each in zip(*needs, strict=True))

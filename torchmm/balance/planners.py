@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from typing import NamedTuple, Protocol
 
 from torchmm.balance.bubbles.choice import BubbleChoice, StepOrder, bubble_choices, llm_tensor_ms
@@ -224,8 +225,9 @@ class PlannedOrder:
             "optimus fine" or "optimus filled".
         predicted_ms: of the step; of searched ones without gathers and reductions of parameters.
         gain_over_natural: how much longer the natural order, or the best coarse one, would take, as
-            a share; None where nothing is known.
+            a share; None where nothing is known, or that does not fit into memory.
         evaluations: orders that were timed.
+        refused: whether it would be, as it does not fit into memory even if its layers are tuned.
     """
 
     step: StepOrder
@@ -233,6 +235,7 @@ class PlannedOrder:
     predicted_ms: float
     gain_over_natural: float | None
     evaluations: int
+    refused: bool = False
 
 
 def searched_order(graph: StageGraph, found: SearchedOrder) -> PlannedOrder:
@@ -252,6 +255,7 @@ def optimus_orders(
     costs: PlanCosts,
     sharding: Gathering,
     evaluations: int | None = None,
+    tuner: Tuner | None = None,
 ) -> Iterator[PlannedOrder]:
     """The best after each candidate that was simulated (`bubble_choices`); the last is the best.
 
@@ -259,6 +263,7 @@ def optimus_orders(
         costs: `torchmm.planning.step.searched_costs`.
         sharding: as the plan will be lowered.
         evaluations: of each candidate, at most; None: the recipe's. Candidates need few.
+        tuner: of the step, where layers are tuned.
 
     Raises:
         ValueError: the layout is not colocated.
@@ -273,14 +278,18 @@ def optimus_orders(
         sharding=sharding,
         tensor_share=config.tensor_bubbles,
         evaluations=min(most for most in given if most is not None),
+        tuner=tuner,
     ):
-        yield _optimus_order(best)
+        yield _optimus_order(best, tuner is not None and tuner.tuning.refuses)
 
 
-def _optimus_order(best: BubbleChoice) -> PlannedOrder:
+def _optimus_order(best: BubbleChoice, refuses: bool) -> PlannedOrder:
     predicted_ms = best.simulated.makespan_ms
-    gain = best.coarse_ms / predicted_ms - 1 if predicted_ms else None
-    return PlannedOrder(best.step, f"optimus {best.bubbles}", predicted_ms, gain, best.played)
+    known = predicted_ms > 0 and isfinite(best.coarse_ms)
+    gain = best.coarse_ms / predicted_ms - 1 if known else None
+    refused = refuses and not best.simulated.fits
+    name = f"optimus {best.bubbles}"
+    return PlannedOrder(best.step, name, predicted_ms, gain, best.played, refused)
 
 
 def plan_by_costs(
@@ -297,7 +306,7 @@ def plan_by_costs(
         costs: as for `search_by_costs`.
         sharding: as the plan will be lowered.
         budget: None: the recipe's. With one evaluation it is the natural order, or the first
-            coarse one.
+            coarse one that is not refused.
         tuner: see `step_search`.
 
     Raises:
@@ -306,10 +315,10 @@ def plan_by_costs(
     """
     if config.schedule == "optimus":
         evaluations = None if budget is None else budget.evaluations
-        orders = optimus_orders(config, graph, costs, sharding, evaluations)
-        if evaluations == 1:
-            return next(orders)
-        *_, best = orders
+        orders = optimus_orders(config, graph, costs, sharding, evaluations, tuner)
+        for best in orders:
+            if evaluations == 1 and not best.refused:
+                break
         return best
     return searched_order(graph, search_by_costs(config, graph, costs, budget, tuner))
 
@@ -354,12 +363,16 @@ def improve_order(
     """As `plan_by_costs`, but hands over what it has on the way: at once the first order, static or
     coarse, which takes little time to find, then better ones."""
     if config.schedule == "optimus":
-        orders = optimus_orders(config, graph, costs, sharding)
-        best = next(orders)
-        improvements.leave(best)
+        orders = optimus_orders(config, graph, costs, sharding, tuner=search.tuner)
+        left = False
         for best in orders:
-            if not improvements.seen(best.predicted_ms, partial(_same, best)):
+            if best.refused:
+                continue
+            if left and not improvements.seen(best.predicted_ms, partial(_same, best)):
                 break
+            if not left:
+                improvements.leave(best)
+            left = True
         return best
     step = step_search(graph, costs, search.least_gain, search.tuner)
     improvements.leave(searched_order(graph, step.best()))

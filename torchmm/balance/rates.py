@@ -1,9 +1,9 @@
 """Whether actions still take as long as steps are planned with, and what to plan with otherwise.
 
-Planners weigh actions by FLOPs; how fast a device does those of each module and kind of action
-follows from measured steps, as one rate each (Optimus §6, "online scheduling"). Rates are smoothed
-over steps, so that one interrupted step changes little. Only rates compared with each other count:
-a device that does everything slower needs no other plan.
+Planners weigh actions by FLOPs, or by a model's times; how fast a device does the FLOPs of each
+module and kind of action follows from measured steps, as one rate each (Optimus §6, "online
+scheduling"). Rates are smoothed over steps, so that one interrupted step changes little. Only rates
+compared with each other count: a device that does everything slower needs no other plan.
 
 Orders of single actions are searched with more than that: what an action takes on its rank is a
 constant, which small actions consist of, and a rate (`ActionTimes`). Both follow from the same
@@ -48,7 +48,7 @@ RankKind = tuple[int, str, ActionType]
 
 
 class Total(NamedTuple):
-    """All actions of a kind in a step: sums over them."""
+    """All actions of a kind in a step: sums over them. Its time may be a model's."""
 
     measured_ms: float
     flops: float
@@ -188,11 +188,20 @@ class DriftMonitor:
 
     Attributes:
         factors: by kind; 1 where none is given.
+        ms_per_flop: the measured rates behind them; none before anything drifted.
     """
 
     threshold: float
     rates: Rates
     factors: dict[ActionKind, float] = field(default_factory=dict)
+    ms_per_flop: dict[ActionKind, float] = field(default_factory=dict)
+
+    def expect(self, totals: Mapping[ActionKind, Total]) -> None:
+        """Takes the times that the first plans are made with, where these are not FLOPs."""
+        ran = {kind: t for kind, t in totals.items() if t.flops > 0 and t.measured_ms > 0}
+        if not self.factors and ran:
+            mean = sum(t.measured_ms for t in ran.values()) / sum(t.flops for t in ran.values())
+            self.factors = {kind: t.measured_ms / t.flops / mean for kind, t in ran.items()}
 
     def observe(self, totals: Mapping[ActionKind, Total]) -> list[Change]:
         """Compares a step with the plans' factors.
@@ -220,6 +229,7 @@ class DriftMonitor:
         if changes:
             mean = sum(now_ms.values()) / sum(total.flops for total in ran.values())
             self.factors = {kind: rate / mean for kind, rate in rates.items()}
+            self.ms_per_flop = dict(rates)
         return sorted(changes, key=lambda change: -abs(change.times - 1))
 
 

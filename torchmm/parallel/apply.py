@@ -67,7 +67,8 @@ def parallelize(
         expert = own.expert if module.kind == "llm" else None
         if expert is not None:
             apply_expert_parallel(module, expert)
-        mode = activation_checkpoint.modules.get(module.name, activation_checkpoint.mode)
+        bounded = parallel.bounds_encoders and module.kind == "encoder"
+        mode = activation_checkpoint.mode_of(module.name, bounded=bounded)
         compiles = compile_config.concerns(module.name)
         for kind in (experts, delta_net) if compiles else ():
             kind.check_compiles(module.name, module.layers, mesh.device.type)

@@ -85,8 +85,8 @@ def _step_lines(forecast: Forecast, device: str, memory_bytes: float) -> dict[st
         rank = step.peak_bytes.index(peak_bytes)
         raise ConfigError(
             f"parallel: pipeline rank {rank} would need {peak_bytes / 2**30:.1f} GiB, {device} has "
-            f"{memory_bytes / 2**30:.1f}; use more ranks (shard, tensor, pipeline), smaller "
-            "microbatches or activation_checkpoint, or set simulation.device"
+            f"{memory_bytes / 2**30:.1f} ({forecast.memory_words}); use more ranks (shard, tensor, "
+            "pipeline), smaller microbatches or activation_checkpoint, or set simulation.device"
         )
     timeline = step.timeline
     return {
@@ -94,5 +94,6 @@ def _step_lines(forecast: Forecast, device: str, memory_bytes: float) -> dict[st
         f"optimizer {forecast.update_ms:,.1f}): MFU "
         f"{100 * forecast.mfu:.1f} %, bubbles {100 * timeline.bubble_fraction:.1f} %, "
         f"{forecast.tokens_per_s:,.0f} tokens/s",
-        "peak memory": f"{peak_bytes / 2**30:.2f} GiB, simulated, of {memory_bytes / 2**30:.1f}",
+        "peak memory": f"{peak_bytes / 2**30:.2f} GiB, simulated, of {memory_bytes / 2**30:.1f}: "
+        f"{forecast.memory_words}",
     }

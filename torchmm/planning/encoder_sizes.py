@@ -219,8 +219,8 @@ class EncoderChoice:
                 yield f"pipeline ranks of {sizes}: {forecast.problem}"
                 continue
             peak = max(step.peak_bytes) / 2**30
-            fits = "" if step.fits else ", more than there is"
-            yield f"pipeline ranks of {sizes}: {step.makespan_ms:,.1f} ms, {peak:.1f} GiB{fits}"
+            words = f"{step.makespan_ms:,.1f} ms, {peak:.1f} GiB: {forecast.memory_words}"
+            yield f"pipeline ranks of {sizes}: {words}"
         if self.refined is not None and (step := self.refined.forecast.step) is not None:
             yield f"the first with {', '.join(self.refined.words)}: {step.makespan_ms:,.1f} ms"
         if self.left_out:

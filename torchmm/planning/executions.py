@@ -167,20 +167,33 @@ def layer_tuning(
     layerwise: bool,
     device_bytes: float | None = None,
 ) -> LayerTuning | None:
-    """How steps are tuned, if [activation_checkpoint] says so.
+    """How steps are tuned, if [activation_checkpoint] says so; under "optimus" so are those whose
+    encoders keep more than there is room for.
 
     Args:
         layerwise: whether FSDP2 gathers layer by layer.
         device_bytes: memory of the device; None: as the profile says.
     """
-    checkpointing = recipe.activation_checkpoint
-    names = frozenset(m.name for m in modules if checkpointing.tunes(m.name))
+    names = _tuned_modules(recipe, modules)
     if not names:
         return None
+    checkpointing = recipe.activation_checkpoint
     memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
     limit = limit_bytes(checkpointing.memory_limit, memory)
-    offloads = names if checkpointing.offload else frozenset()
-    return LayerTuning(model, names, limit, layerwise, offloads=offloads)
+    asked = frozenset(name for name in names if checkpointing.tunes(name))
+    offloads = asked if checkpointing.offload else frozenset()
+    return LayerTuning(model, names, limit, layerwise, offloads=offloads, refuses=bool(asked))
+
+
+def _tuned_modules(recipe: Recipe, modules: Sequence[ModuleDescription]) -> frozenset[str]:
+    """Those for which plans choose what they recompute."""
+    checkpointing = recipe.activation_checkpoint
+    bounds = recipe.parallel.bounds_encoders
+    modes = {
+        m.name: checkpointing.mode_of(m.name, bounded=bounds and m.kind == "encoder")
+        for m in modules
+    }
+    return frozenset(name for name, mode in modes.items() if mode == "tuned")
 
 
 def run_tuning(
@@ -195,7 +208,7 @@ def run_tuning(
     Raises:
         ConfigError: the device of `simulation.device` is unknown.
     """
-    if not any(run.recipe.activation_checkpoint.tunes(module.name) for module in modules):
+    if not _tuned_modules(run.recipe, modules):
         return None
     model = run_costs(run, modules, run_profile(run.recipe, device))
     memory = None

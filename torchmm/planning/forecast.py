@@ -41,6 +41,7 @@ from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import Durations, Gathering
 from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.schedules.colocated import encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
 from torchmm.planning.reordering import arrangement, reordered
@@ -88,6 +89,27 @@ class Forecast:
         """Time of the plan and the update; infinite without a plan."""
         return inf if self.step is None else self.step.makespan_ms + self.update_ms
 
+    @cached_property
+    def encoder_bytes(self) -> int:
+        """Activations that encoders keep at once, on the rank where that is most; 0 without a
+        plan."""
+        if self.step is None:
+            return 0
+        encoders = encoder_names(self.step.plan.graph.layout)
+        return max(self.step.kept_bytes(encoders), default=0)
+
+    @property
+    def memory_words(self) -> str:
+        """What of the memory encoders have, and whether it fits; of a forecast with a step."""
+        assert self.step is not None
+        fits = "fits" if self.step.fits else "does not fit"
+        words = [fits]
+        if self.encoder_bytes:
+            words.append(f"encoders keep up to {self.encoder_bytes / 2**30:.2f} GiB")
+        if recomputing := len(self.step.plan.recompute):
+            words.append(f"{recomputing} tasks recompute")
+        return ", ".join(words)
+
     def as_dict(self) -> dict[str, Any]:
         """Figures, for a JSON file."""
         if self.step is None:
@@ -104,6 +126,7 @@ class Forecast:
             "bubble_share": timeline.bubble_share,
             "module_ms": timeline.mean_module_ms(),
             "peak_memory_bytes": list(self.step.peak_bytes),
+            "encoder_activation_bytes": self.encoder_bytes,
             "memory_limit_bytes": self.step.costs.memory_limit_bytes,
             "fits": self.step.fits,
         }
@@ -241,7 +264,8 @@ class Forecaster:
         layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
         sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
-        tuning = layer_tuning(self.recipe, self.modules, model, layerwise=layerwise)
+        recipe = self.recipe.model_copy(update={"parallel": parallel})
+        tuning = layer_tuning(recipe, self.modules, model, layerwise=layerwise)
         search = None
         sharding: Gathering = ("layer" if layerwise else "step") if sharded else "none"
         if parallel.schedule in PLANNERS and parallel.pipeline * parallel.mirrors > 1:

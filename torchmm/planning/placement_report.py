@@ -72,7 +72,8 @@ def _schedule(candidate: Candidate) -> str:
 def placement_table(
     candidates: Sequence[Candidate], others: Sequence[tuple[str, Candidate | str]] = ()
 ) -> Table:
-    """Simulated steps of all placements, the fastest first, and of simpler rules.
+    """Simulated steps of all placements, the fastest first, and of simpler rules. Peaks are of all
+    that a rank holds; "encoders" is what their activations take of it at most.
 
     Args:
         others: with their names.
@@ -82,21 +83,21 @@ def placement_table(
     table.add_column("schedule", no_wrap=True)
     table.add_column("recompute", no_wrap=True)
     table.add_column("tensor x data x pipeline")
-    for column in ("devices", "step ms", "MFU %", "bubble %", "peak GiB"):
+    for column in ("devices", "step ms", "MFU %", "bubble %", "peak GiB", "encoders GiB", "fits"):
         table.add_column(column, justify="right")
     table.add_column("against the first")
     best = candidates[0]
     rows: list[tuple[str, Candidate | str]] = [(each.placement, each) for each in candidates]
     for title, candidate in [*rows, *others]:
         if isinstance(candidate, str):
-            table.add_row(title, *[""] * 8, candidate)
+            table.add_row(title, *[""] * 10, candidate)
             continue
         forecast = candidate.forecast
         step = forecast.step
         mode = candidate.recipe.activation_checkpoint.mode
         row = [title, _schedule(candidate), mode, candidate.sizes, str(candidate.devices)]
         if step is None:
-            table.add_row(*row, "", "", "", "", forecast.problem)
+            table.add_row(*row, *[""] * 6, forecast.problem)
             continue
         table.add_row(
             *row,
@@ -104,6 +105,8 @@ def placement_table(
             f"{100 * forecast.mfu:.1f}",
             f"{100 * step.timeline.bubble_fraction:.1f}",
             f"{max(step.peak_bytes) / GIB:.1f}",
+            f"{forecast.encoder_bytes / GIB:.1f}",
+            "yes" if fits(step) else "no",
             "" if candidate is best else why_slower(candidate, best),
         )
     return table

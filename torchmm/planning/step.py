@@ -23,7 +23,7 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.order_search.best_order import bounded_orders
 from torchmm.balance.planners import PLANNERS
-from torchmm.balance.rates import ActionFit, ActionKind, RankKind, scaled
+from torchmm.balance.rates import ActionFit, ActionKind, RankKind, Total, scaled
 from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.balance.transfer_times import Pair
@@ -275,6 +275,18 @@ def _measured(
     }
     tensor_ms = {action: ms * factors[groups[action]] for action, ms in costs.tensor_ms.items()}
     return replace(costs, compute_ms=compute_ms, tensor_ms=tensor_ms)
+
+
+def modelled_totals(
+    graph: StageGraph, costs: PlanCosts, flops: Durations
+) -> dict[ActionKind, Total]:
+    """What all actions of each kind take together by a model, and their FLOPs."""
+    owners = [stage.module for stage in graph.layout.stages]
+    found: dict[ActionKind, Total] = {}
+    for action, action_ms in costs.compute_ms.items():
+        kind = owners[action.stage], action.type
+        found[kind] = found.get(kind, Total(0.0, 0.0)).plus(Total(action_ms, flops(action)))
+    return found
 
 
 def plan_step(

@@ -107,9 +107,9 @@ class ParallelConfig(Section):
     search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
     """With a pipeline: how far measured times may drift from those used for planning (0.1: 10 %)
-    before the next steps are planned with new ones, by FLOPs until then. 0: static orders depend on
-    FLOPs alone, and a resumed run is bit-identical; "optimus" is planned as [parallel.search]
-    says."""
+    before the next steps are planned with new ones; until then by FLOPs, "optimus" with all costs
+    of the device's profile. 0: static orders depend on FLOPs alone, and a resumed run is
+    bit-identical; "optimus" is planned as [parallel.search] says."""
     virtual_stages: int = Field(default=1, ge=1)
     """Stages per rank; with separated modules: of the LLM."""
     replicate: int = Field(default=1, ge=-1)
@@ -181,6 +181,11 @@ class ParallelConfig(Section):
             return 1
         sizes = (module.tensor or self.tensor for module in self.modules.values())
         return self.tensor // min(sizes, default=self.tensor)
+
+    @property
+    def bounds_encoders(self) -> bool:
+        """Whether encoders recompute in tasks that would not fit into memory otherwise."""
+        return self.schedule == "optimus"
 
     def segments(self, name: str) -> int:
         """Stages of a module per pipeline rank, under a schedule with separated modules."""

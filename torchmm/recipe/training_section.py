@@ -28,14 +28,16 @@ class ActivationCheckpointConfig(Section):
     """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
     of matrix products and attention and recomputes the rest; "tuned" chooses one of these for every
     layer and microbatch, anew in every step, so as to use memory up to `memory_limit` and recompute
-    as little as possible."""
+    as little as possible. Under schedule "optimus" encoders with "none" are tuned too where a step
+    would not fit into `memory_limit`; it is not refused if it still does not."""
     modules: dict[str, Mode] = Field(default={})
     """Mode by module name, instead of `mode`."""
     memory_limit: str = "85%"
-    """With mode "tuned": what a rank may use, as a share of the device's memory ("85%"; on a CPU,
-    of that of `simulation.device`) or as an amount ("60 GiB", "512 MiB"). It includes weights,
-    gradients, optimizer state, messages and activations; leave room for temporaries inside layers
-    and fragmentation. A step that does not fit with everything recomputed is refused."""
+    """With mode "tuned", and of encoders under "optimus": what a rank may use, as a share of the
+    device's memory ("85%"; on a CPU, of that of `simulation.device`) or as an amount ("60 GiB",
+    "512 MiB"). It includes weights, gradients, optimizer state, messages and activations; leave
+    room for temporaries inside layers and fragmentation. A "tuned" step that does not fit with
+    everything recomputed is refused."""
     offload: bool = True
     """With mode "tuned", on devices with separate memory: whether inputs of recomputed layers may
     be kept in the host's memory where that costs the least time."""
@@ -46,8 +48,17 @@ class ActivationCheckpointConfig(Section):
         return "none" if mode == "tuned" else mode
 
     def tunes(self, module: str) -> bool:
-        """Whether plans choose what the module's layers recompute."""
+        """Whether plans choose what the module's layers recompute, and have to fit."""
         return self.modules.get(module, self.mode) == "tuned"
+
+    def mode_of(self, module: str, *, bounded: bool) -> Mode:
+        """How a module is built: "tuned" if plans choose.
+
+        Args:
+            bounded: whether they do where nothing else is given, see `mode`.
+        """
+        mode = self.modules.get(module, self.mode)
+        return "tuned" if bounded and mode == "none" else mode
 
 
 def limit_bytes(limit: str, device_bytes: float) -> int:

@@ -5,8 +5,8 @@
     planner.learn(step, outcome, microbatches, step_ms)            after it
 
 Static schedules are planned when the step begins, on every rank alike. With `parallel.replan_drift`
-they are planned with other weights once measured times have drifted from those planned with
-(Optimus §6).
+they, and Optimus' too, are planned with measured times once these have drifted from those planned
+with (Optimus §6): FLOPs, or of Optimus the times of the device's profile.
 
 Searched schedules take longer, and so does Optimus where it plays its candidates through
 (`balance.bubbles.choice`). On the first rank of every pipeline a process searches the order of the
@@ -86,7 +86,7 @@ from torchmm.planning.ahead import (
 )
 from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
-from torchmm.planning.step import searched_costs
+from torchmm.planning.step import modelled_totals, searched_costs
 from torchmm.training.pictures import plot_prediction, plot_schedules, save_timeline
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import StepOutcome
@@ -116,10 +116,7 @@ class PlanFigures:
 
 def search_costs(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> CostModel | None:
     """What orders of a run's steps are searched with; None: they are not."""
-    parallel = run.recipe.parallel
-    # With `replan_drift`, plans change when times have, and are of FLOPs until then.
-    by_flops = parallel.schedule != "searched" and parallel.replan_drift > 0
-    if parallel.schedule not in PLANNERS or by_flops or mesh.pipeline_size == 1:
+    if run.recipe.parallel.schedule not in PLANNERS or mesh.pipeline_size == 1:
         return None
     return run_costs(run, pipeline.descriptions, run_profile(run.recipe, mesh.device))
 
@@ -159,10 +156,14 @@ class StepPlanner:
         self._searches = costs is not None
         self._ahead: _PlannedAhead | None = None
         self._monitor: DriftMonitor | None = None
-        if costs is not None and config.search.background and not deterministic:
-            self._ahead = _PlannedAhead(pipeline, tuning, mesh, logger, costs, steps, start)
-        elif not self._searches and config.replan_drift > 0 and pipeline.layout.rank_count > 1:
+        self._modelled: dict[ActionKind, Total] = {}
+        """What the step was planned with, where orders are searched here."""
+        # Searched orders follow measured times in any case.
+        watches = config.replan_drift > 0 and config.schedule != "searched"
+        if watches and pipeline.layout.rank_count > 1:
             self._monitor = DriftMonitor(config.replan_drift, self._rates)
+        elif costs is not None and config.search.background and not deterministic:
+            self._ahead = _PlannedAhead(pipeline, tuning, mesh, logger, costs, steps, start)
 
     def plan(
         self,
@@ -186,8 +187,11 @@ class StepPlanner:
         budget: Budget | None = search_budget(self._config.search)
         rates: dict[ActionKind, float] = {}
         metas = [m.meta for m in microbatches]
+        names = [module.name for module in self._pipeline.descriptions]
+        if self._monitor is not None:
+            rates = Rates(self._monitor.ms_per_flop).complete(names)
         if self._ahead is not None:
-            rates = self._rates.complete(module.name for module in self._pipeline.descriptions)
+            rates = self._rates.complete(names)
             known = _Known(rates, self._times.fits())
             status, planned = self._ahead.plan(step, metas, upcoming, known)
             if planned is not None:
@@ -212,7 +216,7 @@ class StepPlanner:
         """Args:
         budget: None: ranks wait, so nothing is tried but the natural order and those of static
             planners, all of them with layers as they are, which takes a tenth of the time; of
-            Optimus the first coarse order.
+            Optimus the first coarse order that is not refused.
         """
         assert self._costs is not None
         modules = self._pipeline.descriptions
@@ -220,8 +224,10 @@ class StepPlanner:
         costs = searched_costs(
             graph, modules, metas, self._costs, layerwise=sharding == "layer", rates=rates
         )
+        self._modelled = modelled_totals(graph, costs, task_durations(graph, modules, metas))
         tuner = None
-        if budget is not None and self._tuning is not None:
+        judges = budget is not None or self._config.schedule == "optimus"
+        if judges and self._tuning is not None:
             # Of whole microbatches, as ranks that share their tokens have to agree.
             sizes = self._pipeline.message_sizes
             specs = message_specs(graph, sizes, metas, self._pipeline.dtype)
@@ -254,6 +260,9 @@ class StepPlanner:
         self._times.learn(every)
         if self._ahead is not None:
             self._ahead.remember(step_ms, self.figures.predicted_ms, outcome)
+        if self._monitor is not None and self._searches:  # on all ranks alike
+            modelled = {(0, *kind): total for kind, total in self._modelled.items()}
+            self._monitor.expect(step_totals(self._of_all_ranks(modelled, graph)))
         if self._monitor is not None and (changes := self._monitor.observe(totals)):
             self._report_drift(step, changes)
 

@@ -87,6 +87,19 @@ def test_one_interrupted_step_passes():
     assert found == [[]] * 8
 
 
+def test_drift_is_from_the_times_that_were_planned_with_also_where_these_are_a_models():
+    watched = Watched(0.1)
+    watched.monitor.expect(step(5e-8, vision=3.0))
+    assert watched.observe(step(vision=3.0)) == [], "a third of the speed, as planned"
+    assert watched.monitor.ms_per_flop == {}
+    found = [watched.observe(step()) for _ in range(12)]
+    assert found[0] and found[0][0].kind[0] == "vision" and found[-5:] == [[]] * 5
+    rates = watched.monitor.ms_per_flop
+    assert rates["vision", F] / rates["llm", F] == pytest.approx(1.0, rel=0.1)
+    watched.monitor.expect(step(vision=3.0))
+    assert watched.observe(step()) == [], "measured times stay"
+
+
 def test_what_takes_next_to_no_time_may_drift():
     tiny = {("vision", F): Total(1e-4, 1e3), ("llm", F): Total(100.0, 1e10)}
     assert Watched(0.1).observe(tiny) == []

@@ -8,25 +8,40 @@ lowered and simulated with all costs, transfers, gathers and reductions among th
     coarse, fine, fine with fillers      x      orders of the LLM (`llm_orders`)
 
 Coarse ones come first: they need the least time to plan, and whatever comes after is not longer.
+
+**Memory.** Encoders run ahead of the LLM, and backwards that fit into no bubble come after it;
+until then their activations are kept. Where a candidate needs more than there is, its layers are
+tuned (`recomputation.tuning`): tasks whose activations wait longest recompute them, chosen task by
+task. Of the best one, whose backwards are then longer, encoders are placed once more with these
+times. Steps that fit with everything kept are not touched. Rejected: fewer forwards ahead as a rule
+of the scheduler; which tasks are in memory together is known only when all are placed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import tee
+from math import inf
 from typing import Literal, NamedTuple
 
 from torchmm.balance.bubbles.llm_orders import llm_orders
-from torchmm.balance.bubbles.optimus import optimus_steps
+from torchmm.balance.bubbles.optimus import OptimusStep, optimus_steps
 from torchmm.balance.bubbles.scheduler import Granularity
+from torchmm.balance.recomputation.costs import StageRecompute, charged
+from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
+from torchmm.common.errors import PlanError
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
 from torchmm.pipelining.schedules.fillers import encoder_stages, fill_tensor_bubbles
+
+ROUNDS = 3
+"""In which encoders are placed once more with the times of what is recomputed."""
 
 Bubbles = Literal["coarse", "fine", "filled"]
 """Where encoders may run: before and after the LLM; also between its actions; also inside them."""
@@ -49,8 +64,8 @@ class BubbleChoice:
     Attributes:
         step: how to run it.
         bubbles: what kind of candidate it is.
-        simulated: its step.
-        coarse_ms: the shortest step of a coarse candidate.
+        simulated: its step, tuned if it would not fit otherwise.
+        coarse_ms: the shortest step of a coarse candidate; infinite if none fits, but another does.
         played: how many candidates were.
     """
 
@@ -70,8 +85,10 @@ def bubble_choices(
     sharding: Gathering,
     tensor_share: float = 0.0,
     evaluations: int = 256,
+    tuner: Tuner | None = None,
 ) -> Iterator[BubbleChoice]:
-    """The best one after each candidate; steps that fit into memory come before others.
+    """The best one after each candidate; steps that fit into memory come before others, and of
+    those the leanest first.
 
     Args:
         graph: of a colocated layout.
@@ -81,6 +98,7 @@ def bubble_choices(
         granularity: "coarse": no other candidates.
         sharding: as the plan will be lowered.
         tensor_share: of LLM actions, in which encoders may run; 0: no candidates with fillers.
+        tuner: of the step: candidates that do not fit are tuned before they are compared.
 
     Raises:
         SimulationError: a cost is missing or no duration.
@@ -90,35 +108,110 @@ def bubble_choices(
     if tensor_share:
         kinds = (*kinds, "filled")
         costs = replace(costs, tensor_ms=llm_tensor_ms(graph, costs, tensor_share))
-    best: BubbleChoice | None = None
-    played = 0
+    if tuner is not None:
+        costs = replace(costs, memory_limit_bytes=tuner.tuning.memory_limit_bytes)
+    compared = _Compared(costs, sharding, tensor_share, tuner)
+    steps = partial(optimus_steps, graph, sharding=sharding, evaluations=evaluations)
     orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
     for kind, own in zip(kinds, orders, strict=True):
-        places: Granularity = "coarse" if kind == "coarse" else granularity
-        fills = kind == "filled"
-        for found in optimus_steps(
-            graph, costs, own, places, sharding, evaluations=evaluations, inside=fills
-        ):
-            plan = lower_plan(
-                found.order, found.graph, {}, sharding, reduces_early=costs.runs_beside
-            )
-            if fills:
-                plan = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, tensor_share)
-            step = simulate(plan, costs)
-            played += 1
-            coarse_ms = step.makespan_ms if best is None else best.coarse_ms
-            if kind == "coarse":
-                coarse_ms = min(coarse_ms, step.makespan_ms)
-            made = StepOrder(found.graph, found.order, fills)
-            choice = BubbleChoice(made, kind, step, coarse_ms, played)
-            if best is None or _key(choice) <= _key(best):
-                best = choice
-            best = replace(best, coarse_ms=coarse_ms, played=played)
-            yield best
+        for found in steps(costs, own, _granularity(kind), inside=kind == "filled"):
+            yield compared.best_with(found, kind)
+    for _ in range(ROUNDS):
+        best = compared.best
+        if best is None or not compared.recomputing_shows:
+            return
+        llm = tuple(rank.actions for rank in compared.found.schedule.llm)
+        kind = best.bubbles
+        longer = best.simulated.costs
+        (found,) = steps(longer, [llm], _granularity(kind), inside=kind == "filled")
+        now = compared.best_with(found, kind)
+        yield now
+        if _key(now.simulated) >= _key(best.simulated):
+            return
 
 
-def _key(choice: BubbleChoice) -> tuple[bool, float]:
-    return not choice.simulated.fits, choice.simulated.makespan_ms
+def _granularity(kind: Bubbles) -> Granularity:
+    return "coarse" if kind == "coarse" else "fine"
+
+
+_Key = tuple[int, float]
+"""How many bytes more than there are a step needs, and how long it takes."""
+
+
+class _Compared:
+    """Candidates that were played through with all costs.
+
+    Attributes:
+        best: the best of them.
+        found: what that comes from.
+        recomputing_shows: whether it is longer than if everything was kept.
+    """
+
+    found: OptimusStep
+    recomputing_shows: bool
+
+    def __init__(
+        self, costs: PlanCosts, sharding: Gathering, tensor_share: float, tuner: Tuner | None
+    ) -> None:
+        self._costs, self._sharding, self._share = costs, sharding, tensor_share
+        self._tuner = tuner
+        self.best: BubbleChoice | None = None
+        self._coarse: _Key | None = None
+        self._played = 0
+
+    def best_with(self, found: OptimusStep, kind: Bubbles) -> BubbleChoice:
+        """The best after one more candidate; of equal ones the last, which are more deliberate."""
+        kept, step = self._play(found, kind == "filled")
+        key = _key(step)
+        self._played += 1
+        if kind == "coarse":
+            self._coarse = key if self._coarse is None else min(self._coarse, key)
+        if self.best is None or key <= _key(self.best.simulated):
+            self.found = found
+            self.recomputing_shows = step.makespan_ms > kept.makespan_ms
+            made = StepOrder(found.graph, found.order, kind == "filled")
+            self.best = BubbleChoice(made, kind, step, inf, 0)
+        assert self._coarse is not None  # they come first
+        missing, coarse_ms = self._coarse
+        if missing and self.best.simulated.fits:
+            coarse_ms = inf
+        self.best = replace(self.best, coarse_ms=coarse_ms, played=self._played)
+        return self.best
+
+    def _play(self, found: OptimusStep, fills: bool) -> tuple[SimulatedStep, SimulatedStep]:
+        """With everything kept, and as it would run."""
+        costs = self._costs
+        tuner = self._tuner
+        specs = {} if tuner is None else tuner.specs
+        early = costs.runs_beside
+        plan = lower_plan(found.order, found.graph, specs, self._sharding, reduces_early=early)
+        if fills:
+            plan = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, self._share)
+        step = simulate(plan, costs)
+        if tuner is None or step.fits or self._hopeless(step):
+            return step, step
+        try:
+            tuned = tuner.tune(plan).plan
+        except PlanError:
+            return step, step
+        return step, simulate(tuned, charged(costs, tuned.recompute, self._choices))
+
+    def _hopeless(self, step: SimulatedStep) -> bool:
+        """Whether the best step is shorter already, and fits: recomputing only adds time."""
+        if self.best is None or not self.best.simulated.fits:
+            return False
+        return step.makespan_ms > self.best.simulated.makespan_ms
+
+    @cached_property
+    def _choices(self) -> dict[int, StageRecompute]:
+        assert self._tuner is not None
+        return self._tuner.choices_at(self._costs)
+
+
+def _key(step: SimulatedStep) -> _Key:
+    limit = step.costs.memory_limit_bytes
+    missing = 0 if limit is None else max(0, max(step.peak_bytes, default=0) - limit)
+    return missing, step.makespan_ms
 
 
 def llm_tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict[Action, float]:

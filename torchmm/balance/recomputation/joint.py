@@ -33,12 +33,11 @@ from torchmm.balance.order_search.best_order import SearchedOrder, Seen, StepSea
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import time_order
 from torchmm.balance.order_search.search import Budget, Settings
-from torchmm.balance.recomputation.costs import Modes, StageRecompute, charged
+from torchmm.balance.recomputation.costs import Modes, charged
 from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import memory_changes
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
-from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -72,7 +71,7 @@ class TunedSearch:
         self._graph, self._tuner, self._least_gain = graph, tuner, least_gain
         limit_bytes = tuner.tuning.memory_limit_bytes
         self._costs = replace(costs, memory_limit_bytes=limit_bytes)
-        self._choices = _corrected(tuner, costs)
+        self._choices = tuner.choices_at(costs)
         self._tuned: dict[ComputeOrder, SearchedOrder | None] = {}
 
     @cached_property
@@ -280,25 +279,6 @@ class _Run:
 
 def _is_static(found: SearchedOrder) -> bool:
     return found.segments is None
-
-
-def _corrected(tuner: Tuner, costs: PlanCosts) -> dict[int, StageRecompute]:
-    """The tuner's choices, whose times are the model's, as much longer as the backwards of each
-    stage were measured to be."""
-    found = {}
-    for stage, own in tuner.choices.items():
-        backwards = [Action(ActionType.B, *task) for task in own.tasks]
-        modelled_ms = sum(tuner.costs.compute_ms[action] for action in backwards)
-        factor = 1.0
-        if modelled_ms > 0:
-            factor = sum(costs.compute_ms[action] for action in backwards) / modelled_ms
-        found[stage] = replace(
-            own,
-            forward_ms_KMN=factor * own.forward_ms_KMN,
-            again_ms_KMN=factor * own.again_ms_KMN,
-            tensor_ms_KMN=factor * own.tensor_ms_KMN,
-        )
-    return found
 
 
 def _never_full(graph: StageGraph, costs: PlanCosts) -> bool:

@@ -66,6 +66,8 @@ class LayerTuning:
         solver: of one rank.
         offloads: modules whose layers' inputs may wait in the host's memory; none on devices that
             share it.
+        refuses: whether a plan that cannot stay within the limit is an error; if not, its full
+            ranks recompute all they may.
     """
 
     model: CostModel
@@ -75,6 +77,7 @@ class LayerTuning:
     candidates: int = MOST_CANDIDATES
     solver: Solver = solve_quickly
     offloads: frozenset[str] = frozenset()
+    refuses: bool = True
 
     @property
     def host_limit_bytes(self) -> float:
@@ -195,7 +198,6 @@ class Tuner:
 
     Attributes:
         costs: of keeping everything.
-        choices: by stage, where tasks may choose.
     """
 
     def __init__(
@@ -221,16 +223,49 @@ class Tuner:
             ),
             memory_limit_bytes=tuning.memory_limit_bytes,
         )
-        self.choices = tuning.choices(graph, modules, microbatches, targets)
-        self.rows = Rows(self.costs, self.choices, tuning.candidates)
+
+    @cached_property
+    def choices(self) -> dict[int, StageRecompute]:
+        """By stage, where tasks may choose."""
+        graph, modules, microbatches, targets = self._step
+        return self.tuning.choices(graph, modules, microbatches, targets)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Times and bytes of the choices."""
+        return Rows(self.costs, self.choices, self.tuning.candidates)
+
+    def choices_at(self, costs: PlanCosts) -> dict[int, StageRecompute]:
+        """The choices, whose times are the model's, as much longer as the backwards of each stage
+        are in other costs of the step, measured ones."""
+        found = {}
+        for stage, own in self.choices.items():
+            backwards = [Action(ActionType.B, *task) for task in own.tasks]
+            modelled_ms = sum(self.costs.compute_ms[action] for action in backwards)
+            factor = 1.0
+            if modelled_ms > 0:
+                factor = sum(costs.compute_ms[action] for action in backwards) / modelled_ms
+            found[stage] = replace(
+                own,
+                forward_ms_KMN=factor * own.forward_ms_KMN,
+                again_ms_KMN=factor * own.again_ms_KMN,
+                tensor_ms_KMN=factor * own.tensor_ms_KMN,
+            )
+        return found
 
     def tune(self, plan: PipelinePlan) -> TunedPlan:
-        """A plan of the step with what its tasks recompute.
+        """A plan of the step with what its tasks recompute: nothing if all of it fits.
 
         Raises:
-            PlanError: a rank cannot stay within the limit; all such are listed.
+            PlanError: a rank cannot stay within the limit, if that is to be refused; all such are
+                listed.
         """
         limit_bytes = self.tuning.memory_limit_bytes
+        kept_bytes = self._all_kept_bytes(plan)
+        if max(kept_bytes) <= limit_bytes:
+            nothing = (0.0,) * len(kept_bytes)
+            kept = replace(plan, recompute={})
+            return TunedPlan(kept, self.costs, kept_bytes, nothing, nothing, (0,) * len(nothing))
         found = self._solved(plan)
         if short := [
             _shortage(rank, each, limit_bytes)
@@ -266,7 +301,7 @@ class Tuner:
         """Every rank's problem and its solution. Where inputs may wait in the host's memory there
         are two, as these need room for one on its way back: the faster one counts."""
         limit_bytes = self.tuning.memory_limit_bytes
-        solver = self.tuning.solver
+        solver = self._solve
         problems = _problems(plan, self.costs, self.rows, limit_bytes)
         found = [(each, solver(each.problem)) for each in problems]
         if not any(self.rows.ahead_bytes.values()):
@@ -278,6 +313,22 @@ class Tuner:
             if solution and (best is None or solution.extra_ms <= best.extra_ms):
                 found[rank] = each, solution
         return found
+
+    def _all_kept_bytes(self, plan: PipelinePlan) -> tuple[int, ...]:
+        """By rank: the peak if nothing is recomputed."""
+        static = self.costs.static_bytes or (0,) * len(plan.actions)
+        changes = memory_changes(plan, self.costs)
+        return tuple(
+            own + int(np.cumsum(rows).max(initial=0))
+            for own, rows in zip(static, changes, strict=True)
+        )
+
+    def _solve(self, problem: TuningProblem) -> TuningSolution | None:
+        found = self.tuning.solver(problem)
+        if found is not None or self.tuning.refuses:
+            return found
+        extra_ms = problem.extra_ms(problem.leanest_N)
+        return TuningSolution(problem.leanest_N, extra_ms, extra_ms)
 
     @cached_property
     def _without_offloads(self) -> Tuner:

@@ -14,7 +14,7 @@ the same time, so each is simulated for all of them (SEMU's spatial reuse).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -88,6 +88,18 @@ class SimulatedStep:
         """Whether no rank needs more memory than there is."""
         limit = self.costs.memory_limit_bytes
         return limit is None or max(self.peak_bytes, default=0) <= limit
+
+    def kept_bytes(self, modules: Collection[str]) -> tuple[int, ...]:
+        """By rank of the plan: the most that tasks of some modules keep at once, of all that is in
+        use then."""
+        stages = {s.index for s in self.plan.graph.layout.stages if s.module in modules}
+        kept, later = (
+            {task: nbytes for task, nbytes in own.items() if task.stage in stages}
+            for own in (self.costs.kept_bytes, self.costs.kept_for_weights_bytes)
+        )
+        costs = PlanCosts({}, kept_bytes=kept, kept_for_weights_bytes=later)
+        changes = memory_changes(replace(self.plan, specs={}), costs)
+        return tuple(int(np.cumsum(own).max(initial=0)) for own in changes)
 
     @property
     def model_flops(self) -> float:
