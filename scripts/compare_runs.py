@@ -44,7 +44,7 @@ def print_comparison(console: Console, runs: list[RunContents]) -> None:
         if not rows:
             continue
         table = Table(title=title, title_justify="left")
-        table.add_column("")
+        table.add_column("", overflow="fold")  # two keys may begin alike
         for run in runs:
             table.add_column(run.name, overflow="fold")
         for label, values in rows.items():
