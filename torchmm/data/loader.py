@@ -38,7 +38,9 @@ from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import PackItems
 from torchmm.data.samples import SampleSet, find_samples, remote_decoder
-from torchmm.data.steps.step_packs import Arrange, Position, Steps, StepSamples
+from torchmm.data.sources.open import Samples
+from torchmm.data.steps.beside import StepsBeside
+from torchmm.data.steps.step_packs import Arrange, Deal, Position, Steps, StepSamples
 from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -97,6 +99,7 @@ class StepQueue(Sampler[list[list[PackItems]]]):
         self._handed = 0
 
     def __iter__(self) -> Iterator[list[list[PackItems]]]:
+        self.close()
         self._steps = self._begin()
         self._upcoming.clear()
         self._handed = 0
@@ -117,6 +120,11 @@ class StepQueue(Sampler[list[list[PackItems]]]):
     def known(self) -> StepSamples | None:
         """The same, if it is planned already."""
         return self._upcoming[0] if self._upcoming else None
+
+    def close(self) -> None:
+        """Ends what plans steps elsewhere."""
+        if isinstance(self._steps, StepsBeside):
+            self._steps.close()
 
     def pop(self) -> StepSamples:
         """Take the next step off the queue."""
@@ -238,6 +246,7 @@ class Loader:
                 )
         finally:
             waiting.close()
+            self._queue.close()
 
     def _wait(
         self, waiting: Waiting[DecodedStep | None], asked_to_stop: Callable[[], bool]
@@ -342,6 +351,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
     arrange: Arrange | None = None,
+    deal: Deal | None = None,
     resume_changed: bool = False,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
@@ -358,6 +368,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation: load `data.validation` once, in an order that is the same for every run.
         generator_spec: how the generator wants its images; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
+        deal: which packs of several steps go to which of them; None: each has its own.
         resume_changed: continue after `state` even if data or order have changed.
         samples: of these sources, if they were opened before.
         reads: which images this rank decodes; None: all of its data-parallel rank's.
@@ -377,9 +388,9 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         generator_spec=generator_spec,
     )
     rank = data_parallel_rank
-    position = Position(rank, data_parallel_size, state, arrange, resume_changed)
+    position = Position(rank, data_parallel_size, state, arrange, resume_changed, deal)
     return Loader(
-        StepQueue(partial(samples.sequence, data, training, position), rank),
+        StepQueue(_steps_of(samples, data, training, position), rank),
         samples.decoder.for_rank(reads),
         samples,
         data,
@@ -388,6 +399,17 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
         remote=remote_decoder(samples, data, training, rank, reads, validation),
     )
+
+
+def _steps_of(
+    samples: SampleSet, data: DataConfig, training: TrainingConfig, position: Position
+) -> Callable[[], Steps]:
+    """Plans steps: where they are arranged, in another process as soon as that is worth it."""
+    if position.arrange is None or not data.workers or not isinstance(samples, Samples):
+        return partial(samples.sequence, data, training, position)
+    if samples.streamed:  # and can be read by one process only
+        return partial(samples.sequence, data, training, position)
+    return partial(StepsBeside, partial(samples.order.sequence, data, training), position)
 
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:

@@ -1,23 +1,34 @@
 """Data-aware reordering of a run: which packs of a global batch go to which rank, in which order.
 
     arrange = arrangement(recipe, descriptions, costs, layout, data_parallel_size)
+    deal = dealing(recipe, arrange)
 
-The trainer hands the result to the loader, which knows nothing of costs. All ranks arrange for
+The trainer hands the results to the loader, which knows nothing of costs. All ranks arrange for
 themselves, from the same sizes: nothing is sent, and the metadata of a step are known on all ranks
 before anything is decoded. What a step sees is the same set of samples, so its loss and gradients
-are those without reordering, up to the rounding of sums.
+are those without reordering, up to the rounding of sums. With `data.reorder_window` it is a window
+of steps that sees the same samples, and what each of them has is in its checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+
+import torch
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.reordering.step import StepReorder
+from torchmm.balance.reordering.step import OrderedLayout, OrderOfStep, StepReorder
+from torchmm.balance.reordering.window import WindowReorder
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.planning.executions import run_costs, run_profile
+from torchmm.planning.resolved import Resolved
+from torchmm.planning.step import order_step
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import find_schedule
 
 
 def arrangement(
@@ -39,13 +50,39 @@ def arrangement(
     return StepReorder(
         modules,
         model,
-        layout,
-        recipe.parallel.schedule,
+        ordered_layout(recipe.parallel, layout),
         data_parallel_size,
         recipe.training.microbatch_size,
         balance=mode in ("intra", "both"),
         order=mode in ("inter", "both"),
     )
+
+
+def run_arrangement(
+    run: Resolved, modules: Sequence[ModuleDescription], layout: StageLayout, device: torch.device
+) -> StepReorder | None:
+    """`arrangement` of a run on a device; None: packs stay where they are."""
+    if run.recipe.data.reorder == "none":
+        return None
+    costs = run_costs(run, modules, run_profile(run.recipe, device))
+    return arrangement(run.recipe, modules, costs, layout, run.shares)
+
+
+def dealing(recipe: Recipe, reorder: StepReorder | None) -> WindowReorder | None:
+    """What `data.reorder_window` asks for; None: steps have the samples that they come with."""
+    if reorder is None or recipe.data.reorder_window == 1:
+        return None
+    return WindowReorder(reorder)
+
+
+def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayout:
+    """What runs: a layout of the section."""
+    known = find_schedule(parallel.schedule)
+    order: OrderOfStep | None = None
+    # Others are made from the batch, or split backwards.
+    if known is not None and known.cut in ("balanced", "megatron") and not known.splits_backward:
+        order = partial(order_step, config=parallel)
+    return OrderedLayout(layout, parallel.schedule, order)
 
 
 def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[list[MicrobatchMeta]]:

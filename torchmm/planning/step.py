@@ -371,14 +371,18 @@ def _first_that_fits(
 
 
 def order_step(
-    graph: StageGraph, config: ParallelConfig, costs: Durations
+    graph: StageGraph, config: ParallelConfig, costs: Durations | None = None
 ) -> tuple[StageGraph, ComputeOrder]:
     """The graph with replicas chosen, and the order of every rank.
+
+    Args:
+        costs: None: all tasks take the same, which no planner takes.
 
     Raises:
         ValueError: the schedule is not for this graph.
     """
     if config.schedule in PLANNERS:
+        assert costs is not None
         return PLANNERS[config.schedule].plan(config, graph, costs)
     order = order_named(config.schedule)
     if config.placement != "disaggregated":

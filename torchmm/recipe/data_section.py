@@ -249,6 +249,11 @@ class DataConfig(Section):
     """Rearrange the sequences of each global batch by their cost, vision and text together:
     "intra": so that all data-parallel ranks have equal work; "inter": so that each rank's
     microbatches come in an order with few gaps in its pipeline; "both". Losses stay the same."""
+    reorder_window: int = Field(default=1, ge=1)
+    """With `reorder` "intra" or "both": the sequences of so many steps are dealt to these steps
+    anew, where their ranks then have more equal work than with any deal within steps. The order is
+    in checkpoints: a resumed run goes on in it, on any ranks. Losses of single steps are those of
+    other sequences; after each window the same samples were seen."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """Further images of a sample are dropped, with their placeholders."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)

@@ -30,8 +30,9 @@ class SearchConfig(Section):
     workers: int = Field(default=1, ge=1)
     """Threads that search, on at most half of the machine's cores."""
     background: bool = True
-    """Plan the next step, also of "optimus", in a separate process while this one trains. If that
-    process has not finished in time, the best order so far is used. If false, or with
+    """Plan the next step, under any schedule, in a separate process while this one trains. If that
+    process has not finished in time, the best order so far is used; what is not searched is the
+    same wherever it is planned. If false, or where orders are searched with
     `training.deterministic`, each step is planned before it begins, with all `evaluations`; runs
     are then bit-identical."""
     time_share: float = Field(default=0.8, gt=0, le=1)

@@ -35,7 +35,7 @@ from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.shared_reader import ReaderAddress
-from torchmm.data.steps.step_packs import Arrange
+from torchmm.data.steps.step_packs import Arrange, Deal
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
@@ -60,7 +60,7 @@ from torchmm.planning.executions import (
     run_tuning,
 )
 from torchmm.planning.forecast import first_step
-from torchmm.planning.reordering import arrangement
+from torchmm.planning.reordering import dealing, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout
@@ -241,13 +241,15 @@ def build_run(
     restored = checkpoints.resume(model, optimizer, restarted, average)
     step = _step_after(restored, recipe.training.seed, mesh, logger)
     recorder = _recorder(run, run_dir, step, console, logger) if mesh.rank == 0 else None
+    reorder = run_arrangement(run, pipeline.descriptions, pipeline.layout, mesh.device)
     loader = build_data(
         run,
         model,
         tokenizer,
         mesh,
         state=restored.state["data"] if restored else None,
-        arrange=_arrange(run, pipeline, mesh),
+        arrange=reorder,
+        deal=dealing(recipe, reorder),
         samples=data.training,
         reads=pipeline.reads,
     )
@@ -343,6 +345,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     for_prompts: bool = False,
     arrange: Arrange | None = None,
+    deal: Deal | None = None,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
 ) -> Loader:
@@ -353,6 +356,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         validation: held-out samples, decoded in this process (they are few and kept).
         for_prompts: the same samples on all ranks, one sequence per microbatch.
         arrange: which packs of a global batch go where; None: in natural order.
+        deal: which packs of several steps go to which of them; None: each has its own.
         samples: of the same sources, if they were opened before.
         reads: which images it decodes; None: all of its share.
     """
@@ -370,6 +374,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         state=state,
         validation=validation,
         arrange=arrange,
+        deal=deal,
         resume_changed=run.recipe.checkpoint.resume_changed_data,
         samples=samples,
         reads=reads,
@@ -414,15 +419,6 @@ def fill_model(
     dtype = DTYPES[training.dtype]
     pipeline = Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
     return FilledModel(pipeline, compilation)
-
-
-def _arrange(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> Arrange | None:
-    recipe = run.recipe
-    modules = pipeline.descriptions
-    if recipe.data.reorder == "none":
-        return None
-    costs = run_costs(run, modules, run_profile(recipe, mesh.device))
-    return arrangement(recipe, modules, costs, pipeline.layout, mesh.data_parallel_size)
 
 
 def _typical_microbatches(

@@ -10,7 +10,7 @@ from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.reordering.groups import balance_groups
-from torchmm.balance.reordering.step import Chain, StepReorder, step_program
+from torchmm.balance.reordering.step import Chain, StepReorder
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
@@ -18,6 +18,8 @@ from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.pipelining.schedules.disaggregated import UnitSize, disaggregated_layout
 from torchmm.pipelining.schedules.names import schedule_layout
+from torchmm.planning.reordering import ordered_layout
+from torchmm.recipe.parallel_section import ParallelConfig
 
 MODEL = CostModel(load_profile("a800"), "bfloat16")
 LENGTH = 4096
@@ -80,8 +82,19 @@ LAYOUTS = layouts()
 
 def reorder(name: str, groups: int, *, balance: bool, order: bool, size: int = 1) -> StepReorder:
     layout, schedule = LAYOUTS[name]
+    return reorder_on(layout, schedule, groups, balance=balance, order=order, size=size)
+
+
+def reorder_on(
+    layout: StageLayout, schedule: str, groups: int, *, balance: bool, order: bool, size: int = 1
+) -> StepReorder:
     modules = [m for m in MODULES if m.name in {s.module for s in layout.stages}]
-    return StepReorder(modules, MODEL, layout, schedule, groups, size, balance=balance, order=order)
+    owners = {rank: {s.module for s in layout.stages if rank in s.ranks} for rank in range(2)}
+    apart = all(len(own) == 1 for own in owners.values())
+    placement = "disaggregated" if apart else "interleaved"
+    parallel = ParallelConfig.model_validate({"schedule": schedule, "placement": placement})
+    runs = ordered_layout(parallel, layout)
+    return StepReorder(modules, MODEL, runs, groups, size, balance=balance, order=order)
 
 
 def costs(found: StepReorder, batch: list[MicrobatchMeta]) -> np.ndarray:
@@ -127,8 +140,7 @@ def test_orders_shorten_pipelines_and_move_nothing_between_groups(name: str) -> 
 @pytest.mark.parametrize("name", ["megatron", "megatron_balanced", "interleaved_1f1b"])
 def test_no_step_is_arranged_to_take_longer(name: str) -> None:
     """Equal work is not equal time: some batches are best as they came."""
-    layout, schedule = LAYOUTS[name]
-    program = step_program(layout, schedule, 4)
+    program = reorder(name, 2, balance=True, order=False).step_program(4)
     assert program is not None
     longer = 0
     for seed in range(60):
@@ -155,9 +167,9 @@ def test_modules_apart_are_judged_by_the_order_that_runs() -> None:
     units = {"vision": UnitSize(1, 1), "llm": UnitSize(2, 1), "generator": UnitSize(1, 1)}
     several = disaggregated_layout(layers, units, {"llm": 2})
     for layout, schedule in (LAYOUTS["disaggregated"], (several, "interleaved_1f1b")):
-        program = step_program(layout, schedule, 8)
+        found = reorder_on(layout, schedule, 2, balance=True, order=True)
+        program = found.step_program(8)
         assert program is not None
-        found = StepReorder(MODULES, MODEL, layout, schedule, 2, 1, balance=True, order=True)
         for seed in range(6):
             batch = packs(16, seed=seed)
             forward_SN, backward_SN = found.stage_times(batch)
@@ -198,7 +210,7 @@ def test_a_replica_that_serves_several_takes_that_many_times_as_long() -> None:
         module_layers(MODULES, batch),
         {"vision": UnitSize(1, 1), "llm": UnitSize(2, 1), "generator": UnitSize(1, 1)},
     )
-    single = StepReorder(MODULES, MODEL, alone, "1f1b", 1, 1, balance=True, order=True)
+    single = reorder_on(alone, "1f1b", 1, balance=True, order=True)
     wanted, _ = single.pack_ms(batch)
     assert len({s.ranks for s in layout.stages}) == len(forward) == 4
     np.testing.assert_allclose(

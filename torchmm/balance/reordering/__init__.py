@@ -1,4 +1,4 @@
-"""DistTrain's reordering inside the global batch: even ranks, few gaps (sections 5.1 and 5.2).
+"""DistTrain's reordering inside the global batch, or several: even ranks, few gaps (section 6).
 
 Begin with `step.py`.
 """
@@ -11,5 +11,6 @@ __all__, __getattr__ = public(
         "groups": ("balance_groups",),
         "microbatches": ("reorder_microbatches",),
         "step": ("StepReorder",),
+        "window": ("WindowReorder",),
     },
 )

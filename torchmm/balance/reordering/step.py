@@ -25,7 +25,7 @@ packs before they are grouped, as microbatches of several packs would mix them a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,14 +43,25 @@ from torchmm.balance.reordering.program import StepProgram, compile_order
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
+from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
-from torchmm.pipelining.schedules.disaggregated import deal_tasks, disaggregated_order
-from torchmm.pipelining.schedules.names import order_named
 from torchmm.recipe.schedules import find_schedule
 
 SEED = 0
+OrderOfStep = Callable[[StageGraph], tuple[StageGraph, ComputeOrder]]
+"""The order of a step whose tasks all take the same, and which replica runs which of them."""
 NS_PER_MS = 1e6
 """Durations are whole nanoseconds, so that ranks with other processors arrange the same."""
+
+
+class OrderedLayout(NamedTuple):
+    """How modules are cut, and in which order a step of them runs."""
+
+    layout: StageLayout
+    schedule: str
+    """By the recipe's name."""
+    order_of_step: OrderOfStep | None
+    """None where the order is made from the batch, or splits backwards."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,15 @@ class PackTimes(NamedTuple):
     forward_SN: Float64s
     backward_SN: Float64s
 
+    def part(self, packs_N: Int64s) -> PackTimes:
+        """Of some packs."""
+        return PackTimes(self.forward_SN[:, packs_N], self.backward_SN[:, packs_N])
+
+    @property
+    def totals_N(self) -> Float64s:
+        """Of each pack at all of them."""
+        return (self.forward_SN + self.backward_SN).sum(axis=0)
+
     def of(self, microbatches: Int64s) -> tuple[Float64s, Float64s]:
         """Both (G, S, M) of microbatches, given as (G, M, packs)."""
         forward_GSM, backward_GSM = (
@@ -128,36 +148,13 @@ class PackTimes(NamedTuple):
         return forward_GSM, backward_GSM
 
 
-def step_program(layout: StageLayout, schedule: str, microbatches: int) -> StepProgram | None:
-    """What a group does in a step, with all its stages and replicas.
+class Arranged(NamedTuple):
+    """A global batch in places."""
 
-    Args:
-        schedule: by the recipe's name.
-
-    Returns:
-        None where nothing is done in turn, where backwards are split, and where the order is made
-        from the batch.
-    """
-    known = find_schedule(schedule)
-    if len({rank for stage in layout.stages for rank in stage.ranks}) == 1:
-        return None
-    if known is None or known.cut in ("separated", "colocated") or known.splits_backward:
-        return None
-    graph = StageGraph(replace(layout, sub_microbatched=frozenset()), microbatches)
-    order = order_named(schedule)
-    if not _are_apart(layout):
-        return compile_order(order(graph), graph)
-    graph = deal_tasks(graph)
-    return compile_order(disaggregated_order(graph, order), graph)
-
-
-def _are_apart(layout: StageLayout) -> bool:
-    """Whether every rank has stages of one module only."""
-    owners: dict[int, set[str]] = {}
-    for stage in layout.stages:
-        for rank in stage.ranks:
-            owners.setdefault(rank, set()).add(stage.module)
-    return len({s.module for s in layout.stages}) > 1 and all(len(o) == 1 for o in owners.values())
+    places_GMB: Int64s
+    """Packs by group, microbatch and place in it."""
+    ends_ns: float
+    """When the last group ends, as far as that is known (`StepReorder`)."""
 
 
 def _ordered(program: StepProgram, microbatches: Int64s, times: PackTimes) -> Int64s:
@@ -172,8 +169,7 @@ class StepReorder:
     Args:
         modules: encoders, LLM and generator, whole.
         model: of the devices the run has.
-        layout: how modules are cut.
-        schedule: by the recipe's name.
+        runs: the plan that runs.
         groups: data-parallel ranks, as the loader counts them.
         microbatch_size: packs per microbatch.
         balance: whether packs change groups.
@@ -184,8 +180,7 @@ class StepReorder:
         self,
         modules: Sequence[ModuleDescription],
         model: CostModel,
-        layout: StageLayout,
-        schedule: str,
+        runs: OrderedLayout,
         groups: int,
         microbatch_size: int,
         *,
@@ -194,8 +189,8 @@ class StepReorder:
     ) -> None:
         self._modules = list(modules)
         self._model = model
+        layout, schedule, self._order_of_step = runs
         self._layout = layout
-        self._schedule = schedule
         self._chain = Chain.of(layout, schedule)
         replicas = {stage.module: len(stage.ranks) for stage in layout.stages}
         # Replicas of the LLM inside one plan take its microbatches in turn.
@@ -215,31 +210,53 @@ class StepReorder:
         Args:
             packs: a global batch, each as a microbatch of its own.
         """
-        stages = self.stage_times(packs)
+        return self.arranged(self.stage_times(packs)).places_GMB.tolist()
+
+    @property
+    def pipelines(self) -> int:
+        """Among which packs are dealt: groups, times replicas of the LLM in a plan."""
+        return self._groups * self._waves
+
+    def arranged(self, stages: PackTimes) -> Arranged:
+        """The best arrangement of a global batch.
+
+        Args:
+            stages: times of its packs (`stage_times`).
+        """
         chain = self._at_places(stages)
-        sizes_N = (chain.forward_SN + chain.backward_SN).sum(axis=0)
-        pipelines = self._groups * self._waves
-        tried = [np.arange(len(packs)).reshape(pipelines, -1, self._microbatch_size)]
+        sizes_N = chain.totals_N
+        natural = np.arange(len(sizes_N)).reshape(self.pipelines, -1, self._microbatch_size)
+        tried = [natural]
         if self._balance:
-            tried.append(self._form(balance_groups(sizes_N, pipelines), sizes_N))
-        program = self._chain_program(tried[0].shape[1]) if self._order else None
+            tried.append(self._form(balance_groups(sizes_N, self.pipelines), sizes_N))
+        program = self._chain_program(natural.shape[1]) if self._order else None
         if program is not None:
             tried += [_ordered(program, microbatches, chain) for microbatches in tried]
-        if len(tried) > 1:
-            tried = [min(tried, key=lambda each: self._slowest(each, stages, chain))]
-        return self._in_turn(tried[0]).tolist()
+        ends_ns = [self._slowest(each, stages, chain) for each in tried]
+        best = int(np.argmin(ends_ns))
+        return Arranged(self._in_turn(tried[best]), ends_ns[best])
 
     def _chain_program(self, microbatches: int) -> StepProgram | None:
         if microbatches not in self._programs:
             self._programs[microbatches] = self._chain.program(microbatches)
         return self._programs[microbatches]
 
+    def step_program(self, microbatches: int) -> StepProgram | None:
+        """What a group does in a step, with all its stages and replicas; None where nothing is done
+        in turn, or the order is not known."""
+        ranks = {rank for stage in self._layout.stages for rank in stage.ranks}
+        if self._order_of_step is None or len(ranks) == 1:
+            return None
+        whole = replace(self._layout, sub_microbatched=frozenset())
+        graph, order = self._order_of_step(StageGraph(whole, microbatches))
+        return compile_order(order, graph)
+
     def _slowest(self, microbatches: Int64s, stages: PackTimes, chain: PackTimes) -> float:
         """When the last group ends, in nanoseconds."""
         arranged = self._in_turn(microbatches)
         count = arranged.shape[1]
         if count not in self._steps:
-            self._steps[count] = step_program(self._layout, self._schedule, count)
+            self._steps[count] = self.step_program(count)
         program = self._steps[count]
         times = stages.of(arranged)
         if program is None:
@@ -267,6 +284,10 @@ class StepReorder:
         """Milliseconds of forwards and backwards (S, N) of packs at the places of the chain."""
         found = self._at_places(self.stage_times(packs))
         return found.forward_SN / NS_PER_MS, found.backward_SN / NS_PER_MS
+
+    def sizes_of(self, stages: PackTimes) -> Float64s:
+        """How much work each pack is."""
+        return self._at_places(stages).totals_N
 
     def _at_places(self, stages: PackTimes) -> PackTimes:
         """Of the places of the chain: each with all of its stages."""

@@ -40,8 +40,9 @@ from torchmm.data.sources.local_and_hub import (
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
 from torchmm.data.steps.elsewhere import SharedSteps
-from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed, Mixture, Stage
-from torchmm.data.steps.step_packs import Position, StepSequence
+from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed
+from torchmm.data.steps.sample_order import OrderedSource, SampleOrder
+from torchmm.data.steps.step_packs import Position, Steps
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -77,39 +78,24 @@ class Samples:
     stages: Sequence[StageConfig] = ()
     """Weights in the place of the sources' own; none: there is one stage."""
 
-    def mixture(self) -> Mixture:
-        """Their global order, from the start."""
-        feeds = [source.make_feed() for source in self.sources]
-        stages = [
-            Stage(
-                [stage.weights.get(source.name, 0.0) for source in self.sources], stage.until_step
-            )
-            for stage in self.stages
-        ]
-        own = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
-        return Mixture(feeds, stages or [Stage(own)])
+    @property
+    def order(self) -> SampleOrder:
+        """Which samples come next."""
+        sources = [OrderedSource(s.name, s.config, s.make_feed) for s in self.sources]
+        return SampleOrder(sources, self.identity, self.stages)
 
-    def sequence(
-        self, data: DataConfig, training: TrainingConfig, position: Position
-    ) -> StepSequence:
+    @property
+    def streamed(self) -> bool:
+        """Whether a source is a stream."""
+        return any(source.index is None for source in self.sources)
+
+    def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
         """The steps they form.
 
         Raises:
             CheckpointError: the position belongs to other data.
         """
-        return StepSequence(
-            self.mixture(),
-            training,
-            open_packs=data.open_packs,
-            max_tiles=data.max_tiles_per_sequence,
-            max_delay_steps=data.max_delay_steps,
-            data_parallel_size=position.data_parallel_size,
-            max_skipped=data.max_corrupt_samples,
-            state=position.state,
-            arrange=position.arrange,
-            content=self.identity,
-            resume_changed=position.resume_changed,
-        )
+        return self.order.sequence(data, training, position)
 
     def shared(
         self, data: DataConfig, training: TrainingConfig, *, kept: int = 64, sequences: int = 4
@@ -118,7 +104,7 @@ class Samples:
         `SharedSteps`."""
         alone = training.model_copy(update={"microbatch_size": 1})
 
-        def begin(state: dict[str, Any] | None, resume_changed: bool) -> StepSequence:
+        def begin(state: dict[str, Any] | None, resume_changed: bool) -> Steps:
             position = Position(state=state, resume_changed=resume_changed)
             return self.sequence(data, alone, position)
 
@@ -287,15 +273,6 @@ def make_reader(
     drawings = DrawingPreprocessor.of(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length
     return SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
-
-
-def _weight(config: SourceConfig, size: int | None) -> float:
-    """Its share in the mixture: with `epochs`, so that all sources are seen as often as theirs
-    say in the same time."""
-    if config.epochs is None:
-        return config.weight
-    assert size is not None, "streams have no epochs: see torchmm.recipe.check"
-    return config.epochs * size
 
 
 def _open_sources(

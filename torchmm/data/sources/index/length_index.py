@@ -145,13 +145,17 @@ class LengthIndex:
         self.firsts_S = np.array([shard.first for shard in shards], np.int64)
         self.samples_S = np.array([shard.samples for shard in shards], np.int64)
         self.corrupt_count = sum(shard.corrupt for shard in shards)
-        self._reasons = reasons
+        self._open_shard, self._reasons = open_shard, reasons
         self.sizes: Callable[[int], ShardSizes] = lru_cache(KEPT_OPEN)(open_shard)
         """Sizes of a shard's samples.
 
         Raises:
             DataError: its file is damaged.
         """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process, which maps the shards itself."""
+        return LengthIndex, (self.shards, self._open_shard, self._reasons)
 
     def __len__(self) -> int:
         return int(self.samples_S.sum())
@@ -227,24 +231,32 @@ def read_index(directory: Path) -> LengthIndex | None:
             logger.warning("%s is missing or torn: its shard is measured again", file)
             return None
 
-    def reasons(number: int) -> Mapping[int, str]:
-        told = json.loads(shard_file(directory, number, "json").read_bytes())["reasons"]
+    files = _ShardFiles(directory, shards)
+    return LengthIndex(shards, files.sizes, files.reasons)
+
+
+class _ShardFiles:
+    """What is in the files of an index."""
+
+    def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
+        self._directory, self._shards = directory, shards
+        self._checked: set[int] = set()
+
+    def reasons(self, number: int) -> Mapping[int, str]:
+        told = json.loads(shard_file(self._directory, number, "json").read_bytes())["reasons"]
         return {int(place): reason for place, reason in told.items()}
 
-    checked: set[int] = set()
-
-    def open_shard(number: int) -> ShardSizes:
-        file = shard_file(directory, number, "sizes")
+    def sizes(self, number: int) -> ShardSizes:
+        shard = self._shards[number]
+        file = shard_file(self._directory, number, "sizes")
         data = _mapped(file)
-        if number not in checked and hashlib.sha256(data).hexdigest() != shards[number].sha256:
+        if number not in self._checked and hashlib.sha256(data).hexdigest() != shard.sha256:
             raise DataError(
                 f"{file} is damaged: its SHA-256 is not the manifest's. Remove this file: the next "
                 "start measures its shard again"
             )
-        checked.add(number)
-        return sizes_in(data, shards[number].arrays)
-
-    return LengthIndex(shards, open_shard, reasons)
+        self._checked.add(number)
+        return sizes_in(data, shard.arrays)
 
 
 def shard_file(directory: Path, number: int, kind: str) -> Path:

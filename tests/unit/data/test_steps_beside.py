@@ -1,0 +1,133 @@
+"""Steps planned in a process beside training: the same ones, also where it is lost."""
+
+import logging
+import os
+import signal
+from itertools import islice
+
+import pytest
+from data_cases import data_config, training
+from test_windows import by_length, names, order_of, saved
+
+from torchmm.common.errors import DataError
+from torchmm.data.steps import beside
+from torchmm.data.steps.beside import StepsBeside
+from torchmm.data.steps.step_packs import Position
+
+RANK = 1
+
+
+class Slowly:
+    """Arranges from the last pack to the first; picklable."""
+
+    def __call__(self, packs):
+        last = len(packs) - 1
+        half = range(len(packs) // 2)
+        return [[[last - 2 * i - rank] for i in half] for rank in range(2)]
+
+
+class Begin:
+    """Steps of fabricated sizes; picklable."""
+
+    def __init__(self, tmp_path, window=1, **options):
+        self.data = data_config(tmp_path, reorder_window=window, reorder="both", open_packs=5)
+        self.run, self.options = training(global_batch_size=8, steps=99), options
+
+    def __call__(self, position):
+        return order_of(**self.options).sequence(self.data, self.run, position)
+
+
+class Ends(Begin):
+    """Five steps, then an error or the end."""
+
+    def __init__(self, tmp_path, error=None):
+        super().__init__(tmp_path)
+        self.error = error
+
+    def __call__(self, position):
+        steps = super().__call__(position)
+        done = 0 if position.state is None else position.state["steps"]
+        return Limited(steps, 5 - done, self.error)
+
+
+class Limited:
+    notice = ""
+
+    def __init__(self, steps, left, error):
+        self.steps, self.left, self.error = steps, left, error
+
+    def __next__(self):
+        self.left -= 1
+        if self.left < 0 and self.error is not None:
+            raise self.error
+        if self.left < 0:
+            raise StopIteration
+        return next(self.steps)
+
+
+POSITION = Position(RANK, 2, None, Slowly())
+
+
+def own(step):
+    return [[[(i.meta.source, i.meta.index) for i in p] for p in m] for m in step.ranks[RANK]]
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(beside, "BESIDE_FROM_MS", 0.0)
+    monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
+
+
+@pytest.mark.parametrize(("window", "deal"), [(1, None), (4, by_length)])
+def test_steps_are_those_that_are_planned_here(tmp_path, always, caplog, window, deal):
+    caplog.set_level(logging.INFO)
+    begin = Begin(tmp_path, window)
+    position = POSITION._replace(deal=deal)
+    here, there = begin(position), StepsBeside(begin, position)
+    for _ in range(12):
+        one, two = next(here), next(there)
+        assert own(one) == own(two) and saved(one) == saved(two)
+        assert (one.skipped, one.epoch) == (two.skipped, two.epoch)
+        assert one.metas(64)[RANK] == two.metas(64)[RANK]
+    assert there._process is not None and "beside training" in caplog.text
+    there.close()
+
+
+def test_where_planning_takes_no_time_there_is_no_process(tmp_path):
+    steps = StepsBeside(Begin(tmp_path), POSITION)
+    list(islice(steps, 5))
+    assert steps._process is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_lost_leaves_no_gap(tmp_path, always, caplog, monkeypatch, number):
+    begin = Begin(tmp_path)
+    here, there = begin(POSITION), StepsBeside(begin, POSITION)
+    for _ in range(4):
+        assert own(next(here)) == own(next(there))
+    os.kill(there._process.pid, number)
+    monkeypatch.setattr(beside, "PATIENCE_S", 1.0)
+    process = there._process
+    for _ in range(12):
+        one, two = next(here), next(there)
+        assert own(one) == own(two) and saved(one) == saved(two)
+    assert there._process is None and not process._process.is_alive()
+    assert "from here on they are arranged here" in caplog.text
+
+
+def test_ends_and_errors_come_through(tmp_path, always):
+    assert len(list(StepsBeside(Ends(tmp_path), POSITION))) == 5
+    steps = StepsBeside(Ends(tmp_path, DataError("more than 3 samples are corrupt")), POSITION)
+    with pytest.raises(DataError, match="more than 3"):
+        list(steps)
+    steps.close()
+
+
+def test_names_are_of_the_whole_step_only_where_it_is_planned(tmp_path, always):
+    """What other ranks have stays with the process."""
+    steps = StepsBeside(Begin(tmp_path), POSITION)
+    for _ in range(3):
+        step = next(steps)
+    with pytest.raises(KeyError):
+        names(step)
+    steps.close()
