@@ -17,12 +17,8 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.ahead import (
-    PlannedStep,
-    PlanningProcessError,
-    PlanningSetup,
-    PlanRequest,
-)
+from torchmm.planning.beside.process import PlanningProcessError
+from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.planner import PlanFigures, StepPlanner
@@ -51,7 +47,7 @@ class FakeProcess:
         plan = lower_plan(order, graph, {}, sharding="step")
         predicted_ms = 50.0 if request.rates else None
         finished = self.mood == "finished"
-        return PlannedStep(step, encode_plan(plan), "search", predicted_ms, 0.2, 33, 7.0, finished)
+        return PlannedStep(step, encode_plan(plan), 7.0, "search", predicted_ms, 0.2, 33, finished)
 
     def graph(self, request: PlanRequest) -> StageGraph:
         return step_graph(self.setup.layout, self.setup.config, request.microbatches)

@@ -70,11 +70,11 @@ def windows(tmp_path_factory, real_data, train_server) -> dict[str, Path]:
 
     run("natural", 2)
     run("window", 2, data__reorder_window=3)
-    (first,) = (root / "window" / "checkpoints").glob("step-1-*")
-    run("one rank", 1, data__reorder_window=3, checkpoint__resume=first)
+    first = root / "window" / "checkpoints" / "step-1"
+    run("one-rank", 1, data__reorder_window=3, checkpoint__resume=first)
     staged = {"parallel__pipeline": 2, "parallel__schedule": "1f1b"}
     run("stages", 2, data__reorder_window=3, checkpoint__resume=first, **staged)
-    return {name: root / name for name in ("natural", "window", "one rank", "stages")}
+    return {name: root / name for name in ("natural", "window", "one-rank", "stages")}
 
 
 def test_a_window_is_gone_on_with_in_the_recorded_order_on_other_ranks(windows):
@@ -83,7 +83,7 @@ def test_a_window_is_gone_on_with_in_the_recorded_order_on_other_ranks(windows):
     others = [one["loss"] != pytest.approx(two["loss"], rel=1e-4)
               for one, two in zip(natural, window, strict=True)]  # fmt: skip
     assert any(others), "no step has other samples"
-    for name in ("one rank", "stages"):
+    for name in ("one-rank", "stages"):
         resumed = records(windows[name])
         assert [r["step"] for r in resumed] == [2, 3]
         for one, two in zip(window[1:], resumed, strict=True):

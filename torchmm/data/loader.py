@@ -360,8 +360,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
 
     Args:
         data, training: sources and limits; batch sizes, sequence length, seed, device.
-        text_spec: how the LLM wants its text.
-        image_specs: how encoders want their images, by name.
+        text_spec, image_specs: how the LLM wants its text, and encoders, by name, their images.
         tokenizer: the LLM's tokenizer (a fast one).
         data_parallel_rank: which of `data_parallel_size` shares of the global batches to load.
         state: `StepBatch.state` of the batch to continue after, or None.

@@ -156,7 +156,8 @@ def _check_data(recipe: Recipe) -> Problems:
 
 def _check_window(data: DataConfig) -> Problems:
     """Sequences of several steps can be dealt where every rank knows all of them beforehand."""
-    key, window = "data.reorder_window", data.reorder_window
+    key = "data.reorder_window"
+    window = data.reorder_window
     if window == 1:
         return
     if data.reorder not in ("intra", "both"):

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.reordering.step import StepReorder
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
@@ -35,7 +36,6 @@ from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.shared_reader import ReaderAddress
-from torchmm.data.steps.step_packs import Arrange, Deal
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
@@ -248,8 +248,7 @@ def build_run(
         tokenizer,
         mesh,
         state=restored.state["data"] if restored else None,
-        arrange=reorder,
-        deal=dealing(recipe, reorder),
+        reorder=reorder,
         samples=data.training,
         reads=pipeline.reads,
     )
@@ -344,8 +343,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     state: dict | None = None,
     validation: bool = False,
     for_prompts: bool = False,
-    arrange: Arrange | None = None,
-    deal: Deal | None = None,
+    reorder: StepReorder | None = None,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
 ) -> Loader:
@@ -355,8 +353,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         state: data position to go on from.
         validation: held-out samples, decoded in this process (they are few and kept).
         for_prompts: the same samples on all ranks, one sequence per microbatch.
-        arrange: which packs of a global batch go where; None: in natural order.
-        deal: which packs of several steps go to which of them; None: each has its own.
+        reorder: which packs of a global batch go where; None: in natural order.
         samples: of the same sources, if they were opened before.
         reads: which images it decodes; None: all of its share.
     """
@@ -373,8 +370,8 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         data_parallel_size=1 if for_prompts else mesh.data_parallel_size,
         state=state,
         validation=validation,
-        arrange=arrange,
-        deal=deal,
+        arrange=reorder,
+        deal=dealing(run.recipe, reorder),
         resume_changed=run.recipe.checkpoint.resume_changed_data,
         samples=samples,
         reads=reads,

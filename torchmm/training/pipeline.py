@@ -37,7 +37,8 @@ from torchmm.parallel.apply import reshards_after_forward
 from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
-from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageLayout, Task
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.plan.plan import Gathering, MessageSpecs, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
@@ -138,14 +139,10 @@ class Pipeline:
     def plan(
         self,
         metas: Sequence[MicrobatchMeta],
-        targets: Sequence[int] | None = None,
         purpose: Purpose = "training",
         **choices: Unpack[Choices],
     ) -> PipelinePlan:
         """The plan of a step with these microbatches.
-
-        Args:
-            targets: positions that count in the loss, by microbatch; None: all text.
 
         Raises:
             PlanError: the schedule cannot run them, or they do not fit into memory.
@@ -155,7 +152,6 @@ class Pipeline:
             self.config,
             self.descriptions,
             metas,
-            targets,
             specs=self._specs(metas),
             sharding=self.sharding,
             purpose=purpose,
@@ -165,22 +161,24 @@ class Pipeline:
     def plan_training(
         self, microbatches: Sequence[Microbatch], **choices: Unpack[Choices]
     ) -> PipelinePlan:
-        """The plan of a training step on these microbatches.
+        """The plan of a training step on these microbatches. It depends on their sizes alone, which
+        are known before they are decoded, and not on how many targets they turn out to have.
 
         Raises:
             PlanError: as `plan`.
         """
-        metas = [m.meta for m in microbatches]
-        targets = [m.target_count for m in microbatches]
         choices.setdefault("reduces_early", self.device.type == "cuda")
-        return self.plan(metas, targets, **choices)
+        return self.plan([m.meta for m in microbatches], **choices)
 
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
-        """The plan of a training step that another process has encoded (`encode_plan`)."""
+        """The plan of a training step that another process has encoded (`encode_plan`), with the
+        tensors that this rank sends and receives."""
         graph = step_graph(self.layout, self.config, metas, self.sharding)
-        return decode_plan(numbers, graph, self._specs(metas))
+        plan = decode_plan(numbers, graph, lambda graph: {})
+        tasks = own_tasks(plan, self._runtime.plan_rank)
+        return replace(plan, specs=self._specs(metas)(plan.graph, tasks=tasks))
 
-    def _specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[[StageGraph], MessageSpecs]:
+    def _specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[..., MessageSpecs]:
         own = [slice_meta(meta, *self._slice) for meta in metas]
         sizes = self.message_sizes
         return partial(message_specs, modules=sizes, microbatches=own, dtype=self.dtype)
@@ -275,6 +273,15 @@ class Pipeline:
     def last_rank(self, module: str) -> int:
         """Rank of the plan with a module's last stage, where its losses are."""
         return next(s.ranks[0] for s in reversed(self.layout.stages) if s.module == module)
+
+
+def own_tasks(plan: PipelinePlan, rank: int) -> list[Task]:
+    """Tasks whose outputs a rank has or gets."""
+    graph = plan.graph
+    own = [action.task for action in plan.actions[rank] if action.type is ActionType.F]
+    found = dict.fromkeys(own)
+    found |= dict.fromkeys(graph.producer(m) for task in own for m in graph.incoming(task))
+    return list(found)
 
 
 def read_by(modules: Collection[str], microbatch: Microbatch) -> Microbatch:

@@ -117,7 +117,7 @@ class CaseProgram:
             recompute=self.case.recompute,
         )
         layerwise = mesh.pipeline_size == 1 and reshards_after_forward(config)
-        plan = self.pipeline.plan(metas, targets)
+        plan = self.pipeline.plan(metas)
         return Replica(plan, self.modules, metas, targets, execution, layerwise)
 
 

@@ -39,7 +39,8 @@ from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.ahead import PlanningProcess, PlanningSetup
+from torchmm.planning.beside.process import PlanningProcess
+from torchmm.planning.beside.requests import PlanningSetup
 from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
 from torchmm.training.planner import StepPlanner
 from torchmm.training.step import StepOutcome, TrainStep

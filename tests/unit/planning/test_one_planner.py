@@ -12,7 +12,8 @@ from torchmm.balance.planners import search_by_costs
 from torchmm.balance.rates import ActionFit
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.numbers import decode_plan
-from torchmm.planning.ahead import PlanningProcess, PlanningSetup, PlanRequest
+from torchmm.planning.beside.process import PlanningProcess
+from torchmm.planning.beside.requests import PlanningSetup, PlanRequest
 from torchmm.planning.executions import run_costs, simulated_profile
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.step import searched_costs
@@ -56,7 +57,7 @@ def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
     process = PlanningProcess(setup)
     try:
         metas = tuple(forecaster.workload.microbatches)
-        process.submit(PlanRequest(1, metas, {}, None))
+        process.submit(PlanRequest(1, metas))
         planned = process.take(1, 120)
     finally:
         process.close()

@@ -29,15 +29,14 @@ from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.planning.ahead import (
+from torchmm.planning.beside.process import (
     MOST_DEATHS,
     STARVED_STEPS,
     KeptPlanning,
     PlanningProcess,
     PlanningProcessError,
-    PlanningSetup,
-    PlanRequest,
 )
+from torchmm.planning.beside.requests import Measured, PlanningSetup, PlanRequest
 from torchmm.planning.step import searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -74,7 +73,7 @@ def process() -> Iterator[PlanningProcess]:
 def request(step: int, seed: int, rate: float = 0.0) -> PlanRequest:
     kinds = [(name, kind) for name in ("llm", "vision") for kind in ActionType]
     rates = dict.fromkeys(kinds, rate) if rate else {}
-    return PlanRequest(step, metas(seed), rates, None)
+    return PlanRequest(step, metas(seed), Measured(rates))
 
 
 def test_it_plans_the_step_it_was_asked_for(process):

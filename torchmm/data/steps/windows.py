@@ -130,7 +130,8 @@ class WindowedSteps:
     def __next__(self) -> StepSamples:
         if not self._dealt:
             self._open()
-        step, arrange = self._dealt.popleft(), self._position.arrange
+        step = self._dealt.popleft()
+        arrange = self._position.arrange
         return step if arrange is None else arranged(step, arrange, self._training)
 
     def _open(self, dealt: Sequence[Sequence[int]] | None = None) -> None:
@@ -175,7 +176,8 @@ class WindowedSteps:
         Raises:
             ValueError: packs were left out.
         """
-        steps, count = len(window.natural), window.packs
+        steps = len(window.natural)
+        count = window.packs
         natural = [[*range(n * count, (n + 1) * count)] for n in range(steps)]
         deal = self._position.deal
         if steps == 1 or deal is None:

@@ -3,8 +3,9 @@
     numbers = encode_plan(plan)                          where plans are made and validated
     plan = decode_plan(numbers, graph, specs)            where they are run
 
-Lowering and validating take a few microseconds per action, decoding 0.2. Tensors' shapes are not
-among the numbers: the process that runs a plan has the microbatches from which they follow.
+Lowering and validating take a few microseconds per action, decoding 0.2, and a rank decodes its own
+program: those of others when somebody asks for them. Tensors' shapes are not among the numbers: the
+process that runs a plan has the microbatches from which they follow.
 Rejected: pickled plans, which are five times as large and slower to read, and must not come over a
 network.
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import get_args
+from itertools import accumulate
+from typing import get_args, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,21 +71,16 @@ def decode_plan(
     Raises:
         ValueError: the numbers are not a plan of this graph's ranks and stages.
     """
-    values = numbers.tolist()
-    ranks = values[0] if values else 0
+    ranks = int(numbers[0]) if len(numbers) else 0
     if ranks != graph.layout.rank_count:
         raise ValueError(f"a plan of {ranks} ranks for stages on {graph.layout.rank_count}")
-    counts, begin = values[1 : 1 + ranks], 1 + ranks
+    counts, begin = numbers[1 : 1 + ranks].tolist(), 1 + ranks
     end = begin + _FIELDS * sum(counts)
-    if end > len(values):
-        raise ValueError(f"a plan of {sum(counts)} actions in {len(values)} numbers")
-    columns = [values[begin + i : end : _FIELDS] for i in range(_FIELDS)]
-    actions = [*map(Action, [_TYPES[number] for number in columns[0]], *columns[1:])]
-    rows, first = [], 0
-    for count in counts:
-        rows.append(tuple(actions[first : first + count]))
-        first += count
-    found = _Reader(values, end)
+    if end >= len(numbers):
+        raise ValueError(f"a plan of {sum(counts)} actions in {len(numbers)} numbers")
+    rows = _Programs(numbers[begin:end], counts)
+    values = numbers[end:].tolist()
+    found = _Reader(values, 0)
     modules = _modules(graph)
     replica = {(modules[m], microbatch, part): n for m, microbatch, part, n in found.rows(4)}
     graph = replace(graph, replica=replica) if replica or graph.replica else graph
@@ -92,7 +89,43 @@ def decode_plan(
         for rank, position, count in found.rows(3)
     }
     recompute = _recompute(values, found.at, graph)
-    return PipelinePlan(graph, tuple(rows), specs(graph), True, recompute, fillers)
+    return PipelinePlan(graph, rows, specs(graph), True, recompute, fillers)
+
+
+class _Programs(Sequence[tuple[Action, ...]]):
+    """Programs by rank, each decoded when it is first asked for.
+
+    Args:
+        numbers: of all actions, rank after rank.
+        counts: actions by rank.
+    """
+
+    def __init__(self, numbers: Int32s, counts: Sequence[int]) -> None:
+        self._numbers = numbers
+        self._ends = [*accumulate((_FIELDS * count for count in counts), initial=0)]
+        self._decoded: dict[int, tuple[Action, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Action, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Action, ...], ...]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[Action, ...] | tuple[tuple[Action, ...], ...]:
+        if isinstance(rank, slice):
+            return tuple(self[number] for number in range(len(self))[rank])
+        rank = range(len(self))[rank]
+        if rank not in self._decoded:
+            values = self._numbers[self._ends[rank] : self._ends[rank + 1]].tolist()
+            kinds, *columns = (values[i::_FIELDS] for i in range(_FIELDS))
+            self._decoded[rank] = tuple(map(Action, [_TYPES[n] for n in kinds], *columns))
+        return self._decoded[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Reader:

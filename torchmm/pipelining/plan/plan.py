@@ -7,7 +7,7 @@ simulated and a measured step both are lists of `ActionRecord`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -89,7 +89,7 @@ class PipelinePlan:
     """
 
     graph: StageGraph
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Sequence[tuple[Action, ...]]
     specs: MessageSpecs = field(default_factory=dict)
     training: bool = True
     recompute: Mapping[Task, tuple[LayerMode, ...]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ context tokens of a generator), T tokens, D features, E features of an embedded 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -25,7 +25,7 @@ from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import DUMMY, GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
-from torchmm.pipelining.plan.graph import Message, StageGraph
+from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.plan import MessageSpecs, TensorSpec
 
 T = TypeVar("T")
@@ -103,6 +103,7 @@ def message_specs(
     modules: Mapping[str, LayeredModule] | Mapping[str, MessageSizes],
     microbatches: Sequence[MicrobatchMeta],
     dtype: torch.dtype,
+    tasks: Iterable[Task] | None = None,
 ) -> MessageSpecs:
     """The tensors of every message of a step.
 
@@ -119,6 +120,7 @@ def message_specs(
            microbatches: one for each of the graph's; of ranks that share rows, the part of one of
                them (`slice_meta`).
            dtype: in which modules compute.
+           tasks: whose outputs are wanted; None: of all.
 
        Raises:
            ValueError: the graph has another number of microbatches, or more sub-microbatches than
@@ -131,7 +133,7 @@ def message_specs(
         )
     sizes = {n: m if isinstance(m, MessageSizes) else message_sizes(m) for n, m in modules.items()}
     specs: dict[Message, tuple[TensorSpec, ...]] = {}
-    for task in graph.tasks():
+    for task in graph.tasks() if tasks is None else tasks:
         meta = microbatches[task.microbatch]
         for message in graph.outgoing(task):
             source = sizes[graph.layout.stages[message.source].module]

@@ -228,7 +228,8 @@ class StepRecord:
         Figure(
             "planner",
             "ms",
-            "Time in which the step's order was searched, during training or before the step.",
+            "Time in which the step was planned, with the search for its order, during training "
+            "or before the step.",
         ),
     ] = None
     planner_evaluations: Annotated[int | None, Figure("planner", "", "Orders that were tried.")] = (

@@ -1,0 +1,151 @@
+"""Processor time that planning takes from training in DistTrain's largest jobs, on every rank.
+
+A step of MLLM-15B on 1,290 devices, in the sizes that `benchmarks/disttrain_figures.py` finds for
+it. In place: a rank arranges the global batch, then orders, lowers and checks the programs of all
+ranks of its replica group, as all ranks did before every step. Beside: what is left for the rank
+that trains when both were done by processes: it takes its share of a step and the plan from them,
+compares what the plan was made from, and reads its own program. What the processes spend is a row
+too. All of it is the least processor time of many repetitions, in one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from support.harness import Row
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.orchestration.search import UnitSizes
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.dtypes import DTYPES
+from torchmm.common.files import Handover
+from torchmm.data.items import Item, microbatch_meta
+from torchmm.pipelining.plan.numbers import decode_plan
+from torchmm.pipelining.run.messages import message_sizes, message_specs
+from torchmm.planning.apart.problem import sized_recipe
+from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.planning.beside.work import plan_before_step
+from torchmm.planning.executions import layer_tuning, run_costs
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.reordering import arrangement
+from torchmm.planning.step import plan_step, step_graph
+from torchmm.recipe.read import load_recipe
+from torchmm.training.pipeline import own_tasks
+from torchmm.training.plans.sharing import digest_of
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "papers" / "disttrain_mllm_15b.toml"
+SIZES = {
+    "vision": UnitSizes(1, 15, 2),
+    "llm": UnitSizes(4, 15, 20),
+    "generator": UnitSizes(2, 15, 2),
+}
+SCHEDULE, RECOMPUTE = "zero_bubble", "tuned"
+
+
+class _Job(NamedTuple):
+    setup: PlanningSetup
+    metas: tuple[MicrobatchMeta, ...]
+    """Of one replica group."""
+    packs: list[list[Item]]
+    """Of the global batch."""
+    forecaster: Forecaster
+    step_ms: float
+    """Simulated."""
+
+
+@cache
+def job() -> _Job:
+    """The recipe in these sizes."""
+    given = load_recipe(RECIPE, []).recipe
+    recipe = sized_recipe(given, SIZES, schedule=SCHEDULE, recompute=RECOMPUTE)
+    forecaster = Forecaster(recipe, sum(s.devices for s in SIZES.values()), load_profile("a800"))
+    parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
+    metas = tuple(forecaster.workload.microbatches)
+    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    sizes = {name: message_sizes(module) for name, module in forecaster.sample.layered.items()}
+    setup = PlanningSetup(
+        forecaster._layout(parallel, metas),
+        parallel,
+        tuple(forecaster.modules),
+        "step",
+        None,
+        sizes,
+        DTYPES[recipe.training.dtype],
+        layer_tuning(recipe, forecaster.modules, model, layerwise=False),
+        reduces_early=True,
+    )
+    packs = [[Item(0, 0, sample) for sample in pack.samples] for pack in forecaster.sample.packs]
+    return _Job(setup, metas, packs, forecaster, forecaster.forecast().iteration_ms)
+
+
+def least_ms(function: Callable[[], object], repetitions: int) -> float:
+    """Least processor time of a number of calls, in this thread."""
+    best = float("inf")
+    for _ in range(repetitions):
+        begin_s = time.thread_time()
+        function()
+        best = min(best, time.thread_time() - begin_s)
+    return best * 1e3
+
+
+def rows(repetitions: int) -> list[Row]:
+    """The table's lines."""
+    setup, metas, packs, forecaster, step_ms = job()
+    request = PlanRequest(1, metas)
+    planned = plan_before_step(setup, request)
+    graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
+    plan = decode_plan(planned.numbers, graph, lambda graph: {})
+    counts = [len(row) for row in plan.actions]
+    case = (
+        f"MLLM-15B, {forecaster.run.world_size} GPUs, {len(counts)} ranks in a plan of "
+        f"{sum(counts)} actions"
+    )
+    busiest = counts.index(max(counts))
+    model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
+    recipe = forecaster.recipe
+    reorder = arrangement(recipe, forecaster.modules, model, setup.layout, forecaster.run.shares)
+    length = recipe.training.sequence_length
+
+    def arrange() -> object:
+        return reorder([microbatch_meta([pack], length) for pack in packs])
+
+    def plan_all() -> object:
+        return plan_step(
+            setup.layout, setup.config, setup.modules, metas,
+            specs=lambda graph: message_specs(graph, setup.sizes, metas, setup.dtype),
+            sharding="step", reduces_early=True, tuning=setup.tuning,
+        )  # fmt: skip
+
+    def read() -> object:
+        digest_of("", metas)
+        graph = step_graph(setup.layout, setup.config, metas, setup.sharding)
+        plan = decode_plan(planned.numbers, graph, lambda graph: {})
+        tasks = own_tasks(plan, busiest)
+        return message_specs(plan.graph, setup.sizes, metas, setup.dtype, tasks=tasks)
+
+    own = arrange()[0]  # type: ignore[index]
+    share = bytes(ForkingPickler.dumps([packs[n] for microbatch in own for n in microbatch]))
+    with TemporaryDirectory() as directory:
+        handover = Handover(Path(directory) / "plan.npz")
+        handover.put(planned.arrays())
+        take_ms = least_ms(lambda: PlannedStep.of(handover.get() or {}), repetitions)
+    arrange_ms, in_place_ms = (least_ms(each, repetitions) for each in (arrange, plan_all))
+    read_ms = least_ms(read, repetitions)
+    share_ms = least_ms(lambda: ForkingPickler.loads(share), repetitions)
+    process_ms = least_ms(lambda: plan_before_step(setup, request), repetitions)
+    before_ms, after_ms = arrange_ms + in_place_ms, share_ms + read_ms + take_ms
+    return [
+        Row(case, "arranging the global batch, on each rank", "ms", share_ms, arrange_ms,
+            better="lower"),
+        Row(case, "the plan, on the rank that leads", "ms", read_ms + take_ms, in_place_ms,
+            better="lower"),
+        Row(case, "the plan, on each other rank", "ms", read_ms, in_place_ms, better="lower"),
+        Row(case, "both, of a simulated step", "%", 100 * after_ms / step_ms,
+            100 * before_ms / step_ms, better="lower"),
+        Row(case, "processes beside training", "ms", arrange_ms + process_ms, better="lower"),
+    ]  # fmt: skip

@@ -1,0 +1,223 @@
+"""One plan on all ranks of a pipeline: the same bits wherever it is made, errors on all ranks."""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from launch import run_distributed
+from searched_cases import CPU, Searched, batch_of, build_searched
+
+from torchmm.balance.order_search.remembered import RememberedOrders
+from torchmm.common.batch import Microbatch
+from torchmm.common.errors import PlanError
+from torchmm.parallel.mesh import start_process_group
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.planning.beside import work
+from torchmm.planning.beside.process import PlanningProcess
+from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.training.planner import StepPlanner
+from torchmm.training.plans import leader
+
+LAYOUT = {"pipeline": 2, "shard": 2}
+SCHEDULES = ("separated", "1f1b", "zero_bubble")
+STEPS = 8
+
+
+PLANNED: list[int] = []
+"""Steps of which a process had the plan, in this rank."""
+
+
+class Here:
+    """Does what a process does, at once and in this one: processes wait for a core."""
+
+    def __init__(self, setup: PlanningSetup) -> None:
+        self.setup = setup
+        self.directory = Path(tempfile.mkdtemp())
+        self.ours, self.theirs = multiprocessing.Pipe()
+
+    def submit(self, request: PlanRequest) -> None:
+        plans = work.plans_in(self.directory)
+        work.plan_request(self.theirs, plans, self.setup, request, RememberedOrders())
+
+    def take(self, step: int) -> PlannedStep | None:
+        found = work.plans_in(self.directory).get()
+        planned = None if found is None else PlannedStep.of(found)
+        if planned is None or planned.step != step:
+            return None
+        PLANNED.append(step)
+        return planned
+
+    def close(self, *, at_once: bool = False) -> None:
+        shutil.rmtree(self.directory)
+
+
+class Lost(PlanningProcess):
+    """A process that gets a signal before its third step."""
+
+    number: ClassVar = signal.SIGKILL
+
+    def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
+        if step == 6 and self.pid:
+            os.kill(self.pid, self.number)
+        planned = super().take(step, wait_s)
+        if planned is not None:
+            PLANNED.append(step)
+        return planned
+
+
+class Stopped(Lost):
+    number = signal.SIGSTOP
+
+
+def run(of: Searched, start: type | None) -> list:
+    """Losses and gradients of all steps, to the bit."""
+    PLANNED.clear()
+    leader.AHEAD_FROM_MS = 1e9 if start is None else 1e-9
+    planner = StepPlanner(
+        of.pipeline, None, of.mesh, logging.getLogger("shared"), None, deterministic=True,
+        steps=STEPS, start=start or PlanningProcess,
+    )  # fmt: skip
+    found = []
+    for step in range(1, STEPS + 1):
+        batches = [batch_of(s) for s in (step, step + 1)]
+        share, coming = (of.share(batch) for batch in batches)
+        metas = [m.meta for m in coming]
+        plan = planner.plan(step, share, lambda metas=metas: [metas] * of.mesh.data_parallel_size)
+        of.model.zero_grad()
+        outcome = of.step.run(plan, share, 100)
+        gradients = [p.grad for p in of.model.parameters() if p.grad is not None]
+        local = [getattr(g, "to_local", lambda g=g: g)().clone() for g in gradients]
+        found.append((outcome.loss.item(), local, planner.figures.planner_ms))
+        planner.learn(step, outcome, share, 100.0)
+    planner.close()
+    return found
+
+
+def bits_differ(one: list, other: list) -> bool:
+    return any(
+        a[0] != b[0] or not all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def compare(schedule: str) -> list[str]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=120), CPU)
+    of = build_searched({**LAYOUT, "schedule": schedule})
+    before = run(of, None)
+    wrong = []
+    if not bits_differ(before, before[1:] + before[:1]):
+        wrong.append("all steps are the same")
+    for start in (Here, Lost, Stopped):
+        name = start.__name__
+        found = run(of, start)
+        if bits_differ(before, found):
+            wrong.append(f"{name}: other losses or gradients")
+        # Two steps are planned in place, the third is the first to be announced.
+        had = list(range(4, STEPS + 1)) if of.mesh.pipeline_rank == 0 else []
+        if start is Here and had != PLANNED:
+            wrong.append(f"plans of {PLANNED} came from the process")
+        if start is not Here and STEPS in PLANNED:
+            wrong.append(f"{name}: a process that is gone had a plan")
+        if any(ms is None for *_, ms in found):
+            wrong.append(f"{name}: time of planning is not told to all ranks")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_where_a_plan_is_made_changes_no_bit(schedule):
+    assert run_distributed(compare, 4, schedule) == [[]] * 4
+
+
+def planner_of(of: Searched) -> StepPlanner:
+    logger = logging.getLogger("shared")
+    return StepPlanner(of.pipeline, None, of.mesh, logger, None, deterministic=True, steps=9)
+
+
+def told(of: Searched, share: list[Microbatch], change: Callable[[StepPlanner], None]) -> str:
+    planner = planner_of(of)
+    change(planner)
+    try:
+        planner.plan(1, share)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def disagree() -> list[str]:
+    """What every rank says: where all are alike, where rank 3 has another batch, where the second
+    pipeline's step cannot be planned."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    of = build_searched({**LAYOUT, "schedule": "separated"})
+    share = of.share(batch_of(1))
+    rank = of.mesh.rank
+
+    def fail(planner: StepPlanner) -> None:
+        if planner._leader is not None and of.mesh.data_parallel_rank == 1:
+            setup = planner._leader.setup
+            config = setup.config.model_copy(update={"schedule": "of another world"})
+            planner._leader.setup = replace(setup, config=config)
+
+    other = of.share(batch_of(2)) if rank == 3 else share
+    return [
+        told(of, share, lambda planner: None),
+        told(of, other, lambda planner: None),
+        told(of, share, fail),
+        told(of, share, lambda planner: None),
+    ]
+
+
+@pytest.mark.slow
+def test_all_ranks_are_told_what_one_of_them_has():
+    outcomes = run_distributed(disagree, 4)
+    for alike, differing, failing, again in outcomes:
+        assert alike == again == ""
+        assert "step 1: ranks [3] have other microbatches" in differing
+        assert "than rank 1" in differing
+        assert "of another world" in failing
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+
+
+def own_programs() -> list[str]:
+    """What is wrong with what ranks have of a plan."""
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    of = build_searched({"pipeline": 4, "schedule": "separated"})
+    share = of.share(batch_of(1))
+    plan = planner_of(of).plan(1, share)
+    whole: PipelinePlan = of.pipeline.plan_training(share)
+    rank = of.mesh.pipeline_rank
+    wrong = []
+    if set(plan.actions._decoded) != {rank}:
+        wrong.append(f"programs of {set(plan.actions._decoded)} were decoded")
+    if plan.actions != whole.actions or plan.graph != whole.graph:
+        wrong.append("another plan than every rank would make for itself")
+    if not plan.specs or any(whole.specs[message] != own for message, own in plan.specs.items()):
+        wrong.append("other tensors")
+    if len(plan.specs) >= len(whole.specs):
+        wrong.append("tensors of messages that others exchange")
+    return wrong
+
+
+@pytest.mark.slow
+def test_ranks_read_their_own_programs():
+    assert run_distributed(own_programs, 4) == [[]] * 4
+
+
+def test_plans_are_told_apart_by_what_they_are_made_from():
+    from torchmm.training.plans.sharing import digest_of  # noqa: PLC0415 - used here only
+
+    metas = [m.meta for m in batch_of(1)]
+    digest = digest_of("", metas)
+    assert digest == digest_of("", list(metas)) == int(np.float64(digest))
+    assert digest != digest_of("other", metas) != digest_of("other", metas[::-1])
