@@ -26,6 +26,7 @@ from defects import DEFECTS
 
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.health import preflight
+from torchmm.parallel.tensor.bubbles import Turns
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.planning import step as planning_step
 from torchmm.training.checkpoint.manager import CheckpointManager
@@ -43,13 +44,29 @@ def watch(directory: Path, steps: set[int]) -> None:
         StepState.handlers,
         StepState.finish,
     )
+    label = ["", ""]  # of the step, and of what it launches: one of them goes on at a time
+
+    def set_label(text):
+        label[0] = text
+        device.set_label(text)
+
+    plain_launch = Turns.launch
+
+    def launch(self, pieces):
+        own = label[0]
+        set_label(label[1])
+        try:
+            return plain_launch(self, pieces)
+        finally:
+            label[1] = label[0]
+            set_label(own)
 
     def run_step(self, batches):
         step = self.step + 1
         if step not in steps:
             return plain_step(self, batches)
         device.drain()
-        device.set_label("before the plan")
+        set_label("before the plan")
         device.start_log()
         try:
             return plain_step(self, batches)
@@ -61,11 +78,11 @@ def watch(directory: Path, steps: set[int]) -> None:
     def handlers(self):
         def labelled(handler):
             def call(action):
-                device.set_label(str(action))
+                set_label(str(action))
                 try:
                     return handler(action)
                 finally:
-                    device.set_label("between actions")
+                    set_label("between actions")
 
             return call
 
@@ -73,7 +90,7 @@ def watch(directory: Path, steps: set[int]) -> None:
 
     def finish(self):
         plain_finish(self)
-        device.set_label("behind the plan")
+        set_label("behind the plan")
 
     plain_save = CheckpointManager.save
 
@@ -92,6 +109,7 @@ def watch(directory: Path, steps: set[int]) -> None:
 
     Trainer.run_step, StepState.handlers, StepState.finish = run_step, handlers, finish
     CheckpointManager.save = save
+    Turns.launch = launch
 
 
 def offload_all() -> None:

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -61,6 +62,15 @@ FILLERS = COLOCATED | {
     "parallel__tensor_bubbles": 0.3,
     "parallel__vision__tensor": 1,
 }
+PIECES = (
+    COLOCATED
+    | TENSOR
+    | {
+        "parallel__tensor_bubbles": 0.6,
+        "parallel__bubble_pieces": "true",
+        "parallel__search__background": "false",
+    }
+)
 ASYNC = TENSOR | {"parallel__async_tensor_parallel": "true"}
 HOST_STATES = {
     "checkpoint__interval": STEP,
@@ -99,6 +109,8 @@ CASES = {
     "colocated": Case(2, COLOCATED),
     "reductions beside": Case(4, COLOCATED),
     "fillers": Case(4, FILLERS),
+    "pieces": Case(4, PIECES),
+    "pieces of whole encoders": Case(4, PIECES | {"parallel__vision__tensor": 1}),
     "searched": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "searched"}),
     "generator": Case(1, recipe="quickstart_generation.toml"),
     "disaggregated": Case(3, recipe="quickstart_disaggregated.toml"),
@@ -214,6 +226,19 @@ def inputs_beside(ranks: dict[int, list[Record]]) -> list[int]:
     return [operations_before_the_end(records, place) for records in ranks.values()]
 
 
+def pieces_inside(records: list[Record]) -> int:
+    """How often a rank turns from a kernel of an LLM action to one of an encoder's and back."""
+    labels = [label for label, _ in groupby(r.label for r in records if r.kind == "kernel")]
+    return sum(a == c != b for a, b, c in zip(labels, labels[1:], labels[2:], strict=False))
+
+
+def shared_communication(records: list[Record], others: list[Record]) -> list[tuple[str, str]]:
+    """A rank's operations of communicators that another one has too, all in one order."""
+    names = {r.text.partition("|")[0] for r in others if r.kind == "comm"}
+    found = [(r.text.partition("|")[0], r.name) for r in records if r.kind == "comm"]
+    return [operation for operation in found if operation[0] in names]
+
+
 def states_on_their_way(ranks: dict[int, list[Record]], tmp_path: Path) -> list[set[int]]:
     """By rank that has some: streams that still run when a checkpoint is taken."""
     saves = read_records(tmp_path / "log", STEP, "save")
@@ -246,6 +271,14 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
         assert all(reductions_beside(ranks))
     if name == "inputs on the host":
         assert all(inputs_beside(ranks))
+    if name.startswith("pieces"):
+        assert all(map(pieces_inside, ranks.values()))
+        for pair in ((0, 1), (2, 3)) if name == "pieces" else ():
+            first, second = (ranks[rank] for rank in pair)
+            operations = shared_communication(first, second)
+            assert operations == shared_communication(second, first)
+            turns = len(list(groupby(communicator for communicator, _ in operations)))
+            assert turns > 2, "two communicators take turns"
     if name == "states on the host":
         assert all(copies_beside(ranks))
         assert not states_on_their_way(ranks, tmp_path)

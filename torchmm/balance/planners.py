@@ -13,7 +13,14 @@ from functools import partial
 from math import isfinite
 from typing import NamedTuple, Protocol
 
-from torchmm.balance.bubbles.choice import BubbleChoice, StepOrder, bubble_choices, llm_tensor_ms
+from torchmm.balance.bubbles.choice import (
+    BubbleChoice,
+    Inside,
+    InTensorBubbles,
+    StepOrder,
+    bubble_choices,
+    llm_tensor_ms,
+)
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.compiled import Uint32s
 from torchmm.balance.order_search.best_order import (
@@ -124,7 +131,7 @@ def plan_optimus(
         costs,
         llm_schedule=config.llm_schedule,
         granularity=config.bubbles,
-        inside=config.tensor_bubbles > 0,
+        inside=config.fills_layers,
     )
     return planned.graph, planned.order
 
@@ -222,7 +229,7 @@ class PlannedOrder:
     Attributes:
         step: how to run it.
         planner: what it comes from: of searched schedules see `SearchedOrder`; "optimus coarse",
-            "optimus fine" or "optimus filled".
+            "optimus fine", "optimus filled" or "optimus launched".
         predicted_ms: of the step; of searched ones without gathers and reductions of parameters.
         gain_over_natural: how much longer the natural order, or the best coarse one, would take, as
             a share; None where nothing is known, or that does not fit into memory.
@@ -270,13 +277,16 @@ def optimus_orders(
         SimulationError: a cost is missing or no number.
     """
     given = (MOST_ASSIGNMENTS, config.search.evaluations, evaluations)
+    inside: list[Inside] = ["filled"] if config.fills_layers else []
+    if config.bubble_pieces:
+        inside.append("launched")
     for best in bubble_choices(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
         granularity=config.bubbles,
         sharding=sharding,
-        tensor_share=config.tensor_bubbles,
+        inside=InTensorBubbles(config.tensor_bubbles, inside),
         evaluations=min(most for most in given if most is not None),
         tuner=tuner,
     ):

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import Message, Task
+
+
+class Piece(NamedTuple):
+    """What an encoder's layer does without a stop."""
+
+    share: float
+    """Of the layer's computation."""
+    sends: bool
+    """Whether it ends with the begin of a collective."""
+
+
+class LayerPieces(NamedTuple):
+    """Those of an encoder's layer."""
+
+    forward: tuple[Piece, ...]
+    backward: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,8 @@ class PlanCosts:
             GPUs; if not, before them.
         flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
             a tensor-parallel group together; of a mirror, its share.
+        pieces: by encoder: those of its layers, which an LLM action may launch.
+        collectives: tensor-parallel ones of an LLM layer's forward and backward, at which it may.
     """
 
     compute_ms: Mapping[Action, float]
@@ -54,3 +73,5 @@ class PlanCosts:
     memory_limit_bytes: int | None = None
     flops: Mapping[Action, float] = field(default_factory=dict)
     runs_beside: bool = False
+    pieces: Mapping[str, LayerPieces] = field(default_factory=dict)
+    collectives: tuple[int, int] = (0, 0)

@@ -25,6 +25,7 @@ from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.parallel.tensor.overlap_linear import Overlap
+from torchmm.parallel.tensor.pieces import stop_in_layers
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
@@ -63,7 +64,11 @@ def parallelize(
         if overlaps and module.keeps_slices and module.overlaps and module.name not in chosen:
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
-        apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap)
+        apply_tensor_parallel(
+            module, own.tensor, parallel.sequence_parallel, overlap, mesh.meanwhile(module.kind)
+        )
+        if mesh.bubbles is not None and module.kind == "encoder":
+            stop_in_layers(module, mesh.bubbles.pause, sends=own.sizes.tensor > 1)
         expert = own.expert if module.kind == "llm" else None
         if expert is not None:
             apply_expert_parallel(module, expert)

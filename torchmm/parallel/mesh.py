@@ -26,7 +26,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 
@@ -37,6 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchmm.common.errors import ConfigError, PeerError
 from torchmm.common.log import working
 from torchmm.parallel.gather import exchange_device
+from torchmm.parallel.tensor.bubbles import Meanwhile, TensorBubbles
+from torchmm.parallel.tensor.groups import with_own_groups
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
 from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
@@ -130,6 +132,13 @@ class ModuleMesh:
         mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=AXES)
         return ModuleMesh(mesh)
 
+    def with_own_groups(self, config: ParallelConfig, launched: bool) -> ModuleMesh:
+        """The mesh with communicators of its own for tensor parallelism (`groups`). Collective."""
+        if self.sizes.tensor == 1:
+            return self
+        timeout = timedelta(seconds=config.timeout_s)
+        return replace(self, mesh=with_own_groups(self.mesh, timeout, launched))
+
 
 @dataclass(frozen=True)
 class ParallelMesh:
@@ -143,6 +152,14 @@ class ParallelMesh:
     tensor-parallel or share rows: what all of them do is one rank's work in the plan."""
     units: Mapping[str, MeshSizes] = field(default_factory=dict)
     """Sizes by module, in the order of their ranks, where modules have ranks of their own."""
+    bubbles: TensorBubbles | None = None
+    """Where the LLM's collectives launch pieces of encoders' work; None: they launch none."""
+
+    def meanwhile(self, kind: str) -> Meanwhile | None:
+        """What to do between the begin of a collective of a kind of module and the wait for it."""
+        if self.bubbles is None:
+            return None
+        return {"llm": self.bubbles.fill, "encoder": self.bubbles.pause}.get(kind)
 
     @property
     def rank(self) -> int:
@@ -379,7 +396,10 @@ def encoder_meshes(
     found = {}
     for name in encoders:
         sizes = encoder_mesh_sizes(config, name, mesh.own.sizes)
-        made[sizes] = found[name] = made.get(sizes) or mesh.own.colocated(sizes)
+        if sizes not in made:
+            own = mesh.own.colocated(sizes)
+            made[sizes] = own if mesh.bubbles is None else own.with_own_groups(config, True)
+        found[name] = made[sizes]
     return found
 
 
@@ -397,7 +417,12 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     ranks = _by_share(mesh.mesh).unflatten(0, (-1, config.context)).transpose(1, 2)
     group_size = config.context * sizes.tensor // config.mirrors
     shares = ranks.reshape(sizes.data_parallel // config.context, -1, group_size)
-    return ParallelMesh(device, ModuleMesh(mesh, experts, contexts), shares.tolist())
+    own = ModuleMesh(mesh, experts, contexts)
+    bubbles = None
+    if config.bubble_pieces:
+        own = own.with_own_groups(config, launched=False)
+        bubbles = TensorBubbles()
+    return ParallelMesh(device, own, shares.tolist(), bubbles=bubbles)
 
 
 def _divide_shards(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> DeviceMesh | None:

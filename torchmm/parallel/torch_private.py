@@ -63,6 +63,7 @@ __all__ = [
     "stage_backward_input",
     "stage_backward_weight",
     "start_all_gather",
+    "start_all_reduce",
     "start_copy_engine_gather",
     "start_copy_engine_scatter",
     "start_reduce_scatter",
@@ -275,6 +276,11 @@ def start_all_gather(x_SD: Tensor, group: ProcessGroup) -> Tensor:
     """(ranks x S, D); to be read after `wait` only."""
     operators = torch.ops._c10d_functional
     return operators.all_gather_into_tensor(x_SD, group.size(), group.group_name)
+
+
+def start_all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum; to be read after `wait` only."""
+    return torch.ops._c10d_functional.all_reduce(x, "sum", group.group_name)
 
 
 def start_reduce_scatter(x_ND: Tensor, group: ProcessGroup) -> Tensor:

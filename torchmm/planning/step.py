@@ -53,6 +53,7 @@ from torchmm.pipelining.schedules.disaggregated import (
     disaggregated_order,
 )
 from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
+from torchmm.pipelining.schedules.launches import with_launches
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 from torchmm.pipelining.schedules.names import order_named, schedule_layout
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -319,7 +320,7 @@ def plan_step(
     training = purpose == "training"
     search = choices.get("search")
     tuning = choices.get("tuning")
-    fills = False
+    step = None
     if not training:
         graph = spread_replicas(graph)
         order = forward_only(graph)
@@ -329,14 +330,18 @@ def plan_step(
         flops = task_durations(graph, modules, microbatches, targets)
         costs = scaled(flops, graph, choices.get("factors"))
         search = search or partial(_by_work, config)
-        graph, order, fills = search(graph, costs)
+        step = search(graph, costs)
+        graph = step.graph
+        order = step.order
     # Ranks with parts of the experts meet in every layer: the same places have to be certain.
     early = choices.get("reduces_early", False) and config.expert == 1
 
     def lowered(order: ComputeOrder) -> PipelinePlan:
         plan = lower_plan(order, graph, specs(graph), sharding, training, reduces_early=early)
-        if fills and training and layout.rank_count > 1:
+        if step is not None and step.fills:
             plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
+        elif step is not None and step.launches:
+            plan = with_launches(plan, step.launches)
         validate_plan(plan).raise_for_problems()
         if tuning is not None and training:
             plan = tune_layers(plan, modules, microbatches, tuning, targets).plan
@@ -349,7 +354,7 @@ def plan_step(
 
 def _by_work(config: ParallelConfig, graph: StageGraph, costs: Durations) -> StepOrder:
     """The recipe's schedule, by FLOPs."""
-    return StepOrder(*order_step(graph, config, costs), fills=config.tensor_bubbles > 0)
+    return StepOrder(*order_step(graph, config, costs), fills=config.fills_layers)
 
 
 def _first_that_fits(

@@ -43,6 +43,9 @@ def check_tensor(recipe: Recipe) -> Problems:
     yield from _check_async_tensor(recipe)
     yield from _check_heads(recipe)
     yield from _check_float8(recipe)
+    if recipe.parallel.bubble_pieces and recipe.compile.enabled:
+        text = "stops within layers, which compiled ones cannot; set compile.enabled = false"
+        yield Problem("parallel.bubble_pieces", True, text, ("compile.enabled",))
 
 
 def _check_schedule(recipe: Recipe) -> Problems:

@@ -149,8 +149,11 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
 
 
 def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Problems:
-    """Only encoders without tensor parallelism fit into bubbles inside the LLM's layers."""
+    """Only encoders without tensor parallelism fit into bubbles inside the LLM's layers, if not in
+    pieces."""
     key = "parallel.tensor_bubbles"
+    if parallel.bubble_pieces:
+        yield from _check_pieces(parallel)
     share = parallel.tensor_bubbles
     if not share:
         return
@@ -158,10 +161,23 @@ def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Prob
         text = 'has no use without placement = "colocated" and tensor > 1; remove it'
         yield Problem(key, share, text, ("parallel.placement", "parallel.tensor"))
         return
-    for name in encoders:
+    for name in encoders if not parallel.bubble_pieces else ():
         if parallel.sizes_given(name).get("tensor", parallel.tensor) != 1:
-            text = f"runs {name} during the LLM's communication; set parallel.{name}.tensor = 1"
+            text = (
+                f"runs whole layers of {name} during the LLM's communication; set "
+                f"parallel.{name}.tensor = 1, or parallel.bubble_pieces = true"
+            )
             yield Problem(key, share, text, (f"parallel.{name}.tensor",))
+
+
+def _check_pieces(parallel: ParallelConfig) -> Problems:
+    key = "parallel.bubble_pieces"
+    if not parallel.tensor_bubbles:
+        text = "needs to know for how long the LLM communicates; set parallel.tensor_bubbles"
+        yield Problem(key, True, text, ("parallel.tensor_bubbles",))
+    if parallel.async_tensor_parallel:
+        text = "launches in communication that is waited for; set async_tensor_parallel = false"
+        yield Problem(key, True, text, ("parallel.async_tensor_parallel",))
 
 
 def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Problems:

@@ -121,7 +121,7 @@ class Pipeline:
         """Whether its stages can keep what they need of earlier tokens. Families that are not
         listed, and ranks that share rows, were not compared with a cache."""
         self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
-        self._runtime = runtime(stages)
+        self._runtime = runtime(stages, bubbles=mesh.bubbles)
         self._writer = runtime(_writing_stages(stages))
         self._drawer = runtime(_drawing_stages(stages, VelocityStage))
         self._finisher = runtime(_drawing_stages(stages, FinishingStage))

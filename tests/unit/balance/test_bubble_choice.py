@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from test_optimus import random_step
 
-from torchmm.balance.bubbles.choice import bubble_choices
+from torchmm.balance.bubbles.choice import InTensorBubbles, bubble_choices
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import optimus_orders, plan_by_costs, relative_costs
@@ -36,7 +36,9 @@ def test_a_choice_is_never_longer_than_its_coarse_or_unfilled_siblings(share):
         sharding = "step" if seed % 2 else "none"
         options = {"llm_schedule": schedule, "sharding": sharding, "evaluations": 6}
         choices = list(
-            bubble_choices(graph, costs, granularity="fine", tensor_share=share, **options)
+            bubble_choices(
+                graph, costs, granularity="fine", inside=InTensorBubbles(share), **options
+            )
         )
         best = choices[-1]
         kinds.add(best.bubbles)

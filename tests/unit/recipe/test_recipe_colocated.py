@@ -74,6 +74,8 @@ def test_own_sizes_that_do_not_fit(own, text):
         "--parallel.pipeline 1",
         "--parallel.pipeline 2 --parallel.tensor 2 --parallel.vision.tensor 1 "
         "--parallel.tensor_bubbles 0.2",
+        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
+        "--parallel.bubble_pieces true",
     ],
 )
 def test_valid_recipes(recipe, arguments):
@@ -93,6 +95,20 @@ def test_valid_recipes(recipe, arguments):
             "--parallel.tensor 2 --parallel.tensor_bubbles 0.2",
             "parallel.tensor_bubbles",
             "vision.tensor = 1",
+        ),
+        ("--parallel.bubble_pieces true", "parallel.bubble_pieces", "tensor_bubbles"),
+        (
+            "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
+            "--parallel.bubble_pieces true --compile.enabled true",
+            "parallel.bubble_pieces",
+            "compile.enabled = false",
+        ),
+        (
+            "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
+            "--parallel.bubble_pieces true --parallel.sequence_parallel true "
+            "--parallel.async_tensor_parallel true",
+            "parallel.bubble_pieces",
+            "async_tensor_parallel = false",
         ),
         ("--parallel.llm.pipeline 2", "parallel.llm.pipeline", "those of [parallel]"),
         ("--parallel.vision.segments 6", "parallel.vision.segments", "has 5 layers"),

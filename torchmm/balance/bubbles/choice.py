@@ -5,9 +5,10 @@ what runs inside the LLM's actions never has to run in front of them. So a fine 
 longer than a coarse one, and one with fillers longer than one without. Each candidate is therefore
 lowered and simulated with all costs, transfers, gathers and reductions among them:
 
-    coarse, fine, fine with fillers      x      orders of the LLM (`llm_orders`)
+    coarse, fine, fine with fillers, with launches      x      orders of the LLM (`llm_orders`)
 
 Coarse ones come first: they need the least time to plan, and whatever comes after is not longer.
+Launches (`launches`) have to be shorter than all others to be taken.
 
 **Memory.** Encoders run ahead of the LLM, and backwards that fit into no bubble come after it;
 until then their activations are kept. Where a candidate needs more than there is, its layers are
@@ -19,13 +20,14 @@ of the scheduler; which tasks are in memory together is known only when all are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import tee
 from math import inf
 from typing import Literal, NamedTuple
 
+from torchmm.balance.bubbles.launches import plan_launches
 from torchmm.balance.bubbles.llm_orders import llm_orders
 from torchmm.balance.bubbles.optimus import OptimusStep, optimus_steps
 from torchmm.balance.bubbles.scheduler import Granularity
@@ -37,17 +39,30 @@ from torchmm.common.errors import PlanError
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
+from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, Launch
 from torchmm.pipelining.schedules.fillers import encoder_stages, fill_tensor_bubbles
+from torchmm.pipelining.schedules.launches import with_launches
 
 ROUNDS = 3
 """In which encoders are placed once more with the times of what is recomputed."""
 
-Bubbles = Literal["coarse", "fine", "filled"]
+Inside = Literal["filled", "launched"]
+"""How encoders may run inside LLM actions: whole actions beside them, or in pieces, launched at
+their collectives."""
+Bubbles = Literal["coarse", "fine"] | Inside
 """Where encoders may run: before and after the LLM; also between its actions; also inside them."""
 
 
-class StepOrder(NamedTuple):
+class InTensorBubbles(NamedTuple):
+    """Encoders inside LLM actions."""
+
+    share: float
+    """Of LLM actions, in which they communicate and encoders may run."""
+    kinds: Sequence[Inside] = ("filled",)
+
+
+@dataclass(frozen=True)
+class StepOrder:
     """How a step is to be run."""
 
     graph: StageGraph
@@ -55,6 +70,8 @@ class StepOrder(NamedTuple):
     order: ComputeOrder
     fills: bool = False
     """Whether encoders' actions fill LLM actions (`fill_tensor_bubbles`)."""
+    launches: Mapping[Action, Launch] = field(default_factory=dict)
+    """What LLM actions launch (`with_launches`)."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,7 @@ def bubble_choices(
     llm_schedule: str,
     granularity: Granularity,
     sharding: Gathering,
-    tensor_share: float = 0.0,
+    inside: InTensorBubbles | None = None,
     evaluations: int = 256,
     tuner: Tuner | None = None,
 ) -> Iterator[BubbleChoice]:
@@ -97,7 +114,7 @@ def bubble_choices(
         evaluations: see `optimus`.
         granularity: "coarse": no other candidates.
         sharding: as the plan will be lowered.
-        tensor_share: of LLM actions, in which encoders may run; 0: no candidates with fillers.
+        inside: how encoders may run inside of LLM actions; None: they may not.
         tuner: of the step: candidates that do not fit are tuned before they are compared.
 
     Raises:
@@ -105,16 +122,18 @@ def bubble_choices(
         ValueError: the layout is not colocated, or does not suit the LLM's schedule.
     """
     kinds: Sequence[Bubbles] = ("coarse", "fine") if granularity == "fine" else ("coarse",)
-    if tensor_share:
-        kinds = (*kinds, "filled")
-        costs = replace(costs, tensor_ms=llm_tensor_ms(graph, costs, tensor_share))
+    share = 0.0
+    if inside is not None and inside.share:
+        share = inside.share
+        kinds = (*kinds, *inside.kinds)
+        costs = replace(costs, tensor_ms=tensor_ms(graph, costs, share))
     if tuner is not None:
         costs = replace(costs, memory_limit_bytes=tuner.tuning.memory_limit_bytes)
-    compared = _Compared(costs, sharding, tensor_share, tuner)
-    steps = partial(optimus_steps, graph, sharding=sharding, evaluations=evaluations)
+    compared = _Compared(costs, sharding, share, tuner)
+    steps = partial(_candidates, graph, sharding=sharding, evaluations=evaluations)
     orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
     for kind, own in zip(kinds, orders, strict=True):
-        for found in steps(costs, own, _granularity(kind), inside=kind == "filled"):
+        for found in steps(costs, own, kind):
             yield compared.best_with(found, kind)
     for _ in range(ROUNDS):
         best = compared.best
@@ -123,8 +142,8 @@ def bubble_choices(
         llm = tuple(rank.actions for rank in compared.found.schedule.llm)
         kind = best.bubbles
         longer = best.simulated.costs
-        (found,) = steps(longer, [llm], _granularity(kind), inside=kind == "filled")
-        now = compared.best_with(found, kind)
+        for found in steps(longer, [llm], kind):
+            now = compared.best_with(found, kind)
         yield now
         if _key(now.simulated) >= _key(best.simulated):
             return
@@ -132,6 +151,32 @@ def bubble_choices(
 
 def _granularity(kind: Bubbles) -> Granularity:
     return "coarse" if kind == "coarse" else "fine"
+
+
+def _candidates(
+    graph: StageGraph,
+    costs: PlanCosts,
+    orders: Iterable[ComputeOrder],
+    kind: Bubbles,
+    *,
+    sharding: Gathering,
+    evaluations: int,
+) -> Iterator[OptimusStep]:
+    """Orders of one kind. What is launched is so from orders without and with a place for it."""
+    steps = partial(
+        optimus_steps,
+        graph,
+        costs,
+        granularity=_granularity(kind),
+        sharding=sharding,
+        evaluations=evaluations,
+    )
+    if kind != "launched":
+        yield from steps(orders, inside=kind == "filled")
+        return
+    between, inside = tee(orders)
+    yield from steps(between)
+    yield from steps(inside, inside=True, behind=True)
 
 
 _Key = tuple[int, float]
@@ -160,33 +205,40 @@ class _Compared:
         self._played = 0
 
     def best_with(self, found: OptimusStep, kind: Bubbles) -> BubbleChoice:
-        """The best after one more candidate; of equal ones the last, which are more deliberate."""
-        kept, step = self._play(found, kind == "filled")
+        """The best after one more candidate; of equal ones the last, which are more deliberate, but
+        for those that launch."""
+        kept, step = self._play(found, kind)
+        if kind == "launched" and not kept.plan.launches:
+            kind = "fine"  # no piece fits
         key = _key(step)
         self._played += 1
         if kind == "coarse":
             self._coarse = key if self._coarse is None else min(self._coarse, key)
-        if self.best is None or key <= _key(self.best.simulated):
+        best = self.best
+        if best is None or _is_better(key, _key(best.simulated), kind):
             self.found = found
             self.recomputing_shows = step.makespan_ms > kept.makespan_ms
-            made = StepOrder(found.graph, found.order, kind == "filled")
-            self.best = BubbleChoice(made, kind, step, inf, 0)
+            launches = kept.plan.launches
+            made = StepOrder(found.graph, found.order, kind == "filled", launches)
+            best = BubbleChoice(made, kind, step, inf, 0)
         assert self._coarse is not None  # they come first
         missing, coarse_ms = self._coarse
-        if missing and self.best.simulated.fits:
+        if missing and best.simulated.fits:
             coarse_ms = inf
-        self.best = replace(self.best, coarse_ms=coarse_ms, played=self._played)
+        self.best = replace(best, coarse_ms=coarse_ms, played=self._played)
         return self.best
 
-    def _play(self, found: OptimusStep, fills: bool) -> tuple[SimulatedStep, SimulatedStep]:
+    def _play(self, found: OptimusStep, kind: Bubbles) -> tuple[SimulatedStep, SimulatedStep]:
         """With everything kept, and as it would run."""
         costs = self._costs
         tuner = self._tuner
         specs = {} if tuner is None else tuner.specs
         early = costs.runs_beside
         plan = lower_plan(found.order, found.graph, specs, self._sharding, reduces_early=early)
-        if fills:
+        if kind == "filled":
             plan = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, self._share)
+        elif kind == "launched":
+            plan = with_launches(plan, plan_launches(plan, costs))
         step = simulate(plan, costs)
         if tuner is None or step.fits or self._hopeless(step):
             return step, step
@@ -208,10 +260,19 @@ class _Compared:
         return self._tuner.choices_at(self._costs)
 
 
+def _is_better(key: _Key, best: _Key, kind: Bubbles) -> bool:
+    return key < best if kind == "launched" else key <= best
+
+
 def _key(step: SimulatedStep) -> _Key:
     limit = step.costs.memory_limit_bytes
     missing = 0 if limit is None else max(0, max(step.peak_bytes, default=0) - limit)
     return missing, step.makespan_ms
+
+
+def tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict[Action, float]:
+    """Communication of all actions: of the LLM's a share, of encoders' what costs say."""
+    return {**costs.tensor_ms, **llm_tensor_ms(graph, costs, share)}
 
 
 def llm_tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict[Action, float]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -98,8 +99,14 @@ def optimus_steps(
     *,
     evaluations: int = 256,
     inside: bool = False,
+    behind: bool = False,
 ) -> Iterator[OptimusStep]:
-    """A step for each of some orders of the LLM (`llm_orders`); as `optimus`."""
+    """A step for each of some orders of the LLM (`llm_orders`); as `optimus`.
+
+    Args:
+        behind: whether encoder actions inside of LLM actions stand behind that of their last piece,
+            to be launched by it and those before (`launches`); in front of that of their first.
+    """
     encoders = encoder_names(graph.layout)
     works = [encoder_work(graph, costs, name) for name in encoders]
     placed_works = [in_pieces(work, PIECES) for work in works] if inside else works
@@ -119,9 +126,9 @@ def optimus_steps(
         )
         found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
         if inside:
-            found = whole_actions(found, works, kernel=0)
+            found = whole_actions(found, works, kernel=-1 if behind else 0)
         placed = place_encoders(graph, found)
-        yield OptimusStep(placed, order_of(found, placed), found)
+        yield OptimusStep(placed, order_of(found, placed, behind), found)
 
 
 def whole_actions(
@@ -158,12 +165,14 @@ def place_encoders(graph: StageGraph, schedule: BubbleSchedule) -> StageGraph:
     return replace(graph, replica=replicas)
 
 
-def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
+def order_of(schedule: BubbleSchedule, graph: StageGraph, behind: bool = False) -> ComputeOrder:
     """Each rank's actions in the order of a schedule's times.
 
     Args:
         graph: with the replicas of the schedule.
+        behind: whether what starts inside of an LLM action comes behind it, or before it.
     """
+    around = partial(_around, schedule, behind)
     layout = graph.layout
     rows: list[list[tuple[tuple[int, ...], Action]]] = [[] for _ in range(layout.rank_count)]
     for rank, own in enumerate(schedule.llm):
@@ -180,24 +189,26 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph) -> ComputeOrder:
                     key = (work.name, *task)
                     rank = stage.ranks[graph.replica[key]]
                     action = Action(ActionType.F, stage.index, *task)
-                    place = _around(schedule, rank, action, int(forward[row, position, index]))
+                    place = around(rank, action, int(forward[row, position, index]))
                     rows[rank].append((place, action))
                     if not graph.needs_backward(stage.index, task[0]):
                         continue
                     action = Action(ActionType.B, stage.index, *task)
                     start = int(backward[row, position, len(slices) - 1 - index])
-                    rows[rank].append((_around(schedule, rank, action, start), action))
+                    rows[rank].append((around(rank, action, start), action))
     return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
 
 
-def _around(schedule: BubbleSchedule, rank: int, action: Action, start_ps: int) -> tuple[int, ...]:
-    """Sorts an encoder's action: before the LLM action of its rank that it starts inside of."""
+def _around(
+    schedule: BubbleSchedule, behind: bool, rank: int, action: Action, start_ps: int
+) -> tuple[int, ...]:
+    """Sorts an encoder's action: before or behind the LLM action of its rank that it starts in."""
     own = schedule.llm[rank // schedule.works[0].tensor_groups]
     index = int(np.searchsorted(own.start_ps, start_ps, side="right")) - 1
     if index < 0 or start_ps >= own.end_ps[index]:
         return _place(action, start_ps)
     inside = _place(own.actions[index], int(own.start_ps[index]))
-    return *inside, 0, *_place(action, start_ps)
+    return *inside, 2 * behind, *_place(action, start_ps)
 
 
 def _place(action: Action, start_ps: int) -> tuple[int, ...]:

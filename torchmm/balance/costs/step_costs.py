@@ -17,10 +17,11 @@ from torchmm.balance.costs.components import TIME_WIDTH
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
-from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.layer_pieces import layer_collectives, layer_pieces
+from torchmm.balance.step_costs import LayerPieces, PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.module_names import VISION
+from torchmm.common.module_names import LLM, VISION
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.plan.slices import MessageSlices, Slices
@@ -55,8 +56,7 @@ def plan_costs(
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
     layout = graph.layout
-    if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
-        raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
+    _check_modules(layout, modules)
     tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
     caches: dict[str, BlockCache] = {name: {} for name in tasks}
     collected = _Collected()
@@ -67,8 +67,7 @@ def plan_costs(
         span = own.module, stage.start, stage.stop
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
-        collected.gather[stage.index] = model.gather_ms(*span)
-        collected.reduce[stage.index] = model.reduce_ms(*span)
+        collected.add_sharing(stage, own, model)
         found = _sharded(found, graph, stage, own, model) if layerwise else found
         collected.add(graph, stage, own, found, arrives_N)
         for rank in stage.ranks:
@@ -91,7 +90,23 @@ def plan_costs(
         memory_limit_bytes=round(model.profile.device.memory_bytes),
         flops=collected.flops,
         runs_beside=model.profile.device.asynchronous,
+        pieces=_pieces(tasks, model),
+        collectives=layer_collectives(model.execution(LLM)),
     )
+
+
+def _check_modules(layout: StageLayout, modules: Sequence[ModuleDescription]) -> None:
+    if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
+        raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
+
+
+def _pieces(tasks: Mapping[str, ModuleTasks], model: CostModel) -> dict[str, LayerPieces]:
+    """By encoder."""
+    return {
+        name: layer_pieces(own.module.layers[0], own.sizes, model.execution(name))
+        for name, own in tasks.items()
+        if own.module.kind == "encoder"
+    }
 
 
 def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerwise: bool) -> int:
@@ -166,6 +181,12 @@ class _Collected:
     gather: dict[int, float] = field(default_factory=dict)
     """By stage, as `reduce`."""
     reduce: dict[int, float] = field(default_factory=dict)
+
+    def add_sharing(self, stage: StageSpec, tasks: ModuleTasks, model: CostModel) -> None:
+        """Adds what gathering a stage's parameters and reducing its gradients take."""
+        module = tasks.module
+        self.gather[stage.index] = model.gather_ms(module, stage.start, stage.stop)
+        self.reduce[stage.index] = model.reduce_ms(module, stage.start, stage.stop)
 
     def add(
         self,

@@ -13,6 +13,7 @@
 - Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own, the side queue
   (`torchmm.pipelining.run.runtime`). They compute while the LLM actions they fill communicate, so
   they take longer by the ratio of both; LLM actions take no longer for it.
+- What LLM actions launch takes time from encoder actions in their own places (`launched`).
 
 Posting takes no time, so SEND and RECV are no operators: they happen when the action before them
 ends. Rejected: one queue for all transfers of a rank. The order in which they reach the wire
@@ -27,6 +28,7 @@ from math import inf
 from typing import NamedTuple
 
 from torchmm.balance.picoseconds import SimulationError
+from torchmm.balance.simulation.launched import launch_times
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -88,6 +90,8 @@ class PlanGraph:
     transfers: dict[TransferKey, int]
     stretch: Mapping[Action, float]
     """By filler with a queue of its own: by how much longer it takes there."""
+    shift_ms: Mapping[Action, float]
+    """By action that launches or is launched: how much longer it takes in its place."""
 
 
 def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
@@ -125,8 +129,10 @@ class _Builder:
     """Stages on the side queue; known where that is used."""
     first: set[Action] = field(default_factory=set)
     """Of the fillers of one place each."""
+    shift_ms: Mapping[Action, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.shift_ms = launch_times(self.plan, self.costs).shift_ms
         for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
             tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
             whole_ms = sum(self.costs.compute_ms.get(action, 0.0) for action in llm)
@@ -263,7 +269,8 @@ class _Builder:
                     f"{action} on rank {rank} has no duration; compute the costs from the graph "
                     "of this plan"
                 )
-            return self.stretch.get(action, 1.0) * (duration_ms or 0.0)
+            own_ms = self.stretch.get(action, 1.0) * (duration_ms or 0.0)
+            return max(0.0, own_ms + self.shift_ms[action]) if action in self.shift_ms else own_ms
         if action.type is ActionType.REDUCE_TIED:
             return self.costs.tied_ms.get(action.stage, 0.0)
         return 0.0
@@ -275,4 +282,6 @@ class _Builder:
             raise SimulationError([*self.problems, *error.problems]) from None
         if self.problems:
             raise SimulationError(self.problems)
-        return PlanGraph(graph, self.actions, self.compute, self.transfers, self.stretch)
+        return PlanGraph(
+            graph, self.actions, self.compute, self.transfers, self.stretch, self.shift_ms
+        )

@@ -26,6 +26,7 @@ from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, duration_problem
 from torchmm.balance.simulation.graph_kernels import Times
 from torchmm.balance.simulation.incremental import IncrementalTimes
+from torchmm.balance.simulation.launched import launch_times
 from torchmm.balance.simulation.plan_graph import PlanGraph, TransferKey, build_plan_graph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
@@ -129,7 +130,7 @@ class SimulatedStep:
             tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
             busy_ms = sum(self.costs.compute_ms[action] for action in fillers)
             shares |= dict.fromkeys(llm, min(1.0, busy_ms / tensor_ms) if tensor_ms else 0.0)
-        return shares
+        return shares | launch_times(self.plan, self.costs).covered
 
 
 def simulate(plan: PipelinePlan, costs: PlanCosts) -> SimulatedStep:
@@ -209,7 +210,11 @@ class PlanSimulation:
         if unknown:
             raise SimulationError(unknown)
         stretch = nodes.stretch
-        changed = {nodes.compute[a]: ms * stretch.get(a, 1.0) for a, ms in compute_ms.items()}
+        shift_ms = nodes.shift_ms
+        changed = {
+            nodes.compute[a]: max(0.0, ms * stretch.get(a, 1.0) + shift_ms.get(a, 0.0))
+            for a, ms in compute_ms.items()
+        }
         changed |= {nodes.transfers[key]: ms for key, ms in transfer_ms.items()}
         self.times.set_durations(changed)
         self._compute_ms.update(compute_ms)
@@ -274,8 +279,20 @@ def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
             rule = book.rules[rank][action]
             passing = _passing_bytes(plan, costs, action)
             rows[position] = rule.allocates + passing, -rule.frees - passing
+        _allocate_ahead(plan, rank, book, rows)
         changes.append(rows.reshape(-1))
     return changes
+
+
+def _allocate_ahead(plan: PipelinePlan, rank: int, book: RuleBook, rows: Int64s) -> None:
+    """Counts what launched actions allocate where they begin."""
+    program = plan.actions[rank]
+    at = {action: place for place, action in enumerate(program)} if plan.launches else {}
+    for llm in program if plan.launches else ():
+        for begun in plan.launches[llm].begins if llm in plan.launches else ():
+            allocated = book.rules[rank][begun].allocates
+            rows[at[begun], 0] -= allocated
+            rows[at[llm], 0] += allocated
 
 
 def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:

@@ -18,7 +18,7 @@ activations everywhere, which HF forwards mix with plain tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +34,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.layers import DeltaSizes, LayerDescription
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
+from torchmm.parallel.tensor.bubbles import Meanwhile
+from torchmm.parallel.tensor.collectives import Exchange, replicated, shared
 from torchmm.parallel.tensor.linears import LocalColumn, LocalRow, compute_locally
 from torchmm.parallel.tensor.low_rank import split_lora
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -65,12 +67,15 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     sequence_parallel: bool = False,
     overlap: Overlap | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> None:
     """Splits `module` over the 1-D `mesh`, in place; parameters may be on the meta device.
 
     Args:
         overlap: how to communicate below the products of layers with sequence parallelism; None:
             before and after them.
+        meanwhile: called between the begin of each collective of a layer and the wait for it; None:
+            layers wait at once. Not with an `overlap`.
 
     Raises:
         ConfigError: heads or experts do not divide among the ranks, or a style is unknown.
@@ -83,17 +88,19 @@ def apply_tensor_parallel(
     plan = module.tensor_parallel_plan()
     trainable = {name: p.requires_grad for name, p in module.named_parameters()}
     has_slices = sequence_parallel and module.keeps_slices
-    slices = SequenceSlices(mesh, overlap) if has_slices else None
+    exchange = None if meanwhile is None else Exchange(mesh.get_group(), meanwhile)
+    slices = SequenceSlices(mesh, overlap, exchange) if has_slices else None
     if sequence_parallel:
         module.rows = MeshRows(mesh)
     with without_lora(module):  # styles know nothing of parameters beside a linear's own
-        _apply_styles(module, mesh, plan, slices)
+        _apply_styles(module, mesh, plan, slices, exchange)
     for _, linear, lora in adapted_linears(module):
         split_lora(linear, lora, mesh)
     for pattern in module.tensor_parallel_scopes():
-        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
+        in_layers = pattern.startswith(f"{module.layers_fqn}.")
+        inside, left_alone = (slices, exchange) if in_layers else (None, None)
         for part in module.matching(pattern):
-            parallelize_module(part, mesh, _scope(inside))
+            parallelize_module(part, mesh, _scope(inside, left_alone))
     if slices is not None:
         slices.attach(module)
     module.tie_parameters()
@@ -106,14 +113,17 @@ def _apply_styles(
     mesh: DeviceMesh,
     plan: Mapping[str, str],
     slices: SequenceSlices | None,
+    exchange: Exchange | None,
 ) -> None:
     every = module.layer_sizes()
     sizes = {part: every[i] for i, layer in module.indexed_layers() for part in layer.modules()}
     for pattern, name in plan.items():
-        inside = slices if pattern.startswith(f"{module.layers_fqn}.") else None
+        communication = _Communication(module.name, mesh.size())
+        if pattern.startswith(f"{module.layers_fqn}."):
+            communication = communication._replace(slices=slices, exchange=exchange)
         for part in module.matching(pattern):
             own = sizes.get(part, every[0])
-            style = _style(pattern, name, own, module.name, mesh.size(), inside)
+            style = _style(pattern, name, own, communication)
             if style is not None:
                 parallelize_module(part, mesh, style)
 
@@ -165,21 +175,26 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
     return list(dict.fromkeys(problems))
 
 
+class _Communication(NamedTuple):
+    """What styles have to know besides a part's own sizes."""
+
+    module: str
+    ranks: int
+    slices: SequenceSlices | None = None
+    exchange: Exchange | None = None
+
+
 def _style(
-    pattern: str,
-    name: str,
-    sizes: LayerDescription,
-    module_name: str,
-    size: int,
-    slices: SequenceSlices | None,
+    pattern: str, name: str, sizes: LayerDescription, communication: _Communication
 ) -> ParallelStyle | None:
     """What a style's name means for a part of a layer of these sizes; None: nothing."""
+    module_name, size, slices, exchange = communication
     overlap = None if slices is None else slices.overlap
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
         return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap is not None)
     styles: dict[str, ParallelStyle | None] = {
         "colwise": LocalColumn() if overlap is None else AsyncColumn(),
-        "rowwise": _rowwise(slices),
+        "rowwise": _rowwise(slices, exchange),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "replicated_with_grad_allreduce": LocalNorm(),
         "embedding": _Embedding(),
@@ -203,14 +218,14 @@ def _style(
     return styles[name]
 
 
-def _rowwise(slices: SequenceSlices | None) -> ParallelStyle:
+def _rowwise(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
     overlaps = slices is not None and slices.overlap is not None
-    return AsyncRow(slices) if slices is not None and overlaps else LocalRow(slices)
+    return AsyncRow(slices) if slices is not None and overlaps else LocalRow(slices, exchange)
 
 
-def _scope(slices: SequenceSlices | None) -> ParallelStyle:
+def _scope(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
     if slices is None or slices.overlap is None:
-        return _GatherInput(slices)
+        return _GatherInput(slices, exchange)
     return AsyncScope(slices)
 
 
@@ -254,14 +269,17 @@ class _GatherInput(ParallelStyle):
     reduces (and slices) them. So it is with a cross attention's context, which is never sliced.
     """
 
-    def __init__(self, slices: SequenceSlices | None) -> None:
+    def __init__(self, slices: SequenceSlices | None, exchange: Exchange | None) -> None:
         super().__init__()
         self._slices = slices
+        self._exchange = exchange
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(x: Tensor) -> DTensor:
             if self._slices is not None:
-                return self._slices.whole(x)
+                return self._slices.for_scope(x)
+            if self._exchange is not None:
+                return replicated(shared(x, self._exchange), device_mesh)
             return DTensor.from_local(x, device_mesh, [Replicate()], run_check=False)
 
         def gather_context(

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from torchmm.parallel.tensor.collectives import Exchange, summed
 from torchmm.parallel.tensor.sequence import (
     SequenceSlices,
     change_input,
@@ -83,16 +84,19 @@ class LocalRow(ParallelStyle):
 
     Args:
         slices: of the sequence, of which the sum becomes one; None: every rank has all of it.
+        exchange: how the ranks then add up while something else is done; None: it is waited for.
     """
 
-    def __init__(self, slices: SequenceSlices | None) -> None:
+    def __init__(self, slices: SequenceSlices | None, exchange: Exchange | None = None) -> None:
         super().__init__()
         self._slices = slices
+        self._exchange = exchange
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         distribute_parameters(module, device_mesh, weight=Shard(1))
         linear: Any = module
         slices = self._slices
+        exchange = self._exchange
         multiply = multiply_of(linear)
 
         def forward(x: Tensor) -> Tensor:
@@ -101,14 +105,16 @@ class LocalRow(ParallelStyle):
         def reduce(_: nn.Module, args: tuple, partial: Tensor) -> Tensor:
             if slices is not None:
                 out = slices.reduce(module, args, partial)
+            elif exchange is not None:
+                out = summed(partial, exchange)
             else:
                 sums = DTensor.from_local(partial, device_mesh, [Partial()], run_check=False)
                 out = sums.redistribute(placements=[Replicate()]).to_local()
             if linear.bias is None:
                 return out
             # Slices have parts of the bias's gradient, and padding has none.
-            summed = None if slices is None else [Partial()]
-            return out + linear.bias.to_local(grad_placements=summed)
+            placements = None if slices is None else [Partial()]
+            return out + linear.bias.to_local(grad_placements=placements)
 
         linear.forward = forward
         linear.register_forward_hook(reduce)

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
 from torchmm.models.layered import LayeredModule
+from torchmm.parallel.tensor.collectives import Exchange, gathered, replicated, scattered
 from torchmm.parallel.tensor.overlap_linear import Overlap, gather_slices, take_slice
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
@@ -39,11 +40,18 @@ class SequenceSlices:
 
     Args:
         overlap: how linears communicate below their own products; None: before and after them.
+        exchange: how they do while something else is done (`collectives`); None: it is waited for.
     """
 
-    def __init__(self, mesh: DeviceMesh, overlap: Overlap | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        overlap: Overlap | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
         self._mesh = mesh
         self.overlap = overlap
+        self.exchange = exchange
         self._extent = torch.empty(0, 0)
         self._arrived: Tensor | None = None
         """The slice from the stage before, until the first layer takes it."""
@@ -138,7 +146,16 @@ class SequenceSlices:
 
     def reduce(self, _: nn.Module, __: tuple, partial: Tensor) -> Tensor:
         """Hook of a row-wise linear: sums what the ranks computed, of which each keeps a slice."""
+        if self.exchange is not None:
+            return scattered(self._padded(partial), self.exchange)
         return self._slice(partial, Partial())
+
+    def for_scope(self, slice_: Tensor) -> DTensor:
+        """As `whole`, for what ranks use each for a part of a sum."""
+        if self.exchange is None:
+            return self.whole(slice_)
+        rows = gathered(slice_, self.exchange)
+        return replicated(rows[..., : self.length, :], self._mesh)
 
     def whole(self, slice_: Tensor) -> DTensor:
         """The slices of all ranks as a replicated DTensor, without padding."""
@@ -180,10 +197,13 @@ class SequenceSlices:
         return batch_first(gather_slices(rows, self.length * batch.numel(), self.overlap), batch)
 
     def _slice(self, local: Tensor, placement: Placement) -> Tensor:
-        padding = -self.length % self._mesh.size()
-        padded = functional.pad(local, (0, 0, 0, padding)) if padding else local
+        padded = self._padded(local)
         whole = DTensor.from_local(padded, self._mesh, [placement], run_check=False)
         return whole.redistribute(placements=[Shard(padded.ndim + SEQUENCE_DIM)]).to_local()
+
+    def _padded(self, local: Tensor) -> Tensor:
+        padding = -self.length % self._mesh.size()
+        return functional.pad(local, (0, 0, 0, padding)) if padding else local
 
 
 class MeshRows:

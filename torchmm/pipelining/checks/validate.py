@@ -19,6 +19,7 @@ from torchmm.pipelining.checks.scan import Played, Scan, play
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
 from torchmm.pipelining.schedules.fillers import filler_problems
+from torchmm.pipelining.schedules.launches import launch_problems
 
 COLLECTIVES = (ActionType.UNSHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED)
 WAITS = (ActionType.WAIT_F, ActionType.WAIT_B, ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)
@@ -43,6 +44,7 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
         *_crossed(plan, book, played),
         *_mirrors(plan),
         *filler_problems(plan),
+        *launch_problems(plan, book),
         *_channels(plan, book, scan),
         *_deadlocks(plan, book, scan, played),
         *_recompute(plan),

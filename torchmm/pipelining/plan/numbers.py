@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
-from torchmm.pipelining.plan.plan import LayerMode, MessageSpecs, PipelinePlan
+from torchmm.pipelining.plan.plan import Launch, LayerMode, MessageSpecs, PipelinePlan
 
 Int32s = NDArray[np.int32]
 _TYPES = tuple(ActionType)
@@ -35,8 +35,8 @@ def encode_plan(plan: PipelinePlan) -> Int32s:
     """All of a training plan but its graph's tasks and specs.
 
     Numbers of actions by rank; the actions; which replica of a module runs which task; places of
-    LLM actions that are filled, and by how many actions in front of them; for each task that
-    recomputes, its place and the modes of its layers.
+    LLM actions that are filled, and by how many actions in front of them; what is launched, see
+    `_launches`; for each task that recomputes, its place and the modes of its layers.
     """
     numbers = [len(plan.actions), *map(len, plan.actions)]
     for program in plan.actions:
@@ -53,6 +53,8 @@ def encode_plan(plan: PipelinePlan) -> Int32s:
         for position, action in enumerate(program):
             if action in plan.fillers:
                 numbers += (rank, position, len(plan.fillers[action]))
+    launches = _launches(plan)
+    numbers += (len(launches), *launches)
     for task, modes in plan.recompute.items():
         numbers += task
         numbers += map(_MODES.index, modes)
@@ -88,8 +90,9 @@ def decode_plan(
         rows[rank][position]: _in_front(rows[rank], position, count)
         for rank, position, count in found.rows(3)
     }
+    launches = _read_launches([n for row in found.rows(1) for n in row], rows)
     recompute = _recompute(values, found.at, graph)
-    return PipelinePlan(graph, rows, specs(graph), True, recompute, fillers)
+    return PipelinePlan(graph, rows, specs(graph), True, recompute, fillers, launches)
 
 
 class _Programs(Sequence[tuple[Action, ...]]):
@@ -126,6 +129,35 @@ class _Programs(Sequence[tuple[Action, ...]]):
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _launches(plan: PipelinePlan) -> list[int]:
+    """By LLM action that launches any: its rank and place, how many actions begin in it and at how
+    many collectives, the places of those and the pieces at these."""
+    numbers: list[int] = []
+    for rank, program in enumerate(plan.actions if plan.launches else ()):
+        at = {action: position for position, action in enumerate(program)}
+        for action in program:
+            if (launch := plan.launches.get(action)) is not None:
+                numbers += (rank, at[action], len(launch.begins), len(launch.pieces))
+                numbers += [at[begun] for begun in launch.begins]
+                numbers += launch.pieces
+    return numbers
+
+
+def _read_launches(
+    numbers: Sequence[int], rows: Sequence[Sequence[Action]]
+) -> dict[Action, Launch]:
+    found: dict[Action, Launch] = {}
+    at = 0
+    while at < len(numbers):
+        rank, position, begins, collectives = numbers[at : at + 4]
+        first = at + 4 + begins
+        end = first + collectives
+        begun = tuple(rows[rank][place] for place in numbers[at + 4 : first])
+        found[rows[rank][position]] = Launch(begun, tuple(numbers[first:end]))
+        at = end
+    return found
 
 
 class _Reader:

@@ -70,6 +70,17 @@ LayerMode = Literal["none", "selective", "full", "offload"]
 """
 
 
+class Launch(NamedTuple):
+    """What an LLM action launches while it communicates."""
+
+    begins: tuple[Action, ...]
+    """Encoder actions behind it, in the order of its rank, that may begin in it, when those before
+    them are done."""
+    pieces: tuple[int, ...]
+    """By tensor-parallel collective of the action: of how many pieces of encoder actions it is made
+    use of; collectives beyond are not."""
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
     """One step.
@@ -86,6 +97,9 @@ class PipelinePlan:
         fillers: by LLM action: encoder actions, directly in front of it in the order of its rank,
             that may run alongside it, below its tensor-parallel communication (`fillers`); empty:
             it runs alongside those of the LLM action before it.
+        launches: by LLM action: pieces of encoder actions, which come later in the order of its
+            rank, that run during its tensor-parallel communication (`launches`). What is left of
+            an action runs in its own place.
     """
 
     graph: StageGraph
@@ -94,6 +108,7 @@ class PipelinePlan:
     training: bool = True
     recompute: Mapping[Task, tuple[LayerMode, ...]] = field(default_factory=dict)
     fillers: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict)
+    launches: Mapping[Action, Launch] = field(default_factory=dict)
 
     def recomputes(self, task: Task) -> bool:
         """Whether the plan lets a task run layers again, so that its backward cannot be split."""

@@ -37,6 +37,7 @@ communicator of the encoders' own: their messages queue with the LLM's.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -49,9 +50,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchmm.parallel.p2p import P2PChannels
+from torchmm.parallel.tensor.bubbles import TensorBubbles
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
+from torchmm.pipelining.run.ahead import Ahead, Span
 from torchmm.pipelining.run.stage import PipelineStage
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.pipelining.schedules.fillers import encoder_stages
@@ -161,6 +164,8 @@ class PipelineRuntime:
         stages: this rank's, by index.
         channels: to the other ranks; None where the plan has only one.
         device: where the stages compute; None: the channels' device, or the CPU without any.
+        bubbles: to which its stages were tied when they were split; None: what plans launch ahead
+            runs in its place.
     """
 
     def __init__(
@@ -169,11 +174,13 @@ class PipelineRuntime:
         stages: Mapping[int, PipelineStage],
         channels: P2PChannels | None,
         device: torch.device | None = None,
+        bubbles: TensorBubbles | None = None,
     ) -> None:
         self.plan_rank = plan_rank
         self.stages = dict(stages)
         self.channels = channels
         self.device = device or (channels.device if channels else torch.device("cpu"))
+        self._bubbles = bubbles
         self._streams: CudaStreams | None = None
 
     def step(
@@ -188,7 +195,8 @@ class PipelineRuntime:
         """Runs one step and, if the plan is a training plan, adds gradients to parameters.
 
         Afterwards every trained parameter has a gradient, zero where no microbatch used it. On
-        CUDA, fillers run alongside their actions, elsewhere before them.
+        CUDA, fillers run alongside their actions, elsewhere before them; what actions launch runs
+        while they communicate.
 
         Args:
             plan: valid (see `validate_plan`), of the same step on all its ranks.
@@ -209,12 +217,11 @@ class PipelineRuntime:
             self.plan_rank, self.stages, self.channels, plan, microbatches, loss_scale
         )
         state.begin()
-        handlers = state.handlers()
         actions = plan.actions[self.plan_rank]
         clock = _Clock(self.device, self.plan_rank) if record else None
         side = self._side_stream(plan)
         begin_s = time.perf_counter()
-        with torch.set_grad_enabled(plan.training):
+        with torch.set_grad_enabled(plan.training), self._ahead(plan, state, clock) as handlers:
             action: Action | None = None
             try:
                 if clock is None and not annotate and side is None:
@@ -235,6 +242,24 @@ class PipelineRuntime:
                 side.join()
             state.finish()
         return StepResult(state.losses, clock, begin_s)
+
+    @contextmanager
+    def _ahead(
+        self, plan: PipelinePlan, state: StepState, clock: _Clock | None
+    ) -> Iterator[Mapping[ActionType, Callable[[Action], Any]]]:
+        """What runs each kind of action, those included that LLM actions launch."""
+        handlers = state.handlers()
+        if self._bubbles is None or not plan.launches:
+            yield handlers
+            return
+        mark = None if clock is None else clock.mark
+        ahead = Ahead(plan, handlers, self._bubbles, self.device, mark)
+        try:
+            yield ahead.handlers()
+        finally:
+            ahead.close()
+            if clock is not None:
+                clock.spans = ahead.spans
 
     def _side_stream(self, plan: PipelinePlan) -> SideStream | None:
         if self.device.type != "cuda" or not plan.fillers:
@@ -285,6 +310,8 @@ class _Clock:
         self._cuda = device.type == "cuda"
         self._rank = rank
         self._marks: list[tuple[Action, Any, Any]] = []
+        self.spans: list[Span] = []
+        """What ran inside of actions."""
         self._begin = self.mark()
 
     def mark(self) -> Any:
@@ -302,8 +329,19 @@ class _Clock:
     def records(self) -> list[ActionRecord]:
         if self._cuda and not (last := self.mark()).query():
             last.synchronize()
+        earlier_ms: dict[Action, float] = defaultdict(float)
+        within_ms: dict[Action, float] = defaultdict(float)
+        for llm, encoder, begin, end in self.spans:
+            span_ms = self._since_ms(end) - self._since_ms(begin)
+            earlier_ms[encoder] += span_ms
+            within_ms[llm] += span_ms
         return [
-            ActionRecord(self._rank, action, self._since_ms(begin), self._since_ms(end))
+            ActionRecord(
+                self._rank,
+                action,
+                self._since_ms(begin) - earlier_ms[action],
+                self._since_ms(end) - within_ms[action],
+            )
             for action, begin, end in self._marks
         ]
 

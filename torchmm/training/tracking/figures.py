@@ -220,7 +220,7 @@ class StepRecord:
             "planner",
             "",
             'What the step\'s order comes from: "search", "natural", or the static planner that '
-            'was as good; "optimus coarse", "optimus fine", "optimus filled".',
+            'was as good; "optimus coarse", "optimus fine", "optimus filled", "optimus launched".',
         ),
     ] = None
     planner_ms: Annotated[

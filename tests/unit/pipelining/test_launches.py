@@ -1,0 +1,307 @@
+"""Encoder actions that LLM actions launch: what may begin where, and what runs then."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from test_mirrors import graph
+
+from torchmm.balance.bubbles.launches import plan_launches
+from torchmm.balance.bubbles.llm_orders import llm_orders
+from torchmm.balance.bubbles.optimus import optimus_steps
+from torchmm.balance.simulation.launched import launch_times, timed_pieces
+from torchmm.balance.simulation.simulator import memory_changes, simulate
+from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
+from torchmm.parallel.tensor.bubbles import TensorBubbles
+from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
+from torchmm.pipelining.plan.plan import Launch, PipelinePlan
+from torchmm.pipelining.run.ahead import Ahead
+from torchmm.pipelining.schedules.fillers import encoder_stages, fill_tensor_bubbles
+from torchmm.pipelining.schedules.launches import with_launches
+
+SHARE = 0.4
+PARTS = (6, 5, 6, 7, 6, 6)
+SHARES = (0.2, 0.1, 0.1, 0.3, 0.0, 0.3)
+PIECES = LayerPieces(
+    tuple(Piece(share, False) for share in SHARES),
+    tuple(Piece(share, False) for share in SHARES[::-1]),
+)
+SENDS = LayerPieces(
+    tuple(Piece(share, i in (2, 5)) for i, share in enumerate(SHARES)),
+    tuple(Piece(share, i in (2, 5)) for i, share in enumerate(SHARES[::-1])),
+)
+
+
+def costs_of(step, pieces: LayerPieces = PIECES, **more) -> PlanCosts:
+    """LLM stages take twelve times as long as encoder layers, and communicate at four places."""
+    encoders = encoder_stages(step)
+    compute, tensor = {}, {}
+    for task in step.tasks():
+        for kind in COMPUTE:
+            action = Action(kind, *task)
+            own = 1.0 if task.stage in encoders else 12.0
+            compute[action] = own * (1 if kind is ActionType.F else 2) * (1 + 0.1 * task.microbatch)
+            sends = task.stage not in encoders or pieces is SENDS
+            tensor[action] = SHARE * compute[action] if sends else 0.0
+    return PlanCosts(
+        compute, tensor, runs_beside=True, pieces={"vision": pieces}, collectives=(4, 4), **more
+    )
+
+
+def planned(pipeline: int = 1, mirrors: int = 1, parts=PARTS):
+    """Encoder actions stand where the last of their pieces would be."""
+    step = graph(pipeline, mirrors, parts)
+    costs = costs_of(step)
+    orders = llm_orders(step, costs, "interleaved_1f1b", 64)
+    found = next(optimus_steps(step, costs, orders, "fine", "step", inside=True, behind=True))
+    return lower_plan(found.order, found.graph, {}, sharding="step")
+
+
+def launched(plan: PipelinePlan, pieces: LayerPieces = PIECES) -> PipelinePlan:
+    found = with_launches(plan, plan_launches(plan, costs_of(plan.graph, pieces)))
+    validate_plan(found).raise_for_problems()
+    return found
+
+
+@pytest.mark.parametrize("pieces", [PIECES, SENDS])
+@pytest.mark.parametrize(("pipeline", "mirrors"), [(1, 1), (2, 1), (1, 2)])
+def test_what_is_launched_takes_time_from_its_place_and_none_from_the_llm(
+    pipeline, mirrors, pieces
+):
+    plan = planned(pipeline, mirrors)
+    found = launched(plan, pieces)
+    costs = costs_of(plan.graph, pieces)
+    assert found.launches
+    assert sum(sum(launch.pieces) for launch in found.launches.values()) > 50
+    times = launch_times(found, costs)
+    encoders = encoder_stages(plan.graph)
+    for action, shift_ms in times.shift_ms.items():
+        if action.stage in encoders:
+            assert -costs.compute_ms[action] - 1e-9 <= shift_ms <= 0
+        else:
+            assert shift_ms == pytest.approx(0, abs=1e-9)
+    assert min(times.shift_ms.values()) < 0
+    before, after = simulate(plan, costs), simulate(found, costs)
+    assert after.makespan_ms < before.makespan_ms
+    # What fills bubbles is computation, and no bubble any more.
+    total_ms = sum(after.timeline.busy_ms) + sum(after.timeline.bubble_ms.values())
+    hidden_ms = -sum(ms for a, ms in times.shift_ms.items() if a.stage in encoders)
+    assert hidden_ms > 0.1 * sum(costs.compute_ms[a] for a in times.shift_ms if a.stage in encoders)
+    if pieces is PIECES:
+        assert total_ms == pytest.approx(len(plan.actions) * after.makespan_ms)
+
+
+def test_launches_keep_every_rank_in_its_order_of_computing():
+    plan = planned(2)
+    found = launched(plan)
+    for program, other in zip(plan.actions, found.actions, strict=True):
+        assert set(program) == set(other) and len(program) == len(other)
+        rows = [[a for a in row if not a.type.value.startswith("WAIT")] for row in (program, other)]
+        assert rows[0] == rows[1]
+    assert found.actions != plan.actions, "no wait has moved: nothing is tested"
+
+
+def test_nothing_is_launched_where_nothing_is_gained():
+    plan = planned()
+    costs = costs_of(plan.graph)
+    assert not plan_launches(plan, replace(costs, runs_beside=False))
+    assert not plan_launches(plan, replace(costs, tensor_ms={}))
+    assert not plan_launches(plan, replace(costs, pieces={}))
+    short = {a: ms / 1000 for a, ms in costs.tensor_ms.items()}
+    assert not plan_launches(plan, replace(costs, tensor_ms=short)), "pieces do not fit"
+
+
+def test_pieces_that_do_not_fit_make_the_llm_late():
+    plan = planned()
+    found = launched(plan)
+    costs = costs_of(plan.graph)
+    shorter = replace(costs, tensor_ms={a: ms / 4 for a, ms in costs.tensor_ms.items()})
+    late = {a: ms for a, ms in launch_times(found, shorter).shift_ms.items() if ms > 0}
+    assert late and not {a.stage for a in late} & encoder_stages(plan.graph)
+    serial = simulate(found, replace(costs, runs_beside=False))
+    assert serial.makespan_ms == pytest.approx(
+        simulate(plan, replace(costs, runs_beside=False)).makespan_ms, rel=0.3
+    )
+
+
+def test_pieces_add_up_to_their_action():
+    step = graph(2, 1, (2, 1))
+    for pieces in (PIECES, SENDS):
+        costs = costs_of(step, pieces)
+        for action in (Action(ActionType.F, 0, 0, 1), Action(ActionType.B, 3, 0, 0)):
+            found = timed_pieces(action, step, costs)
+            assert len(found) == 7
+            total_ms = sum(piece.compute_ms + piece.send_ms for piece in found)
+            assert total_ms == pytest.approx(costs.compute_ms[action])
+    assert timed_pieces(Action(ActionType.F, 0, 0, 1), step, replace(costs, pieces={})) == []
+
+
+def test_launched_activations_count_from_where_they_begin():
+    plan = planned()
+    found = launched(plan)
+    kept = {task: 100 for task in plan.graph.tasks() if task.stage < 4}
+    costs = replace(costs_of(plan.graph), kept_bytes=kept)
+    begun = 0
+    for program, before, after in zip(
+        found.actions, memory_changes(plan, costs), memory_changes(found, costs), strict=True
+    ):
+        at = {action: 2 * place for place, action in enumerate(program)}
+        assert sum(before) == sum(after) == 0
+        for llm in (action for action in program if action in found.launches):
+            forwards = [a for a in found.launches[llm].begins if a.type is ActionType.F]
+            assert after[at[llm]] == 100 * len(forwards)
+            assert not any(after[at[action]] for action in forwards)
+            begun += len(forwards)
+    assert begun > 4
+
+
+def test_launches_come_back_from_numbers():
+    plan = launched(planned(2))
+    found = decode_plan(encode_plan(plan), graph(2, 1, PARTS), {})
+    assert found == plan
+    assert found.launches
+
+
+def first_launch(plan: PipelinePlan) -> tuple[int, Action, Launch]:
+    for rank, program in enumerate(plan.actions):
+        for action in program:
+            if action in plan.launches and plan.launches[action].begins:
+                return rank, action, plan.launches[action]
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "mistake", ["skipped", "by an encoder", "negative", "not there", "fillers"]
+)
+def test_wrong_launches_are_found(mistake):
+    plan = launched(planned(2))
+    rank, llm, launch = first_launch(plan)
+    encoders = encoder_stages(plan.graph)
+    row = [a for a in plan.actions[rank] if a.type in COMPUTE and a.stage in encoders]
+    changed: Mapping[str, dict[Action, Launch]] = {
+        "skipped": {llm: launch._replace(begins=(row[row.index(launch.begins[0]) + 1],))},
+        "by an encoder": {row[0]: launch},
+        "negative": {llm: launch._replace(pieces=(-1,))},
+        "not there": {llm._replace(microbatch=99): launch},
+        "fillers": {llm: launch},
+    }
+    wrong = replace(plan, launches=changed[mistake])
+    if mistake == "fillers":
+        costs = costs_of(plan.graph)
+        filled = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, 0.9)
+        assert filled.fillers
+        wrong = replace(wrong, fillers=filled.fillers)
+    problems = validate_plan(wrong).problems
+    assert problems and {p.kind for p in problems} == {"dependency"}
+
+
+def test_what_is_not_there_yet_does_not_begin():
+    """Of every encoder action with every LLM action directly before it."""
+    plan = planned(2)
+    book = RuleBook(plan)
+    encoders = encoder_stages(plan.graph)
+    refused = allowed = 0
+    for rank, program in enumerate(plan.actions):
+        rules = book.rules[rank]
+        places = [i for i, a in enumerate(program) if a.type in COMPUTE and a.stage in encoders]
+        for before, place in pairwise([-1, *places]):
+            needs = {*rules[program[place]].needs}
+            gives = [i for i, a in enumerate(program) if needs & {*rules[a].gives}]
+            for position in range(before + 1, place):
+                if program[position].type not in COMPUTE:
+                    continue
+                launches = {program[position]: Launch((program[place],), (1,))}
+                problems = validate_plan(replace(plan, launches=launches)).problems
+                if position <= max(gives):
+                    assert ["which needs" in p.text for p in problems] == [True]
+                    refused += 1
+                else:
+                    assert not problems
+                    allowed += 1
+    assert refused and allowed
+
+
+class Handled:
+    """Stands for the handlers of a step: encoder actions stop, LLM actions communicate."""
+
+    def __init__(self, bubbles: TensorBubbles, plan: PipelinePlan) -> None:
+        self.bubbles, self.encoders = bubbles, encoder_stages(plan.graph)
+        self.layers = [stage.stop - stage.start for stage in plan.graph.layout.stages]
+        self.events: list[tuple[Action, int]] = []
+
+    def __call__(self, action: Action) -> None:
+        if action.stage in self.encoders:
+            for piece in range(7):
+                self.events.append((action, piece))
+                if piece < 6:
+                    self.bubbles.pause()
+        else:
+            for collective in range(4 * self.layers[action.stage]):
+                self.events.append((action, collective))
+                self.bubbles.fill()
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_the_runtime_launches_what_the_plan_says(timed):
+    plan = launched(planned())
+    encoders = encoder_stages(plan.graph)
+    ticks = iter(range(10**6))
+    for rank, program in enumerate(plan.actions):
+        bubbles = TensorBubbles()
+        handled = Handled(bubbles, plan)
+        mark = (lambda: next(ticks)) if timed else None
+        ahead = Ahead(plan, dict.fromkeys(ActionType, handled), bubbles, torch.device("cpu"), mark)
+        handlers = ahead.handlers()
+        row = [action for action in program if action.type in COMPUTE]
+        inside: dict[tuple[Action, int], int] = {}
+        for action in row:
+            begin = len(handled.events)
+            handlers[action.type](action)
+            seen = handled.events[begin:]
+            if action.stage in encoders:
+                assert all(a == action for a, _ in seen), "its own rest, and nothing else"
+                continue
+            collective = -1
+            for event in seen:
+                if event[0] == action:
+                    collective = event[1]
+                else:
+                    inside[action, collective] = inside.get((action, collective), 0) + 1
+        ahead.close()
+        wanted = {
+            (llm, i): count
+            for llm, launch in plan.launches.items() if llm in program
+            for i, count in enumerate(launch.pieces) if count
+        }  # fmt: skip
+        assert inside == wanted, rank
+        done = [a for a, piece in handled.events if a.stage in encoders and piece == 6]
+        assert done == [a for a in row if a.stage in encoders], "in order, each once"
+        assert bool(ahead.spans) == (timed and bool(wanted))
+        for span in ahead.spans:
+            assert span.llm in plan.launches and span.encoder.stage in encoders
+            assert span.begin < span.end
+
+
+def test_an_error_in_a_piece_ends_the_step():
+    plan = launched(planned())
+    encoders = encoder_stages(plan.graph)
+    _, llm, launch = first_launch(plan)
+
+    def handler(action: Action) -> None:
+        if action == launch.begins[0]:
+            raise ValueError("torn")
+        if action.stage not in encoders:
+            for _ in range(4):
+                bubbles.fill()
+
+    bubbles = TensorBubbles()
+    ahead = Ahead(plan, dict.fromkeys(ActionType, handler), bubbles, torch.device("cpu"), None)
+    with pytest.raises(ValueError, match="torn"):
+        ahead.handlers()[llm.type](llm)
+    ahead.close()

@@ -1,0 +1,68 @@
+"""Into which pieces encoder layers divide, and how often LLM layers communicate.
+
+An encoder's layers may run in pieces while the LLM communicates (`torchmm.parallel.tensor.pieces`
+says where they stop). A cost model knows times of whole actions: computation is divided among
+pieces in proportion to FLOPs, those of attention between activations included; what stands between
+products (norms, activation functions) goes along with these. A layer's collectives are equally
+long.
+
+Left out: what comes before the first layer and behind the last, which is no piece of its own;
+windows that differ from layer to layer.
+"""
+
+from __future__ import annotations
+
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.layers import layer_flops, layer_linears
+from torchmm.balance.costs.sizes import TaskSizes
+from torchmm.balance.step_costs import LayerPieces, Piece
+from torchmm.common.layers import LayerDescription
+
+FORWARD_SHARE = 1 / 3
+"""Of a backward that runs the layer again."""
+
+
+def layer_pieces(layer: LayerDescription, sizes: TaskSizes, execution: Execution) -> LayerPieces:
+    """Of an encoder's layer.
+
+    Args:
+        sizes: of all its tasks, whose mean counts.
+    """
+    linears = {name: float(a * b) for name, (a, b) in layer_linears(layer).items()}
+    products = [
+        sum(linears.get(name, 0.0) for name in names)
+        for names in (("query", "key", "value"), ("attention_output",), ("gate", "up"), ("down",))
+    ]
+    dense_N, pairs_N = layer_flops(layer, sizes)
+    dense = float(dense_N.sum())
+    attention = sum(products) * float(pairs_N.sum()) / dense if dense else 0.0
+    whole = (sum(products) + attention) or 1.0
+    qkv, output, up, down = (product / whole for product in products)
+    halves = (qkv, attention / whole, output), (up, 0.0, down)
+    forward = [p for half in halves for p in _forward(*half, execution)]
+    backward = [p for half in halves[::-1] for p in _backward(*half, execution)]
+    if execution.recompute == "full":
+        first = [Piece(FORWARD_SHARE * share, sends) for share, sends in forward]
+        backward = first + [Piece((1 - FORWARD_SHARE) * share, sends) for share, sends in backward]
+    return LayerPieces(tuple(forward), tuple(backward))
+
+
+def layer_collectives(execution: Execution) -> tuple[int, int]:
+    """Of an LLM layer's forward and backward."""
+    if execution.tensor == 1 or execution.async_tensor:
+        return 0, 0
+    each = 4 if execution.sequence_parallel else 2
+    return each, each * (2 if execution.recompute == "full" else 1)
+
+
+def _forward(columns: float, inner: float, rows: float, execution: Execution) -> list[Piece]:
+    """Of an attention or a feed-forward part."""
+    split = execution.tensor > 1
+    gathers = [Piece(0.0, True)] if split and execution.sequence_parallel else []
+    return [*gathers, Piece(columns, False), Piece(inner, False), Piece(rows, split)]
+
+
+def _backward(columns: float, inner: float, rows: float, execution: Execution) -> list[Piece]:
+    split = execution.tensor > 1
+    gathers = [Piece(0.0, True)] if split and execution.sequence_parallel else []
+    return [*gathers, Piece(rows, False), Piece(inner, False), Piece(columns, split)]
