@@ -282,6 +282,8 @@ CASES = {
         Case(freeze="LLM", parallel={"sequence_parallel": True}),
         Case("searched", parallel={"sequence_parallel": True}),
         Case("searched", "generator", recompute="full"),
+        Case(latents="mean"),
+        Case("searched", latents="sampled", parallel={"sequence_parallel": True}),
     ],
 }
 SIZES = {
