@@ -311,9 +311,12 @@ def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None, keep
     if has_stacked_experts(named):
         settings |= {"state_dict": taken_apart(export.hf, named, keep)}
         settings |= {"save_original_format": False}
-    elif tower != _TOWER:
+    elif isinstance(export.hf, PreTrainedModel):
         settings["state_dict"] = named
     export.weights.clear()
+    if "state_dict" in settings:  # then tensors go when the file that has them is written
+        del named, tensors
+        export.hf.to("meta")
     export.hf.save_pretrained(export.directory, **settings)
 
 

@@ -219,7 +219,7 @@ class CheckpointWeights:
                 f"{self._path} {has}: {name} of shape {list(shape)}; its recipe is of another model"
             )
         stored = dtype_named(entry["dtype"])
-        whole = self._mapped(shape, self._dtype if stored.is_floating_point else stored)
+        room, whole = self._mapped(shape, self._dtype if stored.is_floating_point else stored)
         for chunk in entry["chunks"]:
             window = tuple(
                 slice(start, start + size)
@@ -228,6 +228,8 @@ class CheckpointWeights:
             place = self._places(chunk["file"])[chunk_name(name, chunk["offsets"])]
             with (self._path / chunk["file"]).open("rb") as file:
                 _fill(whole[window], file, place)
+        if room is not None:
+            room.madvise(mmap.MADV_DONTNEED)  # is in its file, and read from there when saved
         return whole
 
     def keep(self, values: list[Tensor]) -> list[Tensor]:
@@ -241,12 +243,13 @@ class CheckpointWeights:
             kept.append(copied.view(value.shape).copy_(value))
         return kept
 
-    def _mapped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Zeros in a file; removed when nothing refers to it any more."""
+    def _mapped(self, shape: torch.Size, dtype: torch.dtype) -> tuple[mmap.mmap | None, Tensor]:
+        """Zeros in a file, and its bytes; removed when nothing refers to it any more."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._room(size_bytes), dtype=dtype).view(shape)
+            return None, torch.empty(shape, dtype=dtype)
+        room = self._room(size_bytes)
+        return room, torch.frombuffer(room, dtype=dtype).view(shape)
 
     def _room(self, size_bytes: int) -> mmap.mmap:
         """Bytes of a file without a name; a process may have some 65,000, fewer than experts."""
