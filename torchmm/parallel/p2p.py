@@ -175,7 +175,8 @@ class P2PChannels:
             sizes = len(self._ranks[source]), len(self._ranks[destination])
             # Whole tensors and slices go different ways between groups of different sizes.
             for cut in [(1, 1), sizes] if sizes[0] != sizes[1] else [(1, 1)]:
-                probe = torch.zeros(lcm(*sizes) // cut[source != own], device=self.device)
+                rows = lcm(sizes[0], sizes[1]) // cut[source != own]
+                probe = torch.zeros(rows, device=self.device)
                 if source == own:
                     self.send((probe,), (probe,), destination, "warm-up", [cut]).wait("warm-up")
                 elif destination == own:
@@ -234,7 +235,8 @@ class P2PChannels:
         self, tensor: Tensor, cut: Cut, peers: Sequence[int], *, sends: bool
     ) -> list[tuple[Tensor, int]]:
         """Which part of a tensor goes to, or comes from, which rank of the other group."""
-        own, others = len(self._ranks[self._plan_rank]), len(peers)
+        own = len(self._ranks[self._plan_rank])
+        others = len(peers)
         if cut[0] == cut[1]:
             if not sends:
                 return [(tensor, peers[self._place * others // own])]

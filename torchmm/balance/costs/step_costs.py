@@ -55,8 +55,7 @@ def plan_costs(
             are images, or a module that is not given.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
-    layout = graph.layout
-    _check_modules(layout, modules)
+    layout = _checked(graph.layout, modules)
     tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
     caches: dict[str, BlockCache] = {name: {} for name in tasks}
     collected = _Collected()
@@ -95,13 +94,14 @@ def plan_costs(
     )
 
 
-def _check_modules(layout: StageLayout, modules: Sequence[ModuleDescription]) -> None:
+def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
     if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
         raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
+    return layout
 
 
 def _pieces(tasks: Mapping[str, ModuleTasks], model: CostModel) -> dict[str, LayerPieces]:
-    """By encoder."""
+    """Of encoders' layers."""
     return {
         name: layer_pieces(own.module.layers[0], own.sizes, model.execution(name))
         for name, own in tasks.items()

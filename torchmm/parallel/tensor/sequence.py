@@ -63,7 +63,8 @@ class SequenceSlices:
         layers = module.layers
         module.between = self
         self._has_layers = bool(layers)
-        self._is_first, self._is_last = module.is_first, module.is_last
+        self._is_first = module.is_first
+        self._is_last = module.is_last
         if layers:  # first, as it notes the length that the others pass on
             layers[0].register_forward_pre_hook(self.enter if self._is_first else self.go_on)
         for layer in layers:

@@ -157,18 +157,18 @@ class StageLayout:
             source, destination: stages.
             stays: whether it is handed over on a rank of the plan.
         """
-        ends = self.tensor_ranks(source), self.tensor_ranks(destination)
-        sizes = ends[0].size, ends[1].size
-        if not ends[0].sends_slices or max(sizes) == 1:
+        here = self.tensor_ranks(source)
+        there = self.tensor_ranks(destination)
+        if not here.sends_slices or max(here.size, there.size) == 1:
             return MessageSlices(None, None)
         inside = self.stages[source].module == self.stages[destination].module
         cut: Slices | None = None
         if self.parts_mirrors(source, destination):
-            cut = Slices(sizes[1], sizes[1])
+            cut = Slices(there.size, there.size)
         elif not stays:
-            cut = Slices(*sizes)
-        if inside and ends[0].keeps_slices:
-            return MessageSlices(Slices(*sizes, gathered=False), cut)
+            cut = Slices(here.size, there.size)
+        if inside and here.keeps_slices:
+            return MessageSlices(Slices(here.size, there.size, gathered=False), cut)
         return MessageSlices(cut, cut)
 
     def parts_mirrors(self, source: int, destination: int) -> bool:
