@@ -51,8 +51,7 @@ def plan_costs(
             in the last backward, not once per step; while computing where devices queue work.
 
     Raises:
-        ValueError: the graph has another number of microbatches, more sub-microbatches than there
-            are images, or a module that is not given.
+        ValueError: the graph has other microbatches, more parts than images, or a module more.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
     layout = _checked(graph.layout, modules)
