@@ -31,6 +31,8 @@ NO_FINDINGS = {
     "grow/placements: Disaggregated": "what a picture assumes",
     "understand/cost_model: How a number is computed": "a bound that tests hold",
     "understand/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",
+    "understand/optimus: Adjusted warm-up": "of an example that a test plays again",
+    "understand/pipelining: How a step becomes a plan": "a setting",
     "understand/pipelining: Pipelining": "of a picture that a test draws again",
 }
 """By page and heading: why its figures are none."""
