@@ -22,7 +22,7 @@ NOT_DRAWN = {
     "parallel.preflight": "decides what is logged",
     "activation_checkpoint.offload": "for devices with memory of their own",
     "adapters.NAME.source": "files, which decide no layout",
-    "parallel.bubble_pieces": "off by default; tests/distributed/test_launched_equality.py has its layouts",
+    "parallel.bubble_pieces": "off by default; test_launched_equality.py has its layouts",
 }
 """Keys beside layouts, and why."""
 DRAWN = 400
