@@ -211,10 +211,10 @@ class PlanSimulation:
             raise SimulationError(unknown)
         stretch = nodes.stretch
         shift_ms = nodes.shift_ms
-        changed = {
-            nodes.compute[a]: max(0.0, ms * stretch.get(a, 1.0) + shift_ms.get(a, 0.0))
-            for a, ms in compute_ms.items()
-        }
+        changed = {nodes.compute[a]: ms * stretch.get(a, 1.0) for a, ms in compute_ms.items()}
+        for action in compute_ms.keys() & shift_ms.keys():
+            node = nodes.compute[action]
+            changed[node] = max(0.0, changed[node] + shift_ms[action])
         changed |= {nodes.transfers[key]: ms for key, ms in transfer_ms.items()}
         self.times.set_durations(changed)
         self._compute_ms.update(compute_ms)
