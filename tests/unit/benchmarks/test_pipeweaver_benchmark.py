@@ -74,5 +74,6 @@ def test_figure_11_compares_the_first_ranks_memory(benchmark):
     rows = {(row.case, row.metric): row.ours for row in benchmark.memory_rows(8, 20)}
     assert rows["figure 11, Megatron-LM", "peak over Megatron-LM's"] == 0
     assert rows["figure 11, Megatron-LM", "fewer fluctuations than Megatron-LM"] == 0
-    # What is executed module after module keeps all images' outputs at once.
-    assert rows[f"figure 11, {benchmark.COARSE}", "peak over Megatron-LM's"] > 0
+    # Module after module keeps all images' outputs at once, but of each a rank has its slice.
+    coarse = rows[f"figure 11, {benchmark.COARSE}", "peak over Megatron-LM's"]
+    assert coarse < 0 < rows["figure 11, tuned", "peak over Megatron-LM's"]
