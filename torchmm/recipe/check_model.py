@@ -120,7 +120,7 @@ def _check_section(recipe: Recipe) -> Problems:
     if vae is not None and vae.source is None and vae.config is None:
         yield Problem(f"{SECTION}.vae", NO_VALUE, "has neither source nor config; set one of them")
     elif vae is not None and vae.source and not Path(vae.source).expanduser().is_dir():
-        text = "no such directory; fetch an autoencoder (hf download) or correct the path"
+        text = "no such directory; prepare the model first, fetch one, or correct the path"
         yield Problem(f"{SECTION}.vae.source", vae.source, text)
     if section.loss_weight == section.text_loss_weight == 0:
         text = "and text_loss_weight are both 0, so nothing is learned; raise one of them"

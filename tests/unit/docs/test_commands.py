@@ -39,7 +39,7 @@ STAND_INS = {
     "recipes/tiny/NAME.toml": "recipes/tiny/qwen3_vl.toml",
 }
 """What a reader has, and a recipe of the tree in its place."""
-MISSING = re.compile(r"no such (file or )?directory; (run|prepare|train|correct|fetch)")
+MISSING = re.compile(r"no such (file or )?directory; (run|prepare|train|correct)")
 RUN = ("python train.py --list-recipes", "python scripts/build_site.py --pages")
 """Commands of a second or two, which are run as they stand."""
 NUMBERS = {"N": "16"}
