@@ -225,21 +225,16 @@ def every_method(case: Case, sizes: str) -> list[Result]:
 def spread_rows(title: str, by_seed: Sequence[Sequence[Result]]) -> list[Row]:
     """What other microbatches of the same statistics change; a method counts with the seeds that
     it can run with."""
+    steps_s = [{found.method: found.step_s for found in every} for every in by_seed]
     rows = []
-    for method in dict.fromkeys(found.method for every in by_seed for found in every):
-        pairs = [
-            (found.step_s, base.step_s)
-            for every in by_seed
-            for found in every
-            for base in every
-            if found.method == method and base.method == BASELINE
-        ]
-        steps_s = [step_s for step_s, _ in pairs]
-        ratio = median(base_s / step_s for step_s, base_s in pairs)
-        own = f"of {len(pairs)} seeds, {method}"
+    for method in dict.fromkeys(name for every in steps_s for name in every):
+        both = [every for every in steps_s if method in every and BASELINE in every]
+        own_s = [every[method] for every in both]
+        ratio = median(every[BASELINE] / every[method] for every in both)
+        own = f"of {len(own_s)} seeds, {method}"
         rows += [
-            Row(title, f"step, least {own}", "s", min(steps_s), better="lower", kind="simulated"),
-            Row(title, f"step, most {own}", "s", max(steps_s), better="lower", kind="simulated"),
+            Row(title, f"step, least {own}", "s", min(own_s), better="lower", kind="simulated"),
+            Row(title, f"step, most {own}", "s", max(own_s), better="lower", kind="simulated"),
             Row(title, f"x balanced, median {own}", "", ratio, kind="simulated"),
         ]
     return rows

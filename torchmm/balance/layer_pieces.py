@@ -39,8 +39,8 @@ def layer_pieces(layer: LayerDescription, sizes: TaskSizes, execution: Execution
     whole = (sum(products) + attention) or 1.0
     qkv, output, up, down = (product / whole for product in products)
     halves = (qkv, attention / whole, output), (up, 0.0, down)
-    forward = [p for half in halves for p in _forward(*half, execution)]
-    backward = [p for half in halves[::-1] for p in _backward(*half, execution)]
+    forward = [piece for half in halves for piece in _part(*half, execution)]
+    backward = [piece for half in halves[::-1] for piece in _part(*half[::-1], execution)]
     if execution.recompute == "full":
         first = [Piece(FORWARD_SHARE * share, sends) for share, sends in forward]
         backward = first + [Piece((1 - FORWARD_SHARE) * share, sends) for share, sends in backward]
@@ -55,14 +55,8 @@ def layer_collectives(execution: Execution) -> tuple[int, int]:
     return each, each * (2 if execution.recompute == "full" else 1)
 
 
-def _forward(columns: float, inner: float, rows: float, execution: Execution) -> list[Piece]:
-    """Of an attention or a feed-forward part."""
+def _part(first: float, inner: float, last: float, execution: Execution) -> list[Piece]:
+    """Of an attention or a feed-forward part; backward has its products the other way round."""
     split = execution.tensor > 1
     gathers = [Piece(0.0, True)] if split and execution.sequence_parallel else []
-    return [*gathers, Piece(columns, False), Piece(inner, False), Piece(rows, split)]
-
-
-def _backward(columns: float, inner: float, rows: float, execution: Execution) -> list[Piece]:
-    split = execution.tensor > 1
-    gathers = [Piece(0.0, True)] if split and execution.sequence_parallel else []
-    return [*gathers, Piece(rows, False), Piece(inner, False), Piece(columns, split)]
+    return [*gathers, Piece(first, False), Piece(inner, False), Piece(last, split)]

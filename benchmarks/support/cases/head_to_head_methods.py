@@ -7,7 +7,7 @@ less where there is room. The faster one that fits counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.apart.problem import plan_variants
 from torchmm.planning.apart.search import EFFORT, search_plans
-from torchmm.planning.encoder_sizes import choose_encoders, with_pipelines
+from torchmm.planning.encoder_sizes import Tried, choose_encoders, with_pipelines
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.step import plan_layout, step_graph
@@ -195,22 +195,29 @@ def whole_actions(recipe: Recipe, gpus: int, profile: Profile) -> Filled:
         except ConfigError:  # nothing fits
             continue
         several = len({tried.tensor for tried in choice.tried}) > 1
-        for tried in choice.tried[:TRIED]:
-            tensor = tried.tensor if several else None
-            words = [f"pipeline ranks: {_sizes(tried.pipelines)}", note]
-            words += [f"tensor {tensor}"] if tensor else []
-            sized = with_pipelines(own, tried.pipelines, tensor=tensor)
-            starts.append(Start(sized, "; ".join(filter(None, words))))
-        best_one, words = choice.tried[0].forecast, [starts[-len(choice.tried[:TRIED])].note]
+        first, *others = (_start(own, tried, note, several) for tried in choice.tried[:TRIED])
+        starts += [first, *others]
+        made = choice.tried[0].forecast
+        words = first.note
         if choice.refined is not None:
-            best_one, words = choice.refined.forecast, [*words, *choice.refined.words]
-            starts.append(Start(choice.recipe, "; ".join(words)))
-        found.append(result(OPTIMUS, best_one, "; ".join(words)))
+            made = choice.refined.forecast
+            words = "; ".join([first.note, *choice.refined.words])
+            starts.append(Start(choice.recipe, words))
+        found.append(result(OPTIMUS, made, words))
     return Filled(best(found, OPTIMUS), tuple(starts))
 
 
-def _sizes(pipelines: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size}" for name, size in pipelines.items())
+def _start(recipe: Recipe, tried: Tried, note: str, several: bool) -> Start:
+    """With sizes that were tried.
+
+    Args:
+        several: whether tensor-parallel sizes were, too.
+    """
+    tensor = tried.tensor if several else None
+    sizes = ", ".join(f"{name} {size}" for name, size in tried.pipelines.items())
+    words = [f"pipeline ranks: {sizes}", note, f"tensor {tensor}" if tensor else ""]
+    sized = with_pipelines(recipe, tried.pipelines, tensor=tensor)
+    return Start(sized, "; ".join(filter(None, words)))
 
 
 def kernels_in_bubbles(

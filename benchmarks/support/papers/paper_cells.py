@@ -45,16 +45,21 @@ class Comparison:
         """(ours - paper's) / paper's."""
         return (self.ours / self.figure.value - 1) * 100
 
+    @property
+    def goal(self) -> float | None:
+        """Of the relative error, in per cent; an identity has none to meet."""
+        return None if self.identity else self.goal_percent
+
     def rows(self) -> Iterator[Row]:
-        """The cell, and its error if there is a goal; an identity meets none."""
+        """The cell, and its error if there is a goal."""
         case, unit = self.figure.source, self.figure.unit
         metric = "value, an identity" if self.identity else "value"
         yield Row(case, metric, unit, self.ours, paper=self.figure.value, kind="simulated")
-        if self.goal_percent is not None and not self.identity:
+        if self.goal is not None:
             error = abs(self.error_percent)
             yield Row(
                 case, "relative error", "%", error,
-                goal=self.goal_percent, better="lower", kind="simulated",
+                goal=self.goal, better="lower", kind="simulated",
             )  # fmt: skip
 
 
@@ -85,8 +90,7 @@ def show(section: Section) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("note")
     for cell in section.cells:
-        none = cell.goal_percent is None or cell.identity
-        goal = "" if none else f"{cell.goal_percent:g} %"
+        goal = "" if cell.goal is None else f"{cell.goal:g} %"
         numbers = (_shown(cell.ours), _shown(cell.figure.value), f"{cell.error_percent:+.1f} %")
         table.add_row(cell.figure.source, cell.figure.unit, *numbers, goal, cell.note)
     Console(width=160).print(table)
@@ -106,8 +110,7 @@ def markdown(found: Sequence[Section], machine: str) -> str:
         lines += ["", f"## {section.title}", *(["", section.text] if section.text else [])]
         lines += ["", "| cell | unit | ours | paper | error | |", "|---|---|--:|--:|--:|---|"]
         for cell in section.cells:
-            none = cell.goal_percent is None or cell.identity
-            goal = "" if none else f" (<= {cell.goal_percent:g} %)"
+            goal = "" if cell.goal is None else f" (<= {cell.goal:g} %)"
             lines.append(
                 f"| {cell.figure.source} | {cell.figure.unit} | {_shown(cell.ours)} | "
                 f"{_shown(cell.figure.value)} | {cell.error_percent:+.1f} %{goal} | {cell.note} |"

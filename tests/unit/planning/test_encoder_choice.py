@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import tomli
+from simulated_parts import ENCODER, LLM
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
@@ -16,32 +17,9 @@ from torchmm.planning.forecast import Forecaster
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.recipe import Recipe
 
-ENCODER = """
-[model.encoders.{name}.config]
-model_type = "siglip_vision_model"
-image_size = 64
-patch_size = 16
-hidden_size = 256
-intermediate_size = 512
-num_hidden_layers = 4
-num_attention_heads = 4
-[simulation.images.{name}]
-patches = 16
-tokens = 16
-[[simulation.sequences]]
-encoder = "{name}"
-images = [0, 12]
-"""
-RECIPE = """
+RECIPE = f"""
 name = "tiny"
-[model.llm.config]
-model_type = "llama"
-vocab_size = 512
-hidden_size = 256
-intermediate_size = 512
-num_hidden_layers = 8
-num_attention_heads = 4
-num_key_value_heads = 2
+{LLM}
 [parallel]
 pipeline = 4
 placement = "colocated"

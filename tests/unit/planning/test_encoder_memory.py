@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import tomli
+from simulated_parts import ENCODER, LLM
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.recomputation.costs import costs_of_plan
@@ -13,30 +14,9 @@ from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.recipe.recipe import Recipe
 
-RECIPE = """
+RECIPE = f"""
 name = "tiny"
-[model.llm.config]
-model_type = "llama"
-vocab_size = 512
-hidden_size = 256
-intermediate_size = 512
-num_hidden_layers = 8
-num_attention_heads = 4
-num_key_value_heads = 2
-[model.encoders.vision.config]
-model_type = "siglip_vision_model"
-image_size = 64
-patch_size = 16
-hidden_size = 256
-intermediate_size = 512
-num_hidden_layers = 4
-num_attention_heads = 4
-[simulation.images.vision]
-patches = 16
-tokens = 16
-[[simulation.sequences]]
-encoder = "vision"
-images = [0, 12]
+{LLM}{ENCODER.format(name="vision")}
 [parallel]
 pipeline = 4
 virtual_stages = 2

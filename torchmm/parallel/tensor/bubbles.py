@@ -14,7 +14,7 @@ Who goes on is handed over, never raced for: everything happens in one order, wh
 decides. So all ranks of a tensor-parallel group issue the collectives of both modules in the same
 order, as they must. On CUDA both threads use one stream: pieces run where the LLM's computation
 leaves a gap, and delay it where they are longer; nothing computes beside anything else, so there is
-nothing to isolate but collectives (`torchmm.parallel.mesh`).
+nothing to isolate but collectives (`groups`).
 
 Rejected: layers written anew as lists of functions, a copy of Hugging Face's code for each family,
 whose backward would have to be cut at the same places by hand; generators, which cannot be left

@@ -5,11 +5,9 @@ Where encoders' pieces run during collectives of the LLM, and theirs during its 
 the two also differ in how much of the device they may take:
 
 - The LLM's collectives have a stream of high priority: a piece that is launched beside one does not
-  keep
-  its blocks from being scheduled.
+  keep its blocks from being scheduled.
 - Those of encoders, which run beside the LLM's products, have normal priority and `ENCODER_CTAS`
-  blocks,
-  so that they take few multiprocessors from these.
+  blocks, so that they take few multiprocessors from these.
 
 All ranks of a group issue the operations of both communicators in the same order (`bubbles`), which
 NCCL asks for. Rejected: green contexts (`torch.cuda.green_contexts`), which give a kernel a part of
