@@ -61,6 +61,7 @@ FILLERS = COLOCATED | {
     "parallel__tensor": 2,
     "parallel__tensor_bubbles": 0.3,
     "parallel__vision__tensor": 1,
+    "parallel__search__background": "false",
 }
 PIECES = (
     COLOCATED
