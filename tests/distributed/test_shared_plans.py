@@ -18,6 +18,7 @@ from launch import run_distributed
 from searched_cases import CPU, Searched, batch_of, build_searched
 
 from torchmm.balance.order_search.remembered import RememberedOrders
+from torchmm.common import processes
 from torchmm.common.batch import Microbatch
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import start_process_group
@@ -27,7 +28,6 @@ from torchmm.planning.beside.process import PlanningProcess
 from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.planner import StepPlanner
-from torchmm.training.plans import leader
 
 LAYOUT = {"pipeline": 2, "shard": 2}
 SCHEDULES = ("separated", "1f1b", "zero_bubble")
@@ -83,7 +83,7 @@ class Stopped(Lost):
 def run(of: Searched, start: type | None) -> list:
     """Losses and gradients of all steps, to the bit."""
     PLANNED.clear()
-    leader.AHEAD_FROM_MS = 1e9 if start is None else 1e-9
+    processes.BESIDE_FROM_MS = 1e9 if start is None else 1e-9
     planner = StepPlanner(
         of.pipeline, None, of.mesh, logging.getLogger("shared"), None, deterministic=True,
         steps=STEPS, start=start or PlanningProcess,

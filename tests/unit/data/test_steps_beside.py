@@ -9,6 +9,7 @@ import pytest
 from data_cases import data_config, training
 from test_windows import by_length, names, order_of, saved
 
+from torchmm.common import processes
 from torchmm.common.errors import DataError
 from torchmm.data.steps import beside
 from torchmm.data.steps.beside import StepsBeside
@@ -74,7 +75,7 @@ def own(step):
 
 @pytest.fixture
 def always(monkeypatch):
-    monkeypatch.setattr(beside, "BESIDE_FROM_MS", 0.0)
+    monkeypatch.setattr(processes, "BESIDE_FROM_MS", 0.0)
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
 
 

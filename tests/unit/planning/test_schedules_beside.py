@@ -10,6 +10,7 @@ import pytest
 from pipeline_cases import Case, step_of
 
 from torchmm.balance.order_search.remembered import RememberedOrders
+from torchmm.common import processes
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.planning.beside import work
@@ -18,7 +19,6 @@ from torchmm.planning.beside.requests import Measured, PlannedStep, PlanningSetu
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.sizes import MeshSizes
-from torchmm.training.plans import leader
 from torchmm.training.plans.leader import PlanLeader
 
 CASE = Case("of schedules", tied=False)
@@ -127,7 +127,7 @@ class Led:
     """A leader that always finds planning long, and its processes."""
 
     def __init__(self, monkeypatch, name: str = "separated", **options) -> None:
-        monkeypatch.setattr(leader, "AHEAD_FROM_MS", options.pop("from_ms", 1e-9))
+        monkeypatch.setattr(processes, "BESIDE_FROM_MS", options.pop("from_ms", 1e-9))
         self.made: list[Fake] = []
         self.setup = setup_of(name)
         self.leader = PlanLeader(

@@ -3,8 +3,8 @@
 With `data.reorder`, whoever plans a step weighs and arranges the whole global batch: 50 ms of
 processor time for 1,920 sequences, and several times as much with windows. The loader asks for
 steps on its way to the next batch, so training would wait for that, on every rank, in every step.
-From `BESIDE_FROM_MS` on a process plans instead, a few steps ahead, and hands over what its rank
-needs of each.
+Once it is worth one (`StepWork`), a process plans instead, a few steps ahead, and hands over what
+its rank needs of each.
 
 It plans the same steps, as they follow from the state that comes with each. So nothing is lost with
 it: if it dies, or gives nothing for `PATIENCE_S`, the rank goes on planning here after the step it
@@ -19,19 +19,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.processes import fork_server, make_worker_setup
+from torchmm.common.processes import StepWork, fork_server, make_worker_setup
 from torchmm.data.items import PackItems
 from torchmm.data.steps.shuffling import Int64s
 from torchmm.data.steps.step_packs import Position, Steps, StepSamples
 
-BESIDE_FROM_MS = 5.0
-"""Processor time of planning a step, twice in a row, from which on a process does it."""
 PATIENCE_S = 20.0
 """A process that has no step for so long is given up: it takes a second to start."""
 AHEAD = 2
@@ -68,8 +65,7 @@ class StepsBeside:
         """What to report about the state it began after."""
         self._process: _Process | None = None
         self._given_up = False
-        self._cpu_ms = 0.0
-        """Of the last step that was planned here."""
+        self._planning = StepWork()
 
     def __iter__(self) -> StepsBeside:
         return self
@@ -84,14 +80,14 @@ class StepsBeside:
                 return self._after(step)
         if self._steps is None:
             self._steps = self._begin(self._position)
-        begin_s = time.thread_time()
-        step = next(self._steps)
-        cpu_ms = 1e3 * (time.thread_time() - begin_s)
-        worth = min(cpu_ms, self._cpu_ms) >= BESIDE_FROM_MS
-        self._cpu_ms = cpu_ms
+        with self._planning.timed():
+            step = next(self._steps)
         self._after(step)
-        if worth and not self._given_up:
-            logger.info("arranging a step takes %.0f ms: a process does so beside training", cpu_ms)
+        if self._planning.worth_a_process and not self._given_up:
+            logger.info(
+                "arranging a step takes %.0f ms: a process does so beside training",
+                self._planning.cpu_ms,
+            )
             self._process = _Process(self._begin, self._position)
             self._steps = None
         return step
@@ -110,7 +106,7 @@ class StepsBeside:
     def _take_over(self, error: _GoneError) -> None:
         logger.warning(
             "the process that arranges steps %s: from here on they are arranged here, which takes "
-            "%.0f ms of each step", error, self._cpu_ms,
+            "%.0f ms of each step", error, self._planning.cpu_ms,
         )  # fmt: skip
         self._given_up = True
         self.close()

@@ -2,8 +2,8 @@
 
 A process makes it while the step before trains (`torchmm.planning.beside`); where there is none in
 time, or the step has become another one (a sample turned out corrupt), it is made here before the
-step begins. Searched orders always have such a process. Schedules need none as long as their steps
-are planned in `AHEAD_FROM_MS`: asking for a plan and taking it would cost as much.
+step begins. Searched orders always have such a process, schedules once it is worth one
+(`StepWork`).
 
 What a schedule says is the same wherever it is planned, so nothing depends on who was faster. A
 search before a step has to be short: natural order and static ones, unless no step was measured
@@ -13,7 +13,6 @@ yet, or no process is left.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
@@ -22,15 +21,13 @@ from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import search_budget
 from torchmm.balance.rates import Spread
 from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.processes import StepWork
 from torchmm.planning.beside.process import KeptPlanning, PlanningProcess
 from torchmm.planning.beside.requests import Measured, PlannedStep, PlanningSetup, PlanRequest
 from torchmm.planning.beside.work import plan_before_step
 
 REMEMBERED = 5
 """Steps whose median time is the next one's budget."""
-AHEAD_FROM_MS = 5.0
-"""Processor time of planning a step before it begins, twice in a row, from which on a schedule gets
-a planning process."""
 
 Metas = Sequence[Sequence[MicrobatchMeta]]
 Upcoming = Callable[[], Metas | None]
@@ -65,8 +62,7 @@ class PlanLeader:
         self._spans_s: list[float] = []
         self._spread = Spread()
         self._asked: PlanRequest | None = None
-        self._cpu_ms = 0.0
-        """Of the last plan that was made here."""
+        self._planning = StepWork()
         self._process: KeptPlanning | None = None
         if beside and self._searches:
             self._process = KeptPlanning(setup, start, logger)
@@ -94,9 +90,9 @@ class PlanLeader:
             self._submit(self._process, step + 1, upcoming, measured)
             if planned is not None and self._fits(planned, asked, own):
                 return planned
-        begin_s = time.thread_time()
-        planned = plan_before_step(self.setup, own, self._budget(measured))
-        self._consider_a_process(1e3 * (time.thread_time() - begin_s))
+        with self._planning.timed():
+            planned = plan_before_step(self.setup, own, self._budget(measured))
+        self._consider_a_process()
         return planned
 
     def remember(self, step_ms: float, predicted_ms: float | None, measured_ms: float) -> None:
@@ -152,14 +148,12 @@ class PlanLeader:
             return None  # no time; only the first step, unplanned so far, is worth all
         return search_budget(self.setup.config.search)
 
-    def _consider_a_process(self, cpu_ms: float) -> None:
+    def _consider_a_process(self) -> None:
         """A schedule gets one once steps take long to plan."""
-        worth = min(self._cpu_ms, cpu_ms) >= AHEAD_FROM_MS
-        self._cpu_ms = cpu_ms
-        if worth and self._beside and self._process is None:
+        if self._planning.worth_a_process and self._beside and self._process is None:
             self._logger.info(
                 "planning a step takes %.0f ms of processor time: from here on a process plans the "
                 "next step while one trains",
-                cpu_ms,
+                self._planning.cpu_ms,
             )
             self._process = KeptPlanning(self.setup, self._start, self._logger)
