@@ -38,6 +38,7 @@ CASES = {
     2: [
         Case(1, 1, slices=None, tensor=2, split=1),
         Case(1, 1, slices=2, tensor=2, split=1, sequence_parallel=True, freeze="llm"),
+        Case(1, 1, slices=None, tensor=2, split=1, tight=True),
     ],
     4: [
         # Encoders that are split, with collectives of their own.
@@ -51,6 +52,9 @@ CASES = {
         # Whole encoders on each rank of the LLM's group.
         Case(2, 1, slices=2, tensor=2, split=1),
         Case(1, 1, slices=2, shard=2, tensor=2, split=1, sequence_parallel=True),
+        # Pieces of backwards that run their layers again first.
+        Case(2, 1, slices=2, tensor=2, sequence_parallel=True, virtual=2, tight=True),
+        Case(2, 1, slices=2, tensor=2, split=1, tight=True),
     ],
 }
 
