@@ -92,11 +92,13 @@ def simulated(
     factor: float,
     parallel: Mapping[str, Any] | None = None,
     modes: Sequence[str] = ("none",),
+    forecaster: type[Forecaster] = WholeMessages,
 ) -> Simulated:
     """A step of a recipe on that many GPUs, with some of [parallel] changed.
 
     Args:
         modes: of recomputation; the first with which it fits, or the last.
+        forecaster: plans and simulates it.
     """
     recipe: Recipe = recipe_named(name)
     section = recipe.parallel.model_copy(update=dict(parallel or {}))
@@ -104,7 +106,7 @@ def simulated(
     for mode in modes:
         checkpointing = recipe.activation_checkpoint.model_copy(update={"mode": mode})
         changed = {"parallel": section, "activation_checkpoint": checkpointing}
-        found = WholeMessages(recipe.model_copy(update=changed), gpus, profile).forecast()
+        found = forecaster(recipe.model_copy(update=changed), gpus, profile).forecast()
         if found.step is None:
             raise ValueError(f"{name} on {gpus} GPUs: {found.problem}")
         if found.step.fits:
@@ -153,6 +155,9 @@ def strong_scaling() -> Section:
         cells.append(
             Comparison(row.mfu, ours, f"{how}; by a formula that counts a second forward", goal)
         )
+        sliced = simulated(LARGE, gpus, efficiency(), forecaster=Forecaster)
+        note = f"as ours runs, with messages in slices over tensor-parallel ranks, {sliced.note}"
+        cells.append(Comparison(row.seconds, sliced.seconds, note))
     for gpus in paper.STRONG_SCALING_GPUS:
         row = paper.OPTIMUS_STRONG_SCALING["Megatron-LM", gpus]
         found = calibrated(LARGE, gpus, megatron=True)
