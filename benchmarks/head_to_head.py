@@ -41,12 +41,13 @@ from support.cases.head_to_head_methods import (
     whole_actions,
 )
 from support.harness import Row, describe_machine, make_parser, report
+from support.papers.paper_cells import in_one_chain
 
 from torchmm.balance.costs.profiles import Profile, load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.draw import Panel, timelines_svg
 from torchmm.planning.apart.search import EFFORT
-from torchmm.recipe.read import load_recipe
+from torchmm.recipe.read import check_recipe, load_recipe
 from torchmm.recipe.recipe import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
@@ -87,9 +88,16 @@ QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",), effor
 
 
 def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:
-    """The case's recipe with other parallel sizes."""
-    more = [f"--parallel.{key}={value}" for key, value in parallel.items()]
-    return load_recipe(RECIPES / f"{case.recipe}.toml", [*case.changes, *more], gpus).recipe
+    """The case's recipe, all modules on all ranks, with other parallel sizes."""
+    recipe = load_recipe(RECIPES / f"{case.recipe}.toml", case.changes).recipe
+    if recipe.parallel.placement == "interleaved":
+        section = recipe.parallel.model_copy(update=parallel)
+        recipe = recipe.model_copy(update={"parallel": section})
+    else:
+        recipe = in_one_chain(recipe, **parallel)
+    if gpus is not None and (problems := check_recipe(recipe, gpus)):
+        raise ConfigError(problems)
+    return recipe
 
 
 class Found(NamedTuple):
@@ -121,7 +129,7 @@ def chosen(case: Case, profile: Profile) -> tuple[Found, Recipe]:
     for tensor, pipeline in SIZES:
         if case.gpus % (tensor * pipeline):
             continue
-        sizes = {"pipeline": pipeline, "tensor": tensor, "sequence_parallel": _toml(tensor > 1)}
+        sizes = {"pipeline": pipeline, "tensor": tensor, "sequence_parallel": tensor > 1}
         try:
             every, starts = results(case, profile, **sizes)
         except ConfigError:  # sizes the model cannot be cut for
@@ -134,10 +142,6 @@ def chosen(case: Case, profile: Profile) -> tuple[Found, Recipe]:
     ordered = [fastest[name] for name in METHODS if name in fastest]
     _, sizes, starts = min(ordered, key=lambda each: key(each[0]))
     return Found([found for found, *_ in ordered], starts), loaded(case, case.gpus, **sizes)
-
-
-def _toml(value: bool) -> str:
-    return str(value).lower()
 
 
 def case_rows(case: Case, title: str, every: list[Result]) -> list[Row]:

@@ -14,6 +14,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.log import log_to_console, working
 from torchmm.planning.forecast import Forecaster
+from torchmm.planning.open_sizes import orchestrated
 from torchmm.planning.report import forecast_table, write_forecasts
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import SCHEDULES
@@ -37,11 +38,15 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
     section = load_recipe(options.config, overrides).recipe.simulation
     world_size = section.gpus if options.gpus is None else options.gpus
     recipe = load_recipe(options.config, overrides, world_size).recipe
+    device = options.device or section.device
     try:
-        profile = load_profile(options.device or section.device)
+        profile = load_profile(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
     log_to_console(Console(stderr=True), only_progress=True)
+    simulated = recipe.simulation.model_copy(update={"device": device})
+    with working("choosing sizes that the recipe leaves open"):
+        recipe = orchestrated(recipe.model_copy(update={"simulation": simulated}), world_size)
     with working("building the model, sizing the first step"):
         forecaster = Forecaster(recipe, world_size, profile)
     names = options.schedule

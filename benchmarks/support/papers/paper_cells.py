@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from support.harness import Row
 from support.papers.paper_figures import Figure
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -25,6 +27,18 @@ RECIPES = Path(__file__).parents[3] / "recipes" / "papers"
 def recipe_named(name: str) -> Recipe:
     """A recipe of recipes/papers."""
     return load_recipe(RECIPES / f"{name}.toml").recipe
+
+
+def in_one_chain(recipe: Recipe, **changes: Any) -> Recipe:
+    """The recipe with all modules on all ranks, cut as one chain of layers, as papers' baselines.
+
+    Args:
+        changes: further keys of [parallel].
+    """
+    table = recipe.parallel.model_dump(exclude_none=True)
+    shared = {key: value for key, value in table.items() if key not in recipe.parallel.modules}
+    shared |= {"placement": "interleaved", "orchestrate": False, "schedule": "megatron_balanced"}
+    return recipe.model_copy(update={"parallel": ParallelConfig(**{**shared, **changes})})
 
 
 @dataclass(frozen=True)

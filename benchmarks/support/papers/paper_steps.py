@@ -21,7 +21,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from support.papers import paper_figures as paper
-from support.papers.paper_cells import Comparison, Section, recipe_named
+from support.papers.paper_cells import Comparison, Section, in_one_chain, recipe_named
 from support.papers.paper_figures import Figure
 from torchmm.balance.costs.operators import COMPUTE_KINDS, Curve, Profile
 from torchmm.balance.costs.profiles import load_profile
@@ -94,14 +94,14 @@ def simulated(
     modes: Sequence[str] = ("none",),
     forecaster: type[Forecaster] = WholeMessages,
 ) -> Simulated:
-    """A step of a recipe on that many GPUs, with some of [parallel] changed.
+    """A step of a recipe on that many GPUs in one chain of layers, with some of [parallel] changed.
 
     Args:
         modes: of recomputation; the first with which it fits, or the last.
         forecaster: plans and simulates it.
     """
     recipe: Recipe = recipe_named(name)
-    section = recipe.parallel.model_copy(update=dict(parallel or {}))
+    section = in_one_chain(recipe, **(parallel or {})).parallel
     profile = scaled(load_profile(recipe.simulation.device), factor)
     for mode in modes:
         checkpointing = recipe.activation_checkpoint.model_copy(update={"mode": mode})

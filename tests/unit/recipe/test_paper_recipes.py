@@ -179,7 +179,7 @@ def test_print_config_shows_a_recipe_whole(tmp_path, train_server) -> None:
     command = ["--config", PAPERS / "optimus_model_d.toml", "--print-config"]
     codes, output = train_server.run(command, tmp_path)
     assert codes == [0], output
-    assert "hidden_size = 12288" in output and 'schedule = "megatron_balanced"' in output
+    assert "hidden_size = 12288" in output and 'schedule = "optimus"' in output
 
 
 @pytest.mark.campaign
