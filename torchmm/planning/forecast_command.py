@@ -12,7 +12,7 @@ from rich.console import Console
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import working
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.report import forecast_table, write_forecasts
 from torchmm.recipe.read import load_recipe
@@ -41,7 +41,6 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
         profile = load_profile(options.device or section.device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    log_to_console(Console(stderr=True), only_progress=True)
     with working("building the model, sizing the first step"):
         forecaster = Forecaster(recipe, world_size, profile)
     names = options.schedule
