@@ -280,7 +280,7 @@ class JsonlWriter:
         path.touch()
         self._path = path
         with path.open("r+b") as file:
-            file.truncate(_length_up_to(path, last_step))
+            self._last = self._length = file.truncate(_length_up_to(path, last_step))
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -293,6 +293,18 @@ class JsonlWriter:
         line = json.dumps(clean, allow_nan=False) + "\n"
         with naming_the_file(self._path, len(line)):
             self._file.write(line)
+        self._last, self._length = self._length, self._length + len(line)
+
+    def replace_last(self, record: Mapping[str, Any]) -> None:
+        """`write` in place of the record that this wrote last.
+
+        Raises:
+            OSError: as `write`.
+        """
+        with naming_the_file(self._path, 0):
+            self._file.truncate(self._last)
+        self._length = self._last
+        self.write(record)
 
     def close(self) -> None:
         """Close the file."""
