@@ -7,6 +7,7 @@
     python scripts/prepare_data.py tuxpaint_stamps moving_stamps
 
     emoji_scenes      two drawings in one picture (PyPI), and scene_tokenizer/: the quickstart's
+    printed_times     days and times in print (matplotlib's fonts), and letter_tokenizer/
     tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
     gimp_help         manual pages with screenshots, interleaved (Debian)
     spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
@@ -65,6 +66,8 @@ def main() -> int:
     try:
         if "emoji_scenes" in arguments.sets:
             prepare_scenes(output, packages)
+        if "printed_times" in arguments.sets:
+            prepare_times(output, packages)
         if "tuxpaint_stamps" in arguments.sets:
             options: dict[str, Any] = {"languages": arguments.languages}
             ensure(output, packages, "tuxpaint_stamps", options, stamps.prepare)
@@ -103,6 +106,17 @@ def prepare_scenes(output: Path, packages: Path) -> None:
     options = tokenizer_options(output, emoji_scenes.NAME)
     make = partial(tokenizer.prepare, texts=emoji_scenes.NAME, name="scene_tokenizer")
     ensure(output, packages, "scene_tokenizer", options, make)
+
+
+def prepare_times(output: Path, packages: Path) -> None:
+    """Times, and the tokenizer of their texts."""
+    from torchmm.data.prepare import printed_times, tokenizer
+
+    options: dict[str, Any] = {"times": printed_times.TIMES}
+    ensure(output, packages, "printed_times", options, printed_times.prepare)
+    options = tokenizer_options(output, "printed_times", tokenizer.ONLY_BYTES)
+    make = partial(tokenizer.prepare, texts="printed_times", name="letter_tokenizer")
+    ensure(output, packages, "letter_tokenizer", options, make)
 
 
 def prepare_clips(sets: list[str], output: Path, packages: Path) -> None:
@@ -152,13 +166,13 @@ def video_options() -> dict[str, Any]:
     }
 
 
-def tokenizer_options(output: Path, texts: str) -> dict[str, Any]:
+def tokenizer_options(output: Path, texts: str, vocabulary: int | None = None) -> dict[str, Any]:
     """What a tokenizer follows from."""
     from torchmm.data.prepare import tokenizer
 
     hashes = manifest.read(output)[texts]["sha256"]
     training = {file: digest for file, digest in hashes.items() if "/train/" in file}
-    return {"source": training, "vocabulary": tokenizer.VOCAB_SIZE}
+    return {"source": training, "vocabulary": vocabulary or tokenizer.VOCAB_SIZE}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -167,7 +181,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sets = ["emoji_scenes", "tuxpaint_stamps", "spoken_stamps", "moving_stamps", "tiny_qwen2_5_vl"]
-    sets += ["stamp_vae", "stamp_videos", "film_clips", "gimp_help", "smollm2"]
+    sets += ["printed_times", "stamp_vae", "stamp_videos", "film_clips", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(

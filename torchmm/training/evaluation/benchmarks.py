@@ -159,9 +159,11 @@ class Benchmarks:
     def _wait(self, stopped: Callable[[], bool]) -> Evaluation | None:
         if self._started is None:
             return None
-        step, process = self._started.step, self._started.process
+        process = self._started.process
         limit_s = self._config.timeout_s
-        self._logger.info("waiting for the benchmarks of step %d, %g s at most", step, limit_s)
+        self._logger.info(
+            "waiting for the benchmarks of step %d, %g s at most", self._started.step, limit_s
+        )
         ends_s = time.monotonic() + limit_s
         while process.poll() is None and not stopped() and time.monotonic() < ends_s:
             with suppress(subprocess.TimeoutExpired):
