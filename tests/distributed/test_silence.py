@@ -51,11 +51,13 @@ AT_THE_END = (
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
 GENERATE = (
     "torchmm.training.text.opened:open_writer",
-    "torchmm.training.text.opened:generate_tokens",
+    "torchmm.training.text.opened:read_prompts",
+    "torchmm.training.pipeline:Pipeline.plan",
 )
 EVALUATE = ("torchmm.training.evaluation.exported:write_texts",)
 INSPECT = (
-    "torchmm.planning.inspection.findings:inspect_recipe",
+    "torchmm.planning.inspection.findings:recipe_model",
+    "torchmm.planning.inspection.findings:Inspector.inspect",
     "torchmm.planning.inspection.page:write_page",
 )
 PLAN = (
