@@ -22,11 +22,9 @@ from rich.console import Console
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import loading, log_to_console, working
 from torchmm.common.processes import launched
 from torchmm.recipe.read import dump_recipe, list_recipes, load_recipe
-
-LOADING = "loading torch and transformers"
 
 
 def main() -> int:
@@ -80,7 +78,7 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     # Imported late: a mistake in the recipe should not take the seconds torch needs to load.
     if arguments.dry_run:
         log_to_console(Console(stderr=True), only_progress=True)
-        with working(LOADING):
+        with loading():
             from torchmm.planning.dry_run import describe_run
 
         picture = Path(recipe.output_dir) / recipe.name / "timeline" / "plan.svg"
@@ -90,7 +88,7 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(told)
         return 0
     log_to_console(Console(), launched().rank)
-    with working(LOADING):
+    with loading():
         from torchmm.training.run import train
 
     return train(recipe)

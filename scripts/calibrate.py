@@ -18,23 +18,19 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from torchmm.balance.costs.calibration import Observed, RecordedStep, fit_profile, learn, observe
-from torchmm.balance.costs.devices import DEVICES
-from torchmm.balance.costs.operators import Profile
-from torchmm.balance.costs.profiles import load_profile, save_profile
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import loading, log_to_console, working
 from torchmm.common.processes import launched
-from torchmm.measure.operators import machine, measure
-from torchmm.pipelining.view.records import read_content, read_records
-from torchmm.planning.executions import run_costs
-from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.recipe.read import load_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchmm.balance.costs.operators import Profile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, TorchmmError) as error:
         print(error, file=sys.stderr)
         return 2
+    from torchmm.balance.costs.profiles import save_profile
+
     save_profile(options.out, profile)
     print(options.out)
     return 0
@@ -82,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _measure(options: argparse.Namespace) -> Profile | None:
     """The measured profile, on rank 0."""
+    with loading():
+        import torch
+        import torch.distributed as dist
+
+        from torchmm.balance.costs.calibration import fit_profile
+        from torchmm.measure.operators import machine, measure
+
     cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device is available; use --device cpu")
@@ -108,6 +113,11 @@ def _measure(options: argparse.Namespace) -> Profile | None:
 
 def _base(device: torch.device) -> tuple[Profile, bool]:
     """What is known of a device, and whether its peaks are in the table."""
+    import torch
+
+    from torchmm.balance.costs.devices import DEVICES
+    from torchmm.balance.costs.profiles import load_profile
+
     if device.type == "cuda":
         found = torch.cuda.get_device_name(device).lower()
         for name in DEVICES:
@@ -137,10 +147,14 @@ def _learn(options: argparse.Namespace) -> Profile:
     if options.profile is None or options.config is None:
         raise ValueError("--learn needs --profile and the steps' recipe, --config")
     recipe = load_recipe(options.config).recipe
-    profile, model = (
-        load_profile(options.profile),
-        recipe_model(recipe),
-    )
+    with loading():
+        from torchmm.balance.costs.calibration import Observed, RecordedStep, learn, observe
+        from torchmm.balance.costs.profiles import load_profile
+        from torchmm.pipelining.view.records import read_content, read_records
+        from torchmm.planning.executions import run_costs
+        from torchmm.planning.resolved import recipe_model, resolve
+
+    profile, model = load_profile(options.profile), recipe_model(recipe)
     modules = [m.describe() for m in model.modality_modules()]
     parallel = recipe.parallel
     if parallel.placement == "disaggregated" and options.world_size is None:

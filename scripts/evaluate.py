@@ -22,21 +22,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
-import transformers
 from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import loading, log_to_console, working
 from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.training_section import BenchmarksConfig, TrainingConfig, ValidationConfig
-from torchmm.training.evaluation import benchmarks, results
-from torchmm.training.evaluation.exported import Export, Writing, write_texts
+from torchmm.training.evaluation import results
 from torchmm.training.evaluation.results import Evaluation
-from torchmm.training.validation import GeneratedText, source_scores
+
+if TYPE_CHECKING:
+    from torchmm.training.validation import GeneratedText
 
 SEQUENCE_LENGTH = 4096
 """Of samples without a recipe."""
@@ -60,17 +60,15 @@ class Held(NamedTuple):
 
 def main() -> int:
     """Evaluates what the command line names."""
-    transformers.logging.set_verbosity_error()
     arguments = _parser().parse_args()
     log_to_console(Console(stderr=True), only_progress=True)
     try:
         target = _target(arguments.model, arguments.export)
         texts: list[GeneratedText] = []
-        with working("answering"):
-            if arguments.tasks:
-                evaluation = _answered(arguments, target)
-            else:
-                evaluation, texts = _written(arguments, target)
+        if arguments.tasks:
+            evaluation = _answered(arguments, target)
+        else:
+            evaluation, texts = _written(arguments, target)
         _show(evaluation)
         _keep(evaluation, texts, target, arguments.json)
     except TorchmmError as error:
@@ -90,7 +88,10 @@ def _answered(arguments: argparse.Namespace, target: Target) -> Evaluation:
     )
     if not Path(config.python).is_file():
         raise ConfigError(f"{config.python}: no such program; run scripts/lmms_eval.sh")
-    with tempfile.TemporaryDirectory() as scratch:
+    with loading():
+        from torchmm.training.evaluation import benchmarks
+
+    with tempfile.TemporaryDirectory() as scratch, working("answering"):
         output = Path(scratch) / "scores.json"
         return benchmarks.answer(config, target.export, output, _step(target))
 
@@ -101,12 +102,20 @@ def _written(
     """Texts for held-out samples."""
     with tempfile.TemporaryDirectory() as scratch:
         held = _held(arguments, target, scratch)
+        with loading():
+            import transformers
+
+            from torchmm.training.evaluation.exported import Export, Writing, write_texts
+            from torchmm.training.validation import source_scores
+
+        transformers.logging.set_verbosity_error()
         writing = Writing(
             arguments.samples,
             arguments.max_new_tokens or held.validation.max_new_tokens,
             arguments.batch_size,
         )
-        texts = write_texts(Export.read(target.export), held.data, held.training, writing)
+        with working("answering"):
+            texts = write_texts(Export.read(target.export), held.data, held.training, writing)
     scores = source_scores(texts, held.data.validation)
     samples = dict(Counter(text.source for text in texts))
     return Evaluation(str(target.export), _step(target), scores, samples), texts

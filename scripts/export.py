@@ -19,13 +19,10 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
 
-from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, TorchmmError
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import loading, log_to_console, working
 from torchmm.training.checkpoint.manifest import checkpoints_at, step_of
-from torchmm.training.exports.checkpoint import SHARD_BYTES, export_checkpoint, push
 
 
 def main() -> int:
@@ -35,21 +32,24 @@ def main() -> int:
     )
     parser.add_argument("checkpoint", type=Path, help="a checkpoint (step-N) or a run directory")
     parser.add_argument("--output", type=Path, help="default: hf-N or hf-N-ema, by the checkpoints")
-    parser.add_argument("--dtype", choices=sorted(DTYPES), help="default: as it was trained")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: as it was trained"
+    )
     parser.add_argument(
         "--adapters", choices=("merged", "apart"), default="merged", help="where there are any"
     )
     parser.add_argument("--ema", action="store_true", help="the averaged weights")
-    parser.add_argument(
-        "--shard-gb",
-        type=float,
-        default=SHARD_BYTES / 1e9,
-        help="of the largest file (%(default)g)",
-    )
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="of the largest file (5)")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to Hugging Face's hub")
     parser.add_argument("--private", action="store_true", help="if that is a new repository")
     arguments = parser.parse_args()
     log_to_console(Console(stderr=True))
+    with loading():
+        from transformers.utils.logging import disable_progress_bar
+
+        from torchmm.common.dtypes import DTYPES
+        from torchmm.training.exports.checkpoint import export_checkpoint, push
+
     disable_progress_bar()  # of shards: what takes long is told here
     try:
         found = checkpoints_at(arguments.checkpoint.resolve())

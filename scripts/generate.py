@@ -22,25 +22,19 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import log_to_console, working
-from torchmm.training.text.opened import Writer, open_writer
-from torchmm.training.text.pictures import draw_requests, save_picture
-from torchmm.training.text.prompts import (
-    Request,
-    chat_request,
-    parts_of,
-    read_chats,
-    request_of,
-)
-from torchmm.training.text.sampling import Sampling
+from torchmm.common.log import loading, log_to_console, working
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchmm.training.text.opened import Writer
+    from torchmm.training.text.prompts import Request
+    from torchmm.training.text.sampling import Sampling
 
 COMMANDS = "/file FILE adds a file to what you say next, /new begins anew, /end ends"
 
@@ -50,6 +44,11 @@ def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     log_to_console(Console(stderr=True), only_progress=True)
+    with loading():
+        from torchmm.common.dtypes import DTYPES
+        from torchmm.training.text.opened import open_writer
+        from torchmm.training.text.sampling import Sampling
+
     try:
         sampling = Sampling(
             max_new_tokens=arguments.max_new_tokens,
@@ -114,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts at a time")
     how.add_argument("--max-prompt-tokens", type=int, default=4096, metavar="N", help="%(default)s")
-    how.add_argument("--dtype", choices=sorted(DTYPES), default="float32", help="%(default)s")
+    how.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="float32", help="%(default)s"
+    )
     how.add_argument("--ema", action="store_true", help="a checkpoint's averaged weights")
     how.add_argument("--stream", action="store_true", help="show a single text as it is written")
     how.add_argument("--json", action="store_true", help="one JSON object per line")
@@ -122,6 +123,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
+    from torchmm.training.text.prompts import read_chats, request_of
+
     if arguments.draw is not None and (arguments.chats or arguments.chat or arguments.template):
         raise ConfigError("--draw draws from words; leave --chat, --chats and --template out")
     if arguments.chats is not None:
@@ -139,6 +142,8 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 
 
 def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace) -> None:
+    from torchmm.training.text.pictures import draw_requests, save_picture
+
     pictures = draw_requests(
         writer,
         requests,
@@ -184,6 +189,8 @@ def _answer(
 
 def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> None:
     """Reads what a person says, line by line, until the end."""
+    from torchmm.training.text.prompts import chat_request, parts_of
+
     print(COMMANDS, file=sys.stderr)
     messages: list[dict[str, Any]] = []
     files: list[Path] = [*arguments.files]
@@ -235,6 +242,8 @@ class _Stream(AbstractContextManager["_Stream"]):
     """Shows one text as it is written; until its first token, that what was asked is read."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from transformers import TextStreamer
+
         self._streamer = TextStreamer(tokenizer, skip_special_tokens=True)
         self._reading = ExitStack()
 
@@ -243,6 +252,8 @@ class _Stream(AbstractContextManager["_Stream"]):
         return self
 
     def __call__(self, tokens: Mapping[int, int]) -> None:
+        import torch
+
         self._reading.close()
         for token in tokens.values():
             self._streamer.put(torch.tensor([token]))

@@ -32,12 +32,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-import torch
 from rich.console import Console
-from torch.profiler import ProfilerActivity, profile
 
-from torchmm.common.log import log_to_console, working
-from torchmm.models.layers.attention import Segments, attention
+from torchmm.common.log import loading, log_to_console, working
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "emoji_scenes"
@@ -292,6 +289,12 @@ CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
 
 def show_attention() -> None:
     """Prints, for some shapes of heads, what the attention of all layers calls."""
+    with loading():
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        from torchmm.models.layers.attention import Segments, attention
+
     device = torch.device("cuda")
     segments = Segments.from_starts([0, 300, 1024], device)
     for case, (heads, groups, width) in {
@@ -312,13 +315,13 @@ def show_attention() -> None:
 def main() -> int:
     """Runs the checks; 1 if a result is wrong."""
     options = _parse()
+    log_to_console(Console(stderr=True), only_progress=True)
     if options.attention:
         show_attention()
         return 0
     if not DATA.is_dir():
         print(f"no data in {DATA}; run: python scripts/prepare_data.py emoji_scenes")
         return 2
-    log_to_console(Console(stderr=True), only_progress=True)
     lines: list[Line] = []
     print(f"{options.gpus} GPUs: {_gpu_names()}")
     with tempfile.TemporaryDirectory() as folder:

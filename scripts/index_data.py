@@ -16,13 +16,14 @@ import argparse
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from torchmm.common.errors import TorchmmError
-from torchmm.data.sources.index.building import Building
-from torchmm.data.sources.open import open_buildings
-from torchmm.data.tokenizer import load_tokenizer
-from torchmm.models.registry import build_model
+from torchmm.common.log import loading
 from torchmm.recipe.read import load_recipe
+
+if TYPE_CHECKING:
+    from torchmm.data.sources.index.building import Building
 
 logger = logging.getLogger("torchmm.index_data")
 
@@ -39,6 +40,11 @@ def share(text: str) -> tuple[int, int]:
 def buildings(config: str, overrides: list[str], workers: int) -> list[Building]:
     """Indices of the recipe's sources, held-out ones included."""
     recipe = load_recipe(config, overrides).recipe
+    with loading():
+        from torchmm.data.sources.open import open_buildings
+        from torchmm.data.tokenizer import load_tokenizer
+        from torchmm.models.registry import build_model
+
     data = recipe.data.model_copy(update={"workers": workers})
     model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     specs = model.sample_specs(load_tokenizer(recipe.model))

@@ -14,15 +14,11 @@ import argparse
 import sys
 from pathlib import Path
 
-import transformers
 from rich.console import Console
 
 from torchmm.common.errors import TorchmmError
 from torchmm.common.files import make_writable_directory
-from torchmm.common.log import log_to_console, worked, working
-from torchmm.planning.inspection.findings import inspect_recipe
-from torchmm.planning.inspection.page import write_page
-from torchmm.planning.inspection.table import findings_table, refused_lines
+from torchmm.common.log import loading, log_to_console, worked, working
 from torchmm.recipe.read import load_recipe
 
 
@@ -45,12 +41,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
-    transformers.logging.set_verbosity_error()
     recipe = load_recipe(options.config, overrides).recipe
     out = options.out or Path(recipe.output_dir) / recipe.name / "data"
     make_writable_directory(out)
     console = Console()
     log_to_console(Console(stderr=True), only_progress=True)
+    with loading():
+        import transformers
+
+        from torchmm.planning.inspection.findings import inspect_recipe
+        from torchmm.planning.inspection.page import write_page
+        from torchmm.planning.inspection.table import findings_table, refused_lines
+
+    transformers.logging.set_verbosity_error()
     findings = []
     read = inspect_recipe(recipe, options.limit, options.samples)
     for found in worked("reading the data", read, unit="sources"):

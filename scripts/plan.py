@@ -13,22 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import log_to_console, working
-from torchmm.planning.apart.search import EFFORT, Candidate, fits
-from torchmm.planning.placement import choose_placement, plan_recipe
-from torchmm.planning.placement_report import (
-    certificate,
-    placement_table,
-    recipe_text,
-    unit_table,
-)
+from torchmm.common.log import loading, log_to_console, working
 from torchmm.recipe.read import load_recipe
+
+if TYPE_CHECKING:
+    from torchmm.planning.apart.search import Candidate
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,13 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--placement", choices=("disaggregated", "auto"), default="disaggregated",
         help="auto: simulate all placements and take the fastest")  # fmt: skip
     add("--alternatives", type=int, default=5, metavar="N", help="next-best plans to print (5)")
-    add(
-        "--effort",
-        type=float,
-        default=EFFORT / 1e6,
-        metavar="N",
-        help=f"millions of actions to simulate at most ({EFFORT / 1e6:g}, minutes on one core)",
-    )
+    add("--effort", type=float, default=1.0, metavar="N",
+        help="millions of actions to simulate at most (1, minutes on one core)")  # fmt: skip
     add("--out", type=Path, metavar="FILE", help="write the planned recipe there")
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -77,6 +67,12 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         if value < (name == "--gpus"):
             raise ConfigError(f"{name} {value}: must be a positive number")
     device = options.device or recipe.simulation.device
+    log_to_console(Console(stderr=True), only_progress=True)
+    with loading():
+        from torchmm.balance.costs.profiles import load_profile
+        from torchmm.planning import placement_report as tables
+        from torchmm.planning.placement import choose_placement, plan_recipe
+
     try:
         profile = load_profile(device)
     except ValueError as error:
@@ -84,24 +80,26 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     recipe = recipe.model_copy(
         update={"simulation": recipe.simulation.model_copy(update={"device": device})}
     )
-    log_to_console(Console(stderr=True), only_progress=True)
     with working(f"planning {devices} devices"):
         planned = plan_recipe(recipe, devices, profile, effort=1e6 * options.effort)
     console = Console(width=170)
-    console.print(unit_table(planned, profile.device.name))
-    console.print(certificate(planned.judged), soft_wrap=True)
+    console.print(tables.unit_table(planned, profile.device.name))
+    console.print(tables.certificate(planned.judged), soft_wrap=True)
     if options.placement == "auto":
         with working("simulating other placements"):
             candidates = choose_placement(recipe, planned, profile)
     else:
         candidates = list(planned.judged.candidates)
     shown = candidates[: 1 + options.alternatives]
-    console.print(placement_table(shown, tuple(planned.baselines.items())))
+    console.print(tables.placement_table(shown, tuple(planned.baselines.items())))
     return _write(options, candidates[0], profile.device.name)
 
 
 def _write(options: argparse.Namespace, chosen: Candidate, device: str) -> int:
     """Writes the recipe, if one is wanted and its step can be run."""
+    from torchmm.planning.apart.search import fits
+    from torchmm.planning.placement_report import recipe_text
+
     step = chosen.forecast.step
     if step is None or not fits(step):
         problem = chosen.forecast.problem or "its first step does not fit into memory"

@@ -7,6 +7,7 @@
     python scripts/prepare_data.py tuxpaint_stamps moving_stamps
 
     emoji_scenes      two drawings in one picture (PyPI), and scene_tokenizer/: the quickstart's
+    printed_times     times in print (matplotlib's fonts), and letter_tokenizer/
     tuxpaint_stamps   images with captions (Debian), and tokenizer/ trained on the captions
     gimp_help         manual pages with screenshots, interleaved (Debian)
     spoken_stamps     those captions read aloud, in other languages, and spoken_tokenizer/
@@ -31,39 +32,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 from rich.console import Console
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import log_to_console, working
-from torchmm.data.prepare import (
-    emoji_scenes,
-    manifest,
-    manual,
-    moving_stamps,
-    smollm2,
-    spoken_stamps,
-    stamp_vae,
-    stamps,
-    tiny_qwen,
-    tokenizer,
-    video_captions,
-)
+from torchmm.common.log import loading, log_to_console, working
+from torchmm.data.prepare import manifest
 
+SPOKEN_LANGUAGES = ("es", "fr", "ro", "bg", "ru")
 Prepare = Callable[[Path, Path, dict[str, Any]], None]
 
 
 def main() -> int:
     """Prepare what the command line names; returns the exit code."""
     arguments = parse_arguments()
+    log_to_console(Console())
+    with loading():
+        import datasets
+
+        from torchmm.data.prepare import (
+            manual,
+            smollm2,
+            spoken_stamps,
+            stamp_vae,
+            stamps,
+            tiny_qwen,
+            tokenizer,
+        )
+
     output = arguments.output
     packages = arguments.packages or output / ".packages"
     output.mkdir(parents=True, exist_ok=True)
     datasets.disable_progress_bars()
-    log_to_console(Console())
     try:
-        if emoji_scenes.NAME in arguments.sets:
+        if "emoji_scenes" in arguments.sets:
             prepare_scenes(output, packages)
+        if "printed_times" in arguments.sets:
+            prepare_times(output, packages)
         if "tuxpaint_stamps" in arguments.sets:
             options: dict[str, Any] = {"languages": arguments.languages}
             ensure(output, packages, "tuxpaint_stamps", options, stamps.prepare)
@@ -95,6 +99,8 @@ def main() -> int:
 
 def prepare_scenes(output: Path, packages: Path) -> None:
     """Scenes, and the tokenizer of their captions."""
+    from torchmm.data.prepare import emoji_scenes, tokenizer
+
     options: dict[str, Any] = {"scenes": emoji_scenes.SCENES}
     ensure(output, packages, emoji_scenes.NAME, options, emoji_scenes.prepare)
     options = tokenizer_options(output, emoji_scenes.NAME)
@@ -102,11 +108,24 @@ def prepare_scenes(output: Path, packages: Path) -> None:
     ensure(output, packages, "scene_tokenizer", options, make)
 
 
+def prepare_times(output: Path, packages: Path) -> None:
+    """Times, and the tokenizer of their texts."""
+    from torchmm.data.prepare import printed_times, tokenizer
+
+    options: dict[str, Any] = {"times": printed_times.TIMES}
+    ensure(output, packages, "printed_times", options, printed_times.prepare)
+    options = tokenizer_options(output, "printed_times", tokenizer.ONLY_BYTES)
+    make = partial(tokenizer.prepare, texts="printed_times", name="letter_tokenizer")
+    ensure(output, packages, "letter_tokenizer", options, make)
+
+
 def prepare_clips(sets: list[str], output: Path, packages: Path) -> None:
     """Those of the sets that move."""
+    from torchmm.data.prepare import moving_stamps, video_captions
+
     pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
     if "moving_stamps" in sets:
-        options = {
+        options: dict[str, Any] = {
             "source": pictures,
             "frames": moving_stamps.FRAMES,
             "size_px": moving_stamps.SIZE_PX,
@@ -138,6 +157,8 @@ def ensure(
 
 def video_options() -> dict[str, Any]:
     """Size of the clips of video_captions."""
+    from torchmm.data.prepare import video_captions
+
     return {
         "fps": video_captions.FPS,
         "frames": video_captions.FRAMES,
@@ -145,11 +166,13 @@ def video_options() -> dict[str, Any]:
     }
 
 
-def tokenizer_options(output: Path, texts: str) -> dict[str, Any]:
+def tokenizer_options(output: Path, texts: str, vocabulary: int | None = None) -> dict[str, Any]:
     """What a tokenizer follows from."""
+    from torchmm.data.prepare import tokenizer
+
     hashes = manifest.read(output)[texts]["sha256"]
     training = {file: digest for file, digest in hashes.items() if "/train/" in file}
-    return {"source": training, "vocabulary": tokenizer.VOCAB_SIZE}
+    return {"source": training, "vocabulary": vocabulary or tokenizer.VOCAB_SIZE}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -157,8 +180,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sets = [emoji_scenes.NAME, "tuxpaint_stamps", "spoken_stamps", "moving_stamps", tiny_qwen.NAME]
-    sets += [stamp_vae.NAME, "stamp_videos", "film_clips", "gimp_help", "smollm2"]
+    sets = ["emoji_scenes", "tuxpaint_stamps", "spoken_stamps", "moving_stamps", "tiny_qwen2_5_vl"]
+    sets += ["printed_times", "stamp_vae", "stamp_videos", "film_clips", "gimp_help", "smollm2"]
     parser.add_argument("sets", nargs="+", choices=sets, metavar="SET", help=", ".join(sets))
     parser.add_argument("--output", type=Path, default=Path("data"), help="default: data/")
     parser.add_argument(
@@ -175,9 +198,9 @@ def parse_arguments() -> argparse.Namespace:
         "--spoken-languages",
         nargs="+",
         default=["es", "fr"],
-        choices=spoken_stamps.LANGUAGES,
+        choices=SPOKEN_LANGUAGES,
         metavar="CODE",
-        help=f"languages of spoken_stamps, of {', '.join(spoken_stamps.LANGUAGES)}; default: es fr",
+        help=f"languages of spoken_stamps, of {', '.join(SPOKEN_LANGUAGES)}; default: es fr",
     )
     return parser.parse_args()
 

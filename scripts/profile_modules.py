@@ -16,19 +16,18 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from torchmm.balance.orchestration.trials import ModuleTrials, save_trials
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import loading, log_to_console, working
 from torchmm.common.processes import launched
-from torchmm.measure.trials import interpolation_errors, make_trials
-from torchmm.parallel.mesh import select_device
 from torchmm.recipe.read import load_recipe
+
+if TYPE_CHECKING:
+    from torchmm.balance.orchestration.trials import ModuleTrials
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,6 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         log_to_console(Console(stderr=True), launched().rank or None, only_progress=True)
         recipe = load_recipe(options.config, overrides).recipe
+        with loading():
+            import torch
+            import torch.distributed as dist
+
+            from torchmm.balance.orchestration.trials import save_trials
+            from torchmm.measure.trials import make_trials
+            from torchmm.parallel.mesh import select_device
+
         device = select_device(options.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -71,6 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def trials_table(trials: ModuleTrials) -> Table:
     """Times at the smallest, middle and largest input, and the error in between."""
+    from torchmm.measure.trials import interpolation_errors
+
     table = Table(title=f"Trials of modules, measured on {trials.measured_on}")
     for column in ("module", "tensor", "inputs", "forward + backward, ms", "interpolation off by"):
         table.add_column(column)

@@ -13,6 +13,10 @@ import gc
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
+from torchmm.common.log import loading, log_to_console
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Simulates what the command line asks for; returns the exit code."""
@@ -29,7 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     # Imports make a million objects and free none of them; looking for garbage among them took a
     # third of the time.
     gc.disable()
-    from torchmm.planning.forecast_command import simulate_recipe  # noqa: PLC0415
+    log_to_console(Console(stderr=True), only_progress=True)
+    with loading():
+        from torchmm.planning.forecast_command import simulate_recipe
 
     gc.freeze()
     gc.enable()

@@ -7,20 +7,23 @@
 of the captions without looking. Runs on one process and reads each run's newest checkpoint.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import log_to_console, working
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
-from torchmm.planning.resolved import Resolved, resolve
+from torchmm.common.log import loading, log_to_console, working
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.training.ablation import image_losses, text_only_loss
+
+if TYPE_CHECKING:
+    from torchmm.planning.resolved import Resolved
 
 
 def main() -> int:
@@ -31,8 +34,7 @@ def main() -> int:
     arguments = parser.parse_args()
     log_to_console(Console(stderr=True), only_progress=True)
     try:
-        with working("measuring losses"):
-            rows = _losses(arguments.run_dir, arguments.blind)
+        rows = _losses(arguments.run_dir, arguments.blind)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -47,24 +49,28 @@ def main() -> int:
 
 
 def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float]]:
-    run = _read(run_dir)
-    device = select_device(run.recipe.training.device)
-    alone = ParallelConfig()
-    start_process_group(alone, device)
-    mesh = build_mesh(alone, device)
-    rows = [("LLM as it came", "none", text_only_loss(run, mesh))]
-    if blind_dir is not None:
-        rows.append(("trained blind", "blank", _blind_loss(blind_dir, mesh)))
-    losses = image_losses(run, run_dir, mesh)
+    with loading():
+        from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
+        from torchmm.training.ablation import image_losses, text_only_loss
+
+    with working("measuring losses"):
+        run = _read(run_dir)
+        device = select_device(run.recipe.training.device)
+        alone = ParallelConfig()
+        start_process_group(alone, device)
+        mesh = build_mesh(alone, device)
+        rows = [("LLM as it came", "none", text_only_loss(run, mesh))]
+        if blind_dir is not None:
+            blind = image_losses(_read(blind_dir), blind_dir, mesh)
+            rows.append(("trained blind", "blank", blind["blank"]))
+        losses = image_losses(run, run_dir, mesh)
     names = {"blank": "blank", "other": "of another sample", "own": "its own"}
     return rows + [("trained", name, losses[key]) for key, name in names.items()]
 
 
-def _blind_loss(run_dir: Path, mesh: ParallelMesh) -> float:
-    return image_losses(_read(run_dir), run_dir, mesh)["blank"]
-
-
 def _read(run_dir: Path) -> Resolved:
+    from torchmm.planning.resolved import resolve
+
     recipe = load_recipe(run_dir / "recipe.toml", [], world_size=1).recipe
     return resolve(recipe.model_copy(update={"parallel": ParallelConfig()}), 1)
 

@@ -1,12 +1,15 @@
 """Exports answer questions: by Hugging Face, alone or together, as by torchmm itself."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launch import run_distributed
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_recipe import arguments
 from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
@@ -137,3 +140,33 @@ def test_what_cannot_be_evaluated_is_told(command, said, tmp_path, train_server,
 def test_a_directory_without_a_model_is_no_export(tmp_path):
     with pytest.raises(ConfigError, match="is no export"):
         Export.read(tmp_path)
+
+
+def test_scores_of_the_last_snapshot_are_recorded_at_its_step(tmp_path, real_data, train_server):
+    """A program in place of lmms-eval's takes longer than the last step."""
+    scores = {"scores": {"mine/exact_match": 0.25}, "samples": {"mine": 4}}
+    program = tmp_path / "python"
+    lines = ["import sys, time", "time.sleep(2)", "file = sys.argv[sys.argv.index('--output') + 1]"]
+    lines += [f"open(file, 'w').write({json.dumps(scores)!r})"]
+    program.write_text("\n".join([f"#!{sys.executable}", *lines, ""]))
+    program.chmod(0o755)
+    run_dir = tmp_path / "run"
+    command = arguments(
+        run_dir,
+        real_data,
+        training__steps=2,
+        validation__benchmarks__tasks='["mine"]',
+        validation__benchmarks__interval=2,
+        validation__benchmarks__python=program,
+        metrics__tensorboard="true",
+    )
+    codes, output = train_server.run(command, tmp_path / "log", 2)
+    assert codes == [0, 0], output
+    first, last = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert first["scores"] is None and last["step"] == 2
+    assert last["scores"] == {"mine/exact_match": 0.25}
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    (shown,) = events.Scalars("validation/mine/exact_match")
+    assert (shown.step, shown.value) == (2, 0.25)
+    assert "waiting for the benchmarks of step 2, 3600 s at most" in output
+    assert json.loads((run_dir / "STATUS.json").read_text())["state"] == "done"

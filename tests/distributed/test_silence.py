@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from slowed import SILENT
+from slowed import HEAVY, IMPORTS, SILENT
 from tiny_recipe import arguments
 
 ROOT = Path(__file__).parents[2]
@@ -49,11 +49,39 @@ AT_THE_END = (
     "torchmm.training.run:write_last_page",
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
+GENERATE = (
+    "torchmm.training.text.opened:open_writer",
+    "torchmm.training.text.opened:read_prompts",
+    "torchmm.training.pipeline:Pipeline.plan",
+)
+EVALUATE = ("torchmm.training.evaluation.exported:write_texts",)
+INSPECT = (
+    "torchmm.planning.inspection.findings:recipe_model",
+    "torchmm.planning.inspection.findings:Inspector.inspect",
+    "torchmm.planning.inspection.page:write_page",
+)
 PLAN = (
     "torchmm.planning.placement:StepSample",
     "torchmm.planning.placement:search_plans",
     "torchmm.planning.placement:Forecaster",
 )
+QUICKSTART = ("--config", "recipes/quickstart.toml")
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "train.py": (*QUICKSTART, "--parallel.pipeline", "1"),
+    "scripts/calibrate.py": ("--out", "profile.json"),
+    "scripts/evaluate.py": ("exports/mine", "--data", "questions.jsonl", "--scores", "exact_match"),
+    "scripts/export.py": ("outputs/mine",),
+    "scripts/generate.py": ("outputs/mine", "--prompt", "A"),
+    "scripts/gpu_check.py": ("--attention",),
+    "scripts/index_data.py": QUICKSTART,
+    "scripts/inspect_data.py": (*QUICKSTART, "--out", "{folder}"),
+    "scripts/plan.py": (*QUICKSTART, "--gpus", "2"),
+    "scripts/prepare_data.py": ("emoji_scenes",),
+    "scripts/profile_modules.py": (*QUICKSTART, "--out", "trials.json"),
+    "scripts/simulate.py": QUICKSTART,
+    "scripts/text_baseline.py": ("outputs/mine",),
+}
+"""What takes seconds to import, with what it is asked."""
 SIZES = """
 name = "small"
 [model.llm.config]
@@ -156,6 +184,43 @@ def test_a_whole_run_and_an_export_say_what_takes_long(tmp_path, real_data):
     )
     assert told.silent() == [SILENT]
     assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]
+
+    asked = [tmp_path / "run", "--prompt", "A", "--max-new-tokens", "2"]
+    told = tell(tmp_path / "generating.jsonl", GENERATE, [ROOT / "scripts/generate.py", *asked])
+    assert told.silent() == [SILENT]
+
+    asked = [tmp_path / "run", "--samples", "2", "--max-new-tokens", "2", "--scores", "exact_match"]
+    told = tell(tmp_path / "evaluating.jsonl", EVALUATE, [ROOT / "scripts/evaluate.py", *asked])
+    assert told.silent() == [SILENT]
+
+    asked = ["--config", tmp_path / "run/recipe.toml", "--samples", "2", "--limit", "10"]
+    asked += ["--out", tmp_path / "page"]
+    told = tell(tmp_path / "inspecting.jsonl", INSPECT, [ROOT / "scripts/inspect_data.py", *asked])
+    assert told.silent() == [SILENT]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_say_at_once_that_they_import(program, tmp_path):
+    """And answer --help without."""
+    asked = [word.format(folder=tmp_path) for word in PROGRAMS[program]]
+    told = tell(tmp_path / "notes.jsonl", [IMPORTS], [ROOT / program, *asked])
+    assert told.silent() == [SILENT]
+    (_, begin, _), _ = told.notes
+    assert told.lines[0][0] < begin + LATE_S, told
+
+    command = [sys.executable, "-X", "importtime", str(ROOT / program), "--help"]
+    helped = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in helped.stderr.splitlines()}
+    assert "argparse" in imported and not imported & set(HEAVY)
+
+
+def test_all_programs_that_import_for_long_are_known():
+    found = {
+        str(file.relative_to(ROOT))
+        for file in [ROOT / "train.py", *(ROOT / "scripts").glob("*.py")]
+        if "with loading():" in file.read_text()
+    }
+    assert found == set(PROGRAMS)
 
 
 @pytest.mark.slow

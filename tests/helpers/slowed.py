@@ -3,6 +3,7 @@
     python slowed.py NOTES.jsonl SECONDS FUNCTION ... -- SCRIPT ARGUMENTS ...
 
 A FUNCTION is "module:name" or "module:Class.name"; its first call takes so many seconds longer.
+`IMPORTS` stands for the first import of what takes seconds; the program ends with it.
 The program tells what takes long after a twentieth of them. After its end comes as long a silence,
 noted as `SILENT`: what looks for silences has to find it.
 """
@@ -16,6 +17,9 @@ from functools import wraps
 from pathlib import Path
 
 SILENT = "nobody tells this"
+IMPORTS = "imports"
+HEAVY = ("torch", "transformers", "datasets", "scipy")
+"""What takes seconds to import."""
 
 
 def note(file: Path, name: str, seconds: float) -> None:
@@ -24,6 +28,19 @@ def note(file: Path, name: str, seconds: float) -> None:
     time.sleep(seconds)
     with file.open("a") as notes:
         notes.write(json.dumps([name, begin, time.time()]) + "\n")
+
+
+class SlowImports:
+    """Takes long to find a heavy module, and ends the program."""
+
+    def __init__(self, file: Path, seconds: float) -> None:
+        self._file, self._seconds = file, seconds
+
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        """What `sys.meta_path` asks; finds nothing."""
+        if name in HEAVY:
+            note(self._file, IMPORTS, self._seconds)
+            raise SystemExit
 
 
 def slow(function: str, file: Path, seconds: float) -> None:
@@ -53,7 +70,10 @@ def main() -> int:
     log = importlib.import_module("torchmm.common.log")
     log.QUIET_S, log.POLL_S = seconds / 20, seconds / 40
     for function in functions:
-        slow(function, file, seconds)
+        if function == IMPORTS:
+            sys.meta_path.insert(0, SlowImports(file, seconds))
+        else:
+            slow(function, file, seconds)
     sys.argv = sys.argv[place + 1 :]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     code = 0

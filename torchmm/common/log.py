@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,11 +135,15 @@ class Work:
     def tell(self, why: str = "") -> None:
         """Says how far it is, where nothing was said for long."""
         if time.monotonic() - self._quiet_since_s >= QUIET_S:
-            self.said()
-            self._told = True
-            if self._measured is not None:
-                self._done = self._measured()
-            _logger.info("%s%s", self, why and f"; {why}", extra={"work": self})
+            self.tell_now(why)
+
+    def tell_now(self, why: str = "") -> None:
+        """Says how far it is."""
+        self.said()
+        self._told = True
+        if self._measured is not None:
+            self._done = self._measured()
+        _logger.info("%s%s", self, why and f"; {why}", extra={"work": self})
 
     def end(self, how: str = "") -> None:
         """Says how it ended, if anything was said before."""
@@ -154,16 +158,29 @@ class Work:
         return f"{self._what}: {count.replace(' ,', ',')}{seconds}"
 
 
+def loading() -> AbstractContextManager[Work]:
+    """Imports that take seconds, for programs to put around theirs: said before they begin."""
+    return working("loading torch and transformers", at_once=True)
+
+
 @contextmanager
 def working(
     what: str,
     total: int | None = None,
     unit: str = "",
     measured: Callable[[], int] | None = None,
+    *,
+    at_once: bool = False,
 ) -> Iterator[Work]:
-    """Work that says every few seconds how far it is; arguments as of `Work`."""
+    """Work that says every few seconds how far it is; arguments as of `Work`.
+
+    Args:
+        at_once: also before it begins.
+    """
     work = Work(what, total, unit, measured)
     ended = threading.Event()
+    if at_once:
+        work.tell_now()
 
     def tell() -> None:
         while not ended.wait(POLL_S):
@@ -263,7 +280,7 @@ class JsonlWriter:
         path.touch()
         self._path = path
         with path.open("r+b") as file:
-            file.truncate(_length_up_to(path, last_step))
+            self._last = self._length = file.truncate(_length_up_to(path, last_step))
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -276,6 +293,18 @@ class JsonlWriter:
         line = json.dumps(clean, allow_nan=False) + "\n"
         with naming_the_file(self._path, len(line)):
             self._file.write(line)
+        self._last, self._length = self._length, self._length + len(line)
+
+    def replace_last(self, record: Mapping[str, Any]) -> None:
+        """`write` in place of the record that this wrote last.
+
+        Raises:
+            OSError: as `write`.
+        """
+        with naming_the_file(self._path, 0):
+            self._file.truncate(self._last)
+        self._length = self._last
+        self.write(record)
 
     def close(self) -> None:
         """Close the file."""

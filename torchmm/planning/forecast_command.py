@@ -12,7 +12,7 @@ from rich.console import Console
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import working
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.planning.report import forecast_table, write_forecasts
@@ -43,7 +43,6 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
         profile = load_profile(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    log_to_console(Console(stderr=True), only_progress=True)
     simulated = recipe.simulation.model_copy(update={"device": device})
     with working("choosing sizes that the recipe leaves open"):
         recipe = orchestrated(recipe.model_copy(update={"simulation": simulated}), world_size)

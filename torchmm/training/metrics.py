@@ -236,21 +236,33 @@ class MetricsRecorder:
         self._steps = steps
         self._run_dir = run_dir
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step)
-        self._sinks: list[Sink] = [
-            ProgressLine(console, steps, start_step),
-            *make_trackers(config, run_dir, name, recipe, log, start_step),
-        ]
+        self._progress = ProgressLine(console, steps, start_step)
+        self._trackers = make_trackers(config, run_dir, name, recipe, log, start_step)
+        self._last: dict[str, Any] = {}
+        """Record of the step before, as it was written."""
 
     def record(self, record: StepRecord) -> bool:
         """Write one step to metrics.jsonl and, every `log_interval` steps, show it; whether it
         did."""
-        values = asdict(record)
+        self._last = values = asdict(record)
         self._jsonl.write(values)
         shown = record.step % self._log_interval == 0 or record.step == self._steps
         shown = shown or record.validation_loss is not None
         for sink in self._sinks if shown else ():
             sink.emit(values)
         return shown
+
+    def add_scores(self, scores: Mapping[str, float]) -> None:
+        """To the record of the last step: scores that are known since."""
+        scores = {**(self._last["scores"] or {}), **scores}
+        self._last = {**self._last, "scores": scores}
+        self._jsonl.replace_last(self._last)
+        for tracker in self._trackers:
+            tracker.emit({"step": self._last["step"], "scores": scores})
+
+    @property
+    def _sinks(self) -> list[Sink]:
+        return [self._progress, *self._trackers]
 
     @working("finishing records and trackers")
     def close(self) -> None:

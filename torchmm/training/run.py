@@ -100,7 +100,6 @@ def train(recipe: Recipe) -> int:
                 trainer.run()
         if rank == 0:
             tell(run_dir, Status("done", trainer.step, 0, 0, trainer.complaint))
-            trainer.benchmarks.finish()
     except BaseException as error:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         if trainer is not None:

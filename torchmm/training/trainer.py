@@ -148,14 +148,14 @@ class Trainer:
             TorchmmError: see its subclasses.
         """
         steps = self._recipe.training.steps
-        with closed_after(self.close), self.parts.checkpoints:
-            self._run_steps()
-            if self.step >= steps and self._recipe.checkpoint.export_hf:
-                for suffix, weights in self._weights():
-                    with weights():
-                        self._export(f"hf{suffix}")
-                        write_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
-            self._health.finish()
+        with closed_after(self.close):
+            with self.parts.checkpoints:
+                self._run_steps()
+                if self.step >= steps and self._recipe.checkpoint.export_hf:
+                    self._export_at_the_end()
+                self._health.finish()
+            if self.step >= steps:
+                self._finish_benchmarks()
         if self.step < steps:
             saved = f"stopped after step {self.step}, which is saved"
             unsaved = "stopped before the first step; nothing is to be saved"
@@ -185,6 +185,12 @@ class Trainer:
         trained = Trained(recipe.name, self.step, recipe.training, sources, metrics, told)
         with self._health.phase(self.step, "export"):
             write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)
+
+    def _export_at_the_end(self) -> None:
+        for suffix, weights in self._weights():
+            with weights():
+                self._export(f"hf{suffix}")
+                write_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
 
     def _export_on_the_way(self, record: StepRecord) -> None:
         """Exports that the recipe wants after this step; collective."""
@@ -221,6 +227,12 @@ class Trainer:
         if self.parts.mesh.rank == 0:
             last = self.step == self._recipe.training.steps
             self.benchmarks.start(self.step, self.parts.run_dir / folder, last)
+
+    def _finish_benchmarks(self) -> None:
+        """Scores that are ready only now are those of the last step; a signal ends the waiting."""
+        for answered in self.benchmarks.finish(lambda: self._stop.received is not None):
+            assert self.parts.recorder is not None
+            self.parts.recorder.add_scores(answered.scores)
 
     @property
     def complaint(self) -> str:

@@ -61,6 +61,19 @@ def test_a_torn_last_line_is_cut_off(tmp_path, torn):
     assert steps_in(path) == [1, 2, 3]
 
 
+def test_the_last_record_is_replaced_by_a_longer_or_shorter_one(tmp_path):
+    path = tmp_path / "m.jsonl"
+    write_steps(path, [1, 2])
+    writer = JsonlWriter(path, last_step=2)
+    writer.write({"step": 3, "score": 0.5})
+    writer.replace_last({"step": 3, "score": 0.5, "name": "\u00e9"})
+    writer.replace_last({"step": 3})
+    writer.write({"step": 4})
+    writer.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"step": step} for step in range(1, 5)]
+
+
 def test_lines_survive_kill_9(tmp_path):
     path = tmp_path / "metrics.jsonl"
     command = [sys.executable, "-c", WRITE_UNTIL_KILLED, str(path)]

@@ -88,6 +88,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/data/prepare/clip_files.py": "tests write clips with it, too",
     "torchmm/data/prepare/smollm2.py": "one data set or model, one file",
     "torchmm/data/prepare/spoken_stamps.py": "one data set or model, one file",
+    "torchmm/data/prepare/printed_times.py": "one data set or model, one file",
     "torchmm/data/prepare/stamp_vae.py": "one data set or model, one file",
     "torchmm/data/prepare/tiny_qwen.py": "one data set or model, one file",
     "torchmm/data/prepare/tokenizer.py": "one data set or model, one file",

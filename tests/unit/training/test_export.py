@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -33,7 +34,7 @@ from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports import checkpoint as exporting
 from torchmm.training.exports import place
-from torchmm.training.exports.checkpoint import export_checkpoint, recipe_of
+from torchmm.training.exports.checkpoint import CheckpointWeights, export_checkpoint, recipe_of
 from torchmm.training.exports.place import clear_unfinished, scratch_directory, whole_directory
 from torchmm.training.exports.write import Trained, write_export
 
@@ -371,6 +372,38 @@ def test_a_disk_that_is_too_small_leaves_nothing(config, saved, disk, tmp_path):
         assert not names(target), part
     disk("size=64m")
     export_checkpoint(checkpoint, target / "hf")
+
+
+def grown_by(checkpoint: Path, directory: Path) -> int:
+    """Bytes that an export takes at most, mapped pages and all."""
+    status = Path("/proc/self/status")
+    before = re.search(r"VmRSS:\s+(\d+)", status.read_text())
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    export_checkpoint(checkpoint, directory, dtype=torch.bfloat16, shard_bytes=20 << 20)
+    peak = re.search(r"VmHWM:\s+(\d+)", status.read_text())
+    assert before is not None and peak is not None
+    return (int(peak[1]) - int(before[1])) << 10
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_largest_file(saved, tmp_path, monkeypatch):
+    """With mapped pages; blocks that are copied and Python's objects take a little more."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    _, checkpoint = saved(ModelConfig(llm=LlmConfig(config={**LLMS["llama"], **sizes})))
+    most = (20 << 20) + (40 << 20)
+    assert grown_by(checkpoint, tmp_path / "hf") < most
+    sizes = [file.stat().st_size for file in (tmp_path / "hf").glob("*.safetensors")]
+    assert max(sizes) < 21 << 20 and sum(sizes) > 1.5 * most
+
+    kept: list = []
+    mapped = CheckpointWeights._mapped
+
+    def keep(*arguments):
+        kept.append(mapped(*arguments))
+        return kept[-1]
+
+    monkeypatch.setattr(CheckpointWeights, "_mapped", keep)
+    assert grown_by(checkpoint, tmp_path / "hf_kept") > most, "what stays mapped was not found"
 
 
 def test_experts_are_taken_apart_a_layer_at_a_time(saved, tmp_path):

@@ -315,6 +315,22 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, unreachable_wandb):
     assert {f"run-{first}", f"run-{fresh}"} <= set(found)
 
 
+def test_late_scores_are_those_of_the_last_step(tmp_path):
+    made = recorder(tmp_path, tensorboard=True)
+    made.record(record(1))
+    made.record(record(2, scores={"held/cider": 1.0}))
+    made.add_scores({"task/exact_match": 0.25})
+    made.add_scores({"task/exact_match": 0.5})
+    made.close()
+    first, last = lines_of(tmp_path)
+    assert first["scores"] is None and last["loss"] == 2.5
+    assert last["scores"] == {"held/cider": 1.0, "task/exact_match": 0.5}
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [(e.step, e.value) for e in events.Scalars("validation/task/exact_match")]
+    assert shown == [(2, 0.25), (2, 0.5)]
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
+
+
 def test_tensorboard_events_hold_the_loss(tmp_path):
     made = recorder(tmp_path, tensorboard=True)
     made.record(record(4))

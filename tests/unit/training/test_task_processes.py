@@ -52,6 +52,10 @@ def awaited(benchmarks: Benchmarks):
     return found
 
 
+def finish(benchmarks: Benchmarks):
+    return benchmarks.finish(lambda: False)
+
+
 WRITES = f"open(output, 'w').write({json.dumps(SCORES)!r})"
 
 
@@ -70,7 +74,7 @@ def test_what_fails_is_told_and_counted(program, tmp_path, caplog):
     (tmp_path / "benchmarks/step-4").mkdir(parents=True)
     (tmp_path / "benchmarks/step-4/scores.json").write_text(json.dumps(SCORES))  # stale
     benchmarks = started(program("print('no such task'); sys.exit(0)"), tmp_path)
-    benchmarks.finish()
+    finish(benchmarks)
     assert benchmarks.failed == 1 and results.read(tmp_path) == []
     assert "benchmarks of step 4 ended with 0 and without scores (1 failed so far)" in caplog.text
     assert "no such task" in (tmp_path / "benchmarks/step-4/log.txt").read_text()
@@ -82,7 +86,7 @@ def test_one_at_a_time_and_none_longer_than_allowed(program, tmp_path, caplog):
     assert "no benchmarks of step 5: those of step 4 are not through" in caplog.text
     assert not (tmp_path / "benchmarks/step-5").exists()
     begin = time.monotonic()
-    benchmarks.finish()
+    finish(benchmarks)
     assert time.monotonic() - begin < 60 and benchmarks.failed == 1
 
 
@@ -93,16 +97,27 @@ def test_the_last_one_waits_for_the_one_before(program, tmp_path):
     benchmarks.start(5, snapshot(tmp_path, 5), last=True)
     assert benchmarks.poll() is None and (tmp_path / "benchmarks/step-5/hf").exists()
     there.touch()
-    benchmarks.finish()
-    assert [found.step for found in results.read(tmp_path)] == [4, 5]
+    found = finish(benchmarks)
+    assert [evaluation.step for evaluation in found] == [4, 5]
+    assert results.read(tmp_path) == found
     assert not list(tmp_path.glob("benchmarks/*/hf")) and benchmarks.failed == 0
+
+
+def test_a_signal_ends_the_waiting(program, tmp_path):
+    benchmarks = started(program("time.sleep(600)"), tmp_path)
+    benchmarks.start(5, snapshot(tmp_path, 5), last=True)
+    asked = []
+    begin = time.monotonic()
+    assert benchmarks.finish(lambda: asked.append(True) or len(asked) > 1) == []
+    assert time.monotonic() - begin < 60
+    assert not list(tmp_path.glob("benchmarks/*/hf"))
 
 
 def test_a_run_that_ends_early_ends_them(program, tmp_path):
     benchmarks = started(program("time.sleep(600)"), tmp_path)
     benchmarks.start(5, snapshot(tmp_path, 5), last=True)
     benchmarks.close()
-    benchmarks.finish()
+    finish(benchmarks)
     assert benchmarks.poll() is None and benchmarks.failed == 0
     assert not (tmp_path / "benchmarks/step-5").exists()
 

@@ -22,7 +22,6 @@ from torchmm.data.prepare.packages import debian_package, extract_debian
 from torchmm.data.prepare.parquet import write_splits
 from torchmm.data.prepare.stamps import LICENCE, PACKAGE, captions
 
-LANGUAGES = ("es", "fr", "ro", "bg", "ru")
 RECORDING = re.compile(r"(.+)_desc_([\w@]+)\.ogg")
 FEATURES = datasets.Features(
     {
@@ -41,7 +40,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     Args:
         output: directory of all sets.
         packages: directory of downloaded packages.
-        options: `languages`, some of LANGUAGES.
+        options: `languages`, codes of those that are spoken: es, fr, ro, bg, ru.
     """
     package = debian_package(PACKAGE, packages)
     with tempfile.TemporaryDirectory() as unpacked:

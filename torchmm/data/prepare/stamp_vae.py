@@ -1,8 +1,10 @@
 """A small autoencoder trained on tuxpaint_stamps: what a generator of latents is given.
 
 Diffusers' `AutoencoderKL`, as Stable Diffusion has one (Rombach et al., arXiv 2112.10752), of a few
-hundred thousand parameters and without the adversarial loss: mean absolute error, and a little of
-the divergence from a normal distribution. Rejected: a published one, which no package registry has.
+hundred thousand parameters and without the adversarial loss: squared error, a little absolute one,
+and a little of the divergence from a normal distribution. Rejected: a published one, which no
+package registry has; absolute error alone, after which most pictures came back brown (17.4 dB on
+held-out ones instead of 19.4, one run of each).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ MAX_PIXELS = 50_000_000
 STEPS = 600
 BATCH = 8
 LEARNING_RATE = 2e-3
-DIVERGENCE_WEIGHT = 1e-4
+SQUARED_WEIGHT, ABSOLUTE_WEIGHT, DIVERGENCE_WEIGHT = 2.0, 0.2, 1e-4
 SEED = 0
 CONFIG: dict[str, Any] = {
     "block_out_channels": [16, 16, 32],
@@ -40,7 +42,12 @@ CONFIG: dict[str, Any] = {
     "sample_size": SIZE_PX,
 }
 """Four latents for 4 x 4 pixels: a twelfth of the numbers."""
-OPTIONS = {"steps": STEPS, "config": CONFIG, "size_px": SIZE_PX}
+OPTIONS = {
+    "steps": STEPS,
+    "config": CONFIG,
+    "size_px": SIZE_PX,
+    "weights": [SQUARED_WEIGHT, ABSOLUTE_WEIGHT, DIVERGENCE_WEIGHT],
+}
 
 
 def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
@@ -103,7 +110,9 @@ def _train(vae: Any, pictures: Tensor) -> None:
         given = pictures[torch.randint(len(pictures), (BATCH,))]
         given = given.flip(-1) if torch.rand(()) < 0.5 else given
         distribution = vae.encode(given).latent_dist
-        error = functional.l1_loss(vae.decode(distribution.sample()).sample, given)
+        again = vae.decode(distribution.sample()).sample
+        error = SQUARED_WEIGHT * functional.mse_loss(again, given)
+        error = error + ABSOLUTE_WEIGHT * functional.l1_loss(again, given)
         divergence = distribution.kl().mean() / given[0].numel()
         optimizer.zero_grad()
         (error + DIVERGENCE_WEIGHT * divergence).backward()

@@ -15,6 +15,8 @@ from torchmm.data.prepare.manifest import new_directory, read, record
 VOCAB_SIZE = 1024
 """Small, so that rare nouns are spelled: a token that occurs once in the data learns nothing."""
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<image>"]
+ONLY_BYTES = len(SPECIAL_TOKENS) + 256
+"""A vocabulary in which a letter is a token."""
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ message.role }}: "
@@ -53,7 +55,7 @@ def prepare(
     captions: list[str] = []
     for file in files:
         captions.extend(pq.read_table(file, columns=["text"])["text"].to_pylist())
-    tokenizer = train(captions)
+    tokenizer = train(captions, options["vocabulary"])
     with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
@@ -61,13 +63,13 @@ def prepare(
     record(output, name, [], licence, {"options": options, "counts": counts})
 
 
-def train(texts: list[str]) -> PreTrainedTokenizerFast:
+def train(texts: list[str], vocabulary: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Train on texts; any other text can be encoded too, byte by byte if need be."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocabulary,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

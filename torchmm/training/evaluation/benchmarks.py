@@ -14,6 +14,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +28,8 @@ from torchmm.training.evaluation.results import Evaluation
 
 PROGRAM = "torchmm.training.evaluation.lmms_tasks"
 FOLDER = "benchmarks"
+WAIT_S = 0.2
+"""Until it is asked again whether anybody waits."""
 
 
 def command(config: BenchmarksConfig, export: Path, output: Path) -> list[str]:
@@ -135,28 +140,37 @@ class Benchmarks:
         return found
 
     @working("waiting for benchmarks")
-    def finish(self) -> None:
+    def finish(self, stopped: Callable[[], bool]) -> list[Evaluation]:
         """Waits for what is being answered, for `timeout_s` at most; for the last snapshot as long
-        again, if it has waited itself."""
-        self._wait()
-        if self._last is not None:
+        again, if it has waited itself. What has come.
+
+        Args:
+            stopped: whether nobody wants to wait any more.
+        """
+        found = [self._wait(stopped)]
+        if self._last is not None and not stopped():
             step, folder = self._last
             self._last = None
             self.start(step, folder)
-            self._wait()
+            found.append(self._wait(stopped))
+        self.close()
+        return [evaluation for evaluation in found if evaluation is not None]
 
-    def _wait(self) -> None:
+    def _wait(self, stopped: Callable[[], bool]) -> Evaluation | None:
         if self._started is None:
-            return
-        step = self._started.step
+            return None
+        process = self._started.process
         limit_s = self._config.timeout_s
-        self._logger.info("waiting for the benchmarks of step %d, %g s at most", step, limit_s)
-        try:
-            self._started.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            self._started.process.kill()
-            self._started.process.wait()
-        self.poll()
+        self._logger.info(
+            "waiting for the benchmarks of step %d, %g s at most", self._started.step, limit_s
+        )
+        ends_s = time.monotonic() + limit_s
+        while process.poll() is None and not stopped() and time.monotonic() < ends_s:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(WAIT_S)
+        process.kill()
+        process.wait()
+        return self.poll()
 
     def close(self) -> None:
         """Ends what is being answered; its scores are lost."""

@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.common.log import working
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -63,7 +64,8 @@ class Writer:
         Raises:
             ConfigError, DataError: a request cannot be read.
         """
-        prompts = read_prompts(requests, self.model, self.tokenizer, max_prompt_tokens)
+        with working("reading what is asked"):
+            prompts = read_prompts(requests, self.model, self.tokenizer, max_prompt_tokens)
         for first in range(0, len(prompts), together):
             now = prompts[first : first + together]
             rows = [prompt.row for prompt in now]

@@ -290,7 +290,8 @@ class StepRecord:
             "validation",
             "",
             "Scores of what was generated for held-out sources that say how it is judged, by "
-            '"SOURCE/SCORE".',
+            '"SOURCE/SCORE"; those of benchmarks ("TASK/METRIC"), of earlier snapshots too, in the '
+            "step that they were ready in, at the latest in the last one.",
         ),
     ] = None
 
