@@ -89,8 +89,8 @@ MEASURED = {
     "T2V-L": Model("pipeweaver_t2v_l", 1, 8, 8),
 }
 """Table 4."""
-LLM_LAYERS = 64
-"""Of VLM-M: the longest pipeline."""
+LONGEST = 16
+"""Pipeline of VLM-M: with more ranks its 127 layers cannot fill the chain's virtual stages."""
 LARGE = {
     sizes.source.split(", ")[-1]: Model(sizes.recipe, sizes.data, sizes.pipeline, sizes.tensor)
     for sizes in PRINTED_SIZES
@@ -269,14 +269,14 @@ def partition_rows(setting: Setting, evaluations: int) -> list[Row]:
                 PIPEWEAVER_MIXED.value, kind="simulated")]  # fmt: skip
 
 
-def grid(devices: int, layers: int) -> list[Model]:
+def grid(devices: int, longest: int) -> list[Model]:
     """All sizes that are powers of two, with several ranks per pipeline."""
     powers = [1 << i for i in range(devices.bit_length())]
     return [
         Model("pipeweaver_vlm_m", devices // (pipeline * tensor), pipeline, tensor)
         for tensor in powers
         for pipeline in powers
-        if tensor <= 8 and 1 < pipeline <= min(layers, devices // tensor)
+        if tensor <= 8 and 1 < pipeline <= min(longest, devices // tensor)
     ]
 
 
@@ -343,7 +343,7 @@ def main() -> None:
     rows += average_rows(list(MEASURED)[:1] if quick else list(MEASURED), count, evaluations // 4)
     rows += memory_rows(count, evaluations // 4)
     rows += partition_rows(Setting(count), evaluations)
-    sizes = grid(64, LLM_LAYERS)
+    sizes = grid(64, LONGEST)
     rows += grid_rows(sizes[-2:] if quick else sizes, 64 if quick else 128, evaluations // 20)
     rows += large_rows(list(LARGE)[:1] if quick else list(LARGE), count, evaluations // 4)
     machine = describe_machine(torch.device("cpu"))

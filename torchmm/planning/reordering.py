@@ -74,13 +74,23 @@ def arrangement(
 
 
 def run_arrangement(
-    run: Resolved, modules: Sequence[ModuleDescription], layout: StageLayout, device: torch.device
+    run: Resolved,
+    modules: Sequence[ModuleDescription],
+    parallel: ParallelConfig,
+    layout: StageLayout,
+    device: torch.device,
 ) -> StepReorder | None:
-    """`arrangement` of a run on a device; None: packs stay where they are."""
+    """`arrangement` of a run on a device; None: packs stay where they are.
+
+    Args:
+        parallel: the recipe's section, with what it leaves open chosen.
+        layout: how modules are cut.
+    """
     if run.recipe.data.reorder == "none":
         return None
     costs = run_costs(run, modules, run_profile(run.recipe, device))
-    return arrangement(run.recipe, modules, costs, layout, run.shares)
+    recipe = run.with_parallel(parallel).recipe
+    return arrangement(recipe, modules, costs, layout, run.shares)
 
 
 def dealing(recipe: Recipe, reorder: StepReorder | None) -> WindowReorder | None:
@@ -118,7 +128,8 @@ class SearchedTime:
     ) -> SearchedTime | None:
         """None where nothing is searched, or where so much has to be planned that it would take
         longer than it gains."""
-        parallel, training = recipe.parallel, recipe.training
+        parallel = recipe.parallel
+        training = recipe.training
         ranks = {rank for stage in layout.stages for rank in stage.ranks}
         stages = training.global_batch_size // training.microbatch_size * len(layout.stages)
         if parallel.schedule != "searched" or len(ranks) == 1 or stages > MOST_STAGES:
