@@ -6,7 +6,7 @@ harder than any data. The pipeline has 12 ranks, the first of which is an encode
 stage on average; with a generator, the last one is uneven too. Times are the least CPU time of many
 repetitions for all groups together: all of it is one thread. *Best known* is the better of two
 searches that are fifty times longer, from other seeds. Windows of several batches are simulated for
-DistTrain's recipes (`reorder_windows`).
+DistTrain's recipes, and packs dealt by plans for PipeWeaver's (`reorder_windows`).
 """
 
 from __future__ import annotations
@@ -187,6 +187,8 @@ def main() -> None:
     rows += brute_force_rows(10 if arguments.quick else 100)
     for case in reorder_windows.CASES[: 1 if arguments.quick else None]:
         rows += reorder_windows.window_rows(case, (2, 4, 8))
+    seeds, evaluations = (1, 200) if arguments.quick else (6, 2000)
+    rows += reorder_windows.replica_rows(seeds, evaluations)
     title = f"Reordering, seed {SEED}; {describe_machine(torch.device('cpu'))}"
     report(title, rows, arguments.json)
 

@@ -6,10 +6,11 @@
     small_model   the same with a smaller LLM; not with --quick
     sleep         eight ranks whose layers sleep: the schedule alone decides
     varied        the same, 20 batches whose microbatches have 0 to 48 images
+    varied_model  *model* on such batches
     planning      `planning_beside`: whether planning the next step slows the one that trains
 
 Numbers of images per microbatch are those of real documents (`documents`), 6 to 16 in most, but
-for *varied*, where each is equally likely. All sides run the same
+for the *varied* ones, where each number is equally likely. All sides run the same
 weights on the same microbatches in the same processes, and the same step in each run. Compared are
 
     1F1B                  Megatron-LM's placement: the whole tower in front of the LLM's first stage
@@ -43,7 +44,7 @@ from support.cases import planning_beside
 from support.cases.pipeline_model_case import Choice, Costs, OurProgram
 from support.cases.planning_beside import ALL, SearchedChoice
 from support.harness import Row, run_cases
-from support.models.pipeline_model import SEED, Size, load_steps
+from support.models.pipeline_model import IMAGE_TOKENS, SEED, Size, load_steps, steps_of
 from support.models.stock_pipeline import StockProgram
 from support.ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
 
@@ -74,8 +75,23 @@ VARIED = {
     "quick": sleep_case.Setting(1e-3, 8, steps=4, runs=1, patience_s=0, tried=1),
     "tiny": sleep_case.Setting(2e-4, 8, steps=2, runs=1, patience_s=0, tried=1),
 }
+VARIED_MODEL = {
+    "full": model_case.Setting(
+        Size(12, 32, 96, 96), steps=20, runs=1, patience_s=30, turns=1, images=(4, 8, 16)
+    ),
+    "quick": model_case.Setting(
+        Size(2, 5, 96, 96), microbatches=4, steps=3, runs=1, patience_s=0, tried=1, turns=1,
+        images=(8,),
+    ),
+    "tiny": model_case.Setting(
+        Size(2, 2, 32, 32), microbatches=4, steps=2, runs=1, patience_s=0, tried=1, turns=1,
+        images=(8,),
+    ),
+}  # fmt: skip
 MOST_IMAGES, TYPICAL = 48, 3
 """Of a microbatch; batches by which choices are made."""
+VARIED_TOKENS = (MOST_IMAGES + 2) * IMAGE_TOKENS
+"""Of a microbatch: room for all images and some text."""
 CHAINS = ("megatron", "balanced")
 """Stages of static planners, on which orders are searched too."""
 
@@ -146,15 +162,24 @@ def searched_choices(setting: model_case.Setting, costs: Costs) -> list[Searched
     return [replace(choice, evaluations=EVALUATIONS) for choice in kept]
 
 
-def run_model_rank(setting: model_case.Setting) -> dict[str, Any]:
-    """Everything one of two ranks does; what rank 0 reports."""
+def run_model_rank(setting: model_case.Setting, varied: bool) -> dict[str, Any]:
+    """Everything one of two ranks does; what rank 0 reports.
+
+    Args:
+        varied: whether microbatches have any number of images, instead of real documents'.
+    """
     keep_freed_memory()  # as training does
-    _, steps = load_steps(setting.steps, setting.microbatches)
+    if varied:
+        counts = varied_images(setting.steps, setting.microbatches)
+        steps = steps_of(counts, VARIED_TOKENS)
+    else:
+        _, steps = load_steps(setting.steps, setting.microbatches)
     model = setting.size.build()
     descriptions = [module.describe() for module in model.modality_modules()]
     mesh = build_mesh(ParallelConfig(pipeline=model_case.RANKS), torch.device("cpu"))
     watch = Stopwatch(setting.patience_s, model_case.QUIET)
-    timed = [OurProgram("", model, steps, Choice(1, 1, n), mesh) for n in setting.images]
+    typical = steps[:TYPICAL]
+    timed = [OurProgram("", model, typical, Choice(1, 1, n), mesh) for n in setting.images]
     costs = Costs(descriptions, timed, watch)
 
     def make(name: str, choice: Choice) -> PlannedProgram:
@@ -192,17 +217,24 @@ def run_models(size: str, settings: Sequence[model_case.Setting]) -> Iterator[li
             setting = replace(setting, size=Size(2, 5, 96, 96), microbatches=4)  # noqa: PLW2901
         elif size == "full":
             setting = replace(setting, runs=3, turns=1, patience_s=30)  # noqa: PLW2901
-        found = run_ranks(run_model_rank, model_case.RANKS, setting)
+        found = run_ranks(run_model_rank, model_case.RANKS, setting, False)
         print_choices("model", found)
-        case = (
-            f"{model_case.RANKS} ranks, {setting.size.tower_layers} + {setting.size.llm_layers} "
-            f"layers, {setting.microbatches} microbatches"
-        )
-        difference = Row(
-            case, "gradient difference", "relative", found["difference"],
-            goal=model_case.TOLERANCE, better="lower",
-        )  # fmt: skip
-        yield [*compared(case, found["comparison"], model_case.GOAL), difference]
+        yield model_rows(f"{model_title(setting)}, {setting.microbatches} microbatches", found)
+
+
+def model_title(setting: model_case.Setting) -> str:
+    """Ranks and layers."""
+    size = setting.size
+    return f"{model_case.RANKS} ranks, {size.tower_layers} + {size.llm_layers} layers"
+
+
+def model_rows(case: str, found: Mapping[str, Any]) -> list[Row]:
+    """Of what two ranks report."""
+    difference = Row(
+        case, "gradient difference", "relative", found["difference"],
+        goal=model_case.TOLERANCE, better="lower",
+    )  # fmt: skip
+    return [*compared(case, found["comparison"], model_case.GOAL), difference]
 
 
 @dataclass(frozen=True)
@@ -307,10 +339,16 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
         yield compared(case, found["comparison"], sleep_case.GOAL)
 
 
-def varied_work(setting: sleep_case.Setting) -> sleepers.Work:
-    """Batches that differ: any number of images that fits into a sequence of PipeWeaver's."""
+def varied_images(steps: int, microbatches: int) -> list[list[int]]:
+    """Of batches that differ: any number that fits into a sequence of PipeWeaver's."""
     rng = np.random.default_rng(SEED)
-    steps = rng.integers(0, MOST_IMAGES + 1, (setting.steps, setting.microbatches)).tolist()
+    found: list[list[int]] = rng.integers(0, MOST_IMAGES + 1, (steps, microbatches)).tolist()
+    return found
+
+
+def varied_work(setting: sleep_case.Setting) -> sleepers.Work:
+    """Such batches for ranks that sleep, with the tower's share of time as in other cases."""
+    steps = varied_images(setting.steps, setting.microbatches)
     layer_s = setting.layer_s
     share = sleep_case.TOWER_SHARE
     per_tower = share / (1 - share) * sleepers.LLM_LAYERS * layer_s
@@ -332,6 +370,18 @@ def run_varied(size: str) -> Iterator[list[Row]]:
     )
     comparison = found["comparison"]
     yield [*compared(case, comparison, sleep_case.GOAL), *batch_rows(case, comparison)]
+
+
+def run_varied_model(size: str) -> Iterator[list[Row]]:
+    """Two ranks that compute, on batches that differ. All sides choose by the first batches."""
+    setting = VARIED_MODEL[size]
+    found = run_ranks(run_model_rank, model_case.RANKS, setting, True)
+    print_choices("varied model", found)
+    case = (
+        f"{model_title(setting)}, {setting.steps} batches of {setting.microbatches} microbatches "
+        f"of 0 to {MOST_IMAGES} images"
+    )
+    yield [*model_rows(case, found), *batch_rows(case, found["comparison"])]
 
 
 def batch_rows(case: str, comparison: Comparison) -> list[Row]:
@@ -369,6 +419,7 @@ CASES = {
     "small_model": run_small_model,
     "sleep": run_sleep,
     "varied": run_varied,
+    "varied_model": run_varied_model,
     "planning": run_planning,
 }
 

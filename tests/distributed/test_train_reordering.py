@@ -25,6 +25,15 @@ RUNS = {
         {"data__reorder": "both", "parallel__pipeline": 2, "parallel__schedule": "1f1b"},
     ),
     "apart": (3, {"data__reorder": "both", **APART}),
+    "searched": (
+        4,
+        {
+            "data__reorder": "intra",
+            "parallel__pipeline": 2,
+            "parallel__shard": 2,
+            "parallel__schedule": "searched",
+        },
+    ),
 }
 
 
@@ -38,13 +47,15 @@ def runs(tmp_path_factory, real_data, train_server) -> dict[str, Path]:
     return {name: root / name for name in RUNS}
 
 
-@pytest.mark.parametrize("name", ["shards", "pipeline", "apart"])
+@pytest.mark.parametrize("name", ["shards", "pipeline", "apart", "searched"])
 def test_losses_and_gradients_are_those_of_one_process_in_natural_order(runs, name):
     for one, two in zip(records(runs["alone"]), records(runs[name]), strict=True):
         for key in ("loss", "grad_norm"):
             assert two[key] == pytest.approx(one[key], rel=1e-4), key
         counts = [r["tokens_per_s"] * r["step_ms"] for r in (one, two)]
         assert counts[0] == pytest.approx(counts[1])
+        next_step = records(runs["alone"])[one["step"] % 3]  # has other samples, and another loss
+        assert two["loss"] != pytest.approx(next_step["loss"], rel=1e-4)
 
 
 WINDOW = {

@@ -241,7 +241,7 @@ def build_run(
     restored = checkpoints.resume(model, optimizer, restarted, average)
     step = _step_after(restored, recipe.training.seed, mesh, logger)
     recorder = _recorder(run, run_dir, step, console, logger) if mesh.rank == 0 else None
-    reorder = run_arrangement(run, pipeline.descriptions, pipeline.layout, mesh.device)
+    reorder = run_arrangement(run, pipeline.descriptions, *cut, mesh.device)
     loader = build_data(
         run,
         model,

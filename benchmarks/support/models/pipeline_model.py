@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 from documents import Sample, load_documents, pack_documents
@@ -60,7 +60,7 @@ class Size:
                     "num_attention_heads": llm // 32,
                     "num_key_value_heads": max(1, llm // 128),
                     "vocab_size": VOCAB,
-                    "max_position_embeddings": TOKENS,
+                    "max_position_embeddings": 2 * TOKENS,
                     "tie_word_embeddings": False,
                 }
             },
@@ -94,11 +94,18 @@ def load_steps(steps: int, microbatches: int) -> tuple[str, list[list[Microbatch
     return documents.source, [made[i * microbatches : (i + 1) * microbatches] for i in range(steps)]
 
 
-def make_microbatch(samples: Sequence[Sample], seed: int) -> Microbatch:
+def steps_of(counts: Sequence[Sequence[int]], tokens: int) -> list[list[Microbatch]]:
+    """Steps whose microbatches are a document each, with these numbers of images."""
+    seeds = count()
+    return [[make_microbatch([Sample(n, tokens)], next(seeds), tokens) for n in step]
+            for step in counts]  # fmt: skip
+
+
+def make_microbatch(samples: Sequence[Sample], seed: int, tokens: int = TOKENS) -> Microbatch:
     """Random ids and pixels in the places of the samples' text and images; padding after them."""
     generator = torch.Generator().manual_seed(seed)
-    ids_T = torch.randint(VOCAB - 1, (TOKENS,), generator=generator)
-    targets_T = torch.full((TOKENS,), IGNORE_TARGET)
+    ids_T = torch.randint(VOCAB - 1, (tokens,), generator=generator)
+    targets_T = torch.full((tokens,), IGNORE_TARGET)
     starts, places, metas = [0], [], []
     for index, sample in enumerate(samples):
         begin, text = starts[-1], starts[-1] + sample.images * IMAGE_TOKENS
@@ -109,15 +116,15 @@ def make_microbatch(samples: Sequence[Sample], seed: int) -> Microbatch:
         images = (image,) * sample.images
         encoder = "vision" if images else None
         metas.append(SampleMeta("gimp_help", index, sample.tokens, images, encoder))
-    if starts[-1] < TOKENS:
-        starts.append(TOKENS)
-    encoders, count = {}, sum(sample.images for sample in samples)
-    if count:
+    if starts[-1] < tokens:
+        starts.append(tokens)
+    encoders, total = {}, sum(sample.images for sample in samples)
+    if total:
         side = GRID * PATCH_PX
-        pixels = torch.randn(count, 3, side, side, generator=generator)
-        encoders["vision"] = EncoderInputs(pixels, [(1, GRID, GRID)] * count, torch.tensor(places))
+        pixels = torch.randn(total, 3, side, side, generator=generator)
+        encoders["vision"] = EncoderInputs(pixels, [(1, GRID, GRID)] * total, torch.tensor(places))
     positions_T = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
-    meta = MicrobatchMeta(tuple(metas), TOKENS)
+    meta = MicrobatchMeta(tuple(metas), tokens)
     return Microbatch(ids_T, targets_T, positions_T, starts, encoders, meta)
 
 

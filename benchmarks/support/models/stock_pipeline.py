@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from support.models.pipeline_model import GRID, TOKENS, views_of_chain
+from support.models.pipeline_model import GRID, views_of_chain
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 
@@ -172,10 +172,11 @@ class StockProgram:
         self.model, self.steps = model, steps
         current = self.current = Step()
         most = max(m.meta.image_count for step in steps for m in step)
+        tokens = steps[0][0].meta.tokens
         self.schedule = StockSchedule(
             lambda start, stop: ChainStage(model, start, stop, most, current),
             split,
-            lambda start: message_shape(model, start, most),
+            lambda start: message_shape(model, start, most, tokens),
             len(steps[0]),
             lambda: current.loss_scale,
         )
@@ -188,7 +189,9 @@ class StockProgram:
         return self.schedule.run()
 
 
-def message_shape(model: MultimodalModel, start: int, most_images: int) -> tuple[int, ...]:
+def message_shape(
+    model: MultimodalModel, start: int, most_images: int, tokens: int
+) -> tuple[int, ...]:
     """What the stage with layers from `start` on receives; after the last layer: the loss."""
     vision, llm = model.modality_modules()
     depth = len(vision.layers)
@@ -196,4 +199,4 @@ def message_shape(model: MultimodalModel, start: int, most_images: int) -> tuple
         return most_images, GRID**2, vision.spec.config.hidden_size
     if start == depth + len(llm.layers):
         return (1,)
-    return TOKENS, llm.text_config.hidden_size
+    return tokens, llm.text_config.hidden_size

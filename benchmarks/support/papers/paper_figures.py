@@ -228,6 +228,10 @@ PIPEWEAVER_GAINS = {
 PIPEWEAVER_COARSE_PEAK = Figure("PipeWeaver figure 11, Optimus' peak over Megatron-LM's", 0.253, "")
 PIPEWEAVER_FLUCTUATION = Figure("PipeWeaver figure 11, fewer fluctuations", 0.529, "")
 PIPEWEAVER_COARSE_GAIN = Figure("PipeWeaver figure 11, over Optimus", 0.122, "")
+PIPEWEAVER_MIXED = Figure("PipeWeaver section 5, mixed stages over separated (figure 8)", 0.131, "")
+PIPEWEAVER_GRID_MFU = Figure("PipeWeaver figure 13, MFU of the best sizes", 0.297, "")
+PIPEWEAVER_GRID_BEST = (8, 4, 2)
+"""Data-, pipeline- and tensor-parallel sizes."""
 PIPEWEAVER_MAX_IMAGES = Figure("PipeWeaver section 8, images per sequence", 48, "images")
 """Of 169 tokens each, in 8192."""
 

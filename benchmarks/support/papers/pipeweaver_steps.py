@@ -75,14 +75,26 @@ class Setting:
     """A model, the microbatches of one pipeline, and costs for any modes of recomputation.
 
     Of several data-parallel ranks, the one with the most work is taken.
+
+    Args:
+        dealt: whether data-parallel ranks have about equal work (`data.reorder`), instead of
+            sequences as they come.
     """
 
-    def __init__(self, microbatches: int, images: int | None = None, model: Model = VLM_S) -> None:
+    def __init__(
+        self,
+        microbatches: int,
+        images: int | None = None,
+        model: Model = VLM_S,
+        *,
+        dealt: bool = True,
+    ) -> None:
         given = ["--parallel.schedule", "searched", "--simulation.seed", str(SEED)]
         given += ["--parallel.pipeline", str(model.pipeline), "--parallel.sequence_parallel=true"]
         given += ["--parallel.tensor", str(model.tensor)]
         given += SELECTIVE if "_t2v_" in model.recipe else []
         given += ["--training.global_batch_size", str(microbatches * model.data)]
+        given += ["--data.reorder", "intra" if dealt else "none"]
         if images is not None:
             given += ["--parallel.vision.sub_microbatch_images", str(images)]
         self.sizes = model

@@ -77,3 +77,24 @@ def test_figure_11_compares_the_first_ranks_memory(benchmark):
     # Module after module keeps all images' outputs at once, but of each a rank has its slice.
     coarse = rows[f"figure 11, {benchmark.COARSE}", "peak over Megatron-LM's"]
     assert coarse < 0 < rows["figure 11, tuned", "peak over Megatron-LM's"]
+
+
+def test_mixed_stages_are_searched_too(benchmark):
+    (row,) = benchmark.partition_rows(benchmark.Setting(8), evaluations=20)
+    assert row.paper == 0.131 and -0.3 < row.ours < 0.5
+
+
+def test_the_grid_has_the_printed_sizes_once(benchmark):
+    grid = benchmark.grid(64, benchmark.LONGEST)
+    sizes = [(m.data, m.pipeline, m.tensor) for m in grid]
+    assert sizes.count(benchmark.PIPEWEAVER_GRID_BEST) == 1 == sizes.count((4, 16, 1))
+    assert len(set(sizes)) == len(sizes) == 15 and all(m.devices == 64 for m in grid)
+    rows = benchmark.grid_rows(grid[-1:], 4, evaluations=5)
+    assert all(row.paper is None and 0 < row.ours < 1 for row in rows)
+
+
+def test_replicas_of_large_models_have_equal_work(benchmark):
+    name = next(iter(benchmark.LARGE))
+    dealt = benchmark.Setting(4, model=benchmark.LARGE[name])
+    natural = benchmark.Setting(4, model=benchmark.LARGE[name], dealt=False)
+    assert natural.mean_share < 0.9 < dealt.mean_share <= 1

@@ -119,3 +119,15 @@ def test_batches_that_differ_are_compared_one_by_one(load):
     assert "(static separated)" in middle.metric
     assert [row.ours for row in (least, middle, most)] == pytest.approx([1.0, 1.1, 1.25])
     assert middle.met is True and most.goal is None
+
+
+def test_batches_of_ranks_that_compute_have_the_same_numbers_of_images(load):
+    pipeline = load("searched_pipeline")
+    counts = pipeline.varied_images(2, 4)
+    steps = load("support.models.pipeline_model").steps_of(counts, pipeline.VARIED_TOKENS)
+    assert [[m.meta.image_count for m in step] for step in steps] == counts
+    assert max(map(max, counts)) > 32, "more than the usual microbatch has room for"
+    assert {m.input_ids_T.numel() for step in steps for m in step} == {pipeline.VARIED_TOKENS}
+    assert all(m.target_count > 0 for step in steps for m in step)
+    full = pipeline.VARIED_MODEL["full"]
+    assert full.steps >= 20 and len(pipeline.varied_images(full.steps, full.microbatches)) >= 20

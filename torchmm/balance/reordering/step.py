@@ -17,7 +17,8 @@ together. So of as many arrangements as there are, balanced or not and ordered o
 taken whose slowest group ends first in the step's own graph: all stages, in the order of the
 schedule, with tasks dealt to replicas as if all took the same. A step is never arranged to take
 longer there. Where the order is made from the batch, as by a search, the chain is the judge, and
-without a chain the largest share of work.
+without a chain the largest share of work. Where groups' plans can be searched here too, packs are
+then exchanged between them by what their plans take (`replicas.py`).
 
 Rejected: FLOPs as sizes, which rank text and images wrongly wherever efficiencies differ; ordering
 packs before they are grouped, as microbatches of several packs would mix them again.
@@ -40,6 +41,7 @@ from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.microbatches import natural_ms, reorder_microbatches
 from torchmm.balance.reordering.program import StepProgram, compile_order
+from torchmm.balance.reordering.replicas import exchanged
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
@@ -50,6 +52,8 @@ from torchmm.recipe.schedules import find_schedule
 SEED = 0
 OrderOfStep = Callable[[StageGraph], tuple[StageGraph, ComputeOrder]]
 """The order of a step whose tasks all take the same, and which replica runs which of them."""
+PlanTime = Callable[[Sequence[Sequence[MicrobatchMeta]]], float]
+"""How long a group's plan takes in nanoseconds, of the packs of its microbatches."""
 NS_PER_MS = 1e6
 """Durations are whole nanoseconds, so that ranks with other processors arrange the same."""
 
@@ -62,6 +66,8 @@ class OrderedLayout(NamedTuple):
     """By the recipe's name."""
     order_of_step: OrderOfStep | None
     """None where the order is made from the batch, or splits backwards."""
+    plan_ns: PlanTime | None = None
+    """Where the order is searched for the batch."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ class StepReorder:
     ) -> None:
         self._modules = list(modules)
         self._model = model
-        layout, schedule, self._order_of_step = runs
+        layout, schedule, self._order_of_step, self._plan_ns = runs
         self._layout = layout
         self._chain = Chain.of(layout, schedule)
         replicas = {stage.module: len(stage.ranks) for stage in layout.stages}
@@ -210,7 +216,16 @@ class StepReorder:
         Args:
             packs: a global batch, each as a microbatch of its own.
         """
-        return self.arranged(self.stage_times(packs)).places_GMB.tolist()
+        stages = self.stage_times(packs)
+        places_GMB = self.arranged(stages).places_GMB
+        plan_ns = self._plan_ns
+        if self._balance and plan_ns is not None and len(places_GMB) > 1:
+
+            def lasts(places_MB: Int64s) -> float:
+                return plan_ns([[packs[i] for i in own] for own in places_MB.tolist()])
+
+            places_GMB = exchanged(places_GMB, self.sizes_of(stages), lasts)
+        return places_GMB.tolist()
 
     @property
     def pipelines(self) -> int:

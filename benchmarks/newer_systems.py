@@ -1,0 +1,205 @@
+"""What two newer systems claim of pipelines, played through by our simulator.
+
+    python benchmarks/newer_systems.py [--quick] [--json FILE]
+
+Only their abstracts are known here, so neither is built; what they promise is compared with what
+searched orders do. Models and data are those of PipeWeaver's recipes; nothing is fitted.
+
+    Entrain (arXiv 2605.27918)   one static layout suffices, as excess work of a microbatch is
+                                 deferred inside of the iteration until all are alike
+    BigMac (arXiv 2605.25451)    with encoders nested into the LLM's pipeline they keep a constant
+                                 amount, whatever the batch, at the speed of unlimited memory
+
+Entrain's *bound* is the balanced chain under (interleaved) 1F1B, with the number of stages per rank
+that suits it, on the batch's images dealt evenly to its microbatches: more than any deferral of
+whole samples can reach. BigMac's two halves are looked for in our orders: what encoders keep as the
+batch grows, and how much longer the step is than with unlimited memory. *Bounded* has at most twice
+as many microbatches in flight as there are ranks (the separated schedule); *searched within it* may
+use the memory that needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from support.harness import Row, describe_machine, make_parser, report
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.order_search.dispatcher import Dispatcher
+from torchmm.balance.order_search.search import Budget, search
+from torchmm.balance.simulation.simulator import SimulatedStep, simulate
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import ComputeOrder
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.planning.forecast import Forecaster, Workload
+from torchmm.planning.step import searched_costs, step_graph
+from torchmm.recipe.read import load_recipe
+
+RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
+SEED = 0
+STAGES = (1, 2, 4)
+"""Per rank, tried for static chains."""
+SEGMENTS = ("--parallel.vision.segments=1", "--parallel.vision.sub_microbatch_images=12")
+FIRST, UNLIMITED, BOUNDED, WITHIN = (
+    "encoders first", "searched, unlimited", "bounded", "searched within it",
+)  # fmt: skip
+
+
+class Model(NamedTuple):
+    """A recipe and its devices, in one pipeline."""
+
+    name: str
+    gpus: int
+
+
+MODELS = (Model("pipeweaver_vlm_s", 16), Model("pipeweaver_vlm_m", 32))
+
+
+def forecaster_of(
+    model: Model, microbatches: int, evaluations: int, seed: int, *more: str
+) -> Forecaster:
+    """Of a recipe's first step."""
+    changes = [f"--training.global_batch_size={microbatches}", f"--simulation.seed={seed}"]
+    changes += ["--parallel.schedule=searched", f"--parallel.search.evaluations={evaluations}"]
+    recipe = load_recipe(RECIPES / f"{model.name}.toml", [*changes, *more], model.gpus).recipe
+    return Forecaster(recipe, model.gpus, load_profile(recipe.simulation.device))
+
+
+def alike(metas: Sequence[MicrobatchMeta]) -> list[MicrobatchMeta]:
+    """The same images and tokens, dealt evenly to as many microbatches of one sample each."""
+    samples = [sample for meta in metas for sample in meta.samples]
+    images = (image for sample in samples for image in sample.images)
+    encoder = next((sample.encoder for sample in samples if sample.images), None)
+    total = sum(len(sample.images) for sample in samples)
+    found = []
+    for index, meta in enumerate(metas):
+        count = total * (index + 1) // len(metas) - total * index // len(metas)
+        own = tuple(islice(images, count))
+        sample = replace(
+            meta.samples[0], tokens=meta.tokens, images=own, encoder=encoder if own else None
+        )
+        found.append(MicrobatchMeta((sample,), meta.tokens))
+    return found
+
+
+def static_ms(forecaster: Forecaster, metas: Sequence[MicrobatchMeta]) -> float:
+    """The balanced chain with the best number of stages per rank that fits."""
+    forecaster.workload = Workload(list(metas), 1.0)
+    found = []
+    for stages in STAGES:
+        sizes = {"schedule": "megatron_balanced", "virtual_stages": stages}
+        made = forecaster.forecast_parallel(forecaster.recipe.parallel.model_copy(update=sizes))
+        if made.step is not None and made.step.fits:
+            found.append(made.iteration_ms)
+    return min(found)
+
+
+def deferral_rows(model: Model, microbatches: int, evaluations: int, seeds: int) -> list[Row]:
+    """A static layout, as microbatches come and with all of them alike, and searched orders."""
+    came, even, ours = [], [], []
+    for seed in range(SEED, SEED + seeds):
+        forecaster = forecaster_of(model, microbatches, evaluations, seed)
+        metas = forecaster.workload.microbatches
+        ours.append(forecaster.forecast().iteration_ms)
+        came.append(static_ms(forecaster, metas))
+        even.append(static_ms(forecaster, alike(metas)))
+    case = f"{model.name}, {model.gpus} GPUs, {microbatches} microbatches, {seeds} seeds"
+
+    def row(metric: str, ratios: Sequence[float]) -> Row:
+        return Row(case, metric, "x", float(np.mean(ratios)), 1.0, kind="simulated")
+
+    ratios = [theirs / own for theirs, own in zip(even, ours, strict=True)]
+    return [
+        row("static layout / searched orders", np.divide(came, ours).tolist()),
+        row("static layout / the same, all alike", np.divide(came, even).tolist()),
+        row("static layout, all alike (bound of deferral) / searched orders", ratios),
+        row("the same, least of seeds", [min(ratios)]),
+    ]
+
+
+def bounded_orders(forecaster: Forecaster, evaluations: int) -> Iterator[tuple[str, SimulatedStep]]:
+    """Steps of one batch by how much memory they may use."""
+    metas, modules = forecaster.workload.microbatches, forecaster.modules
+    parallel = forecaster.recipe.parallel
+    layout = forecaster._layout(parallel, metas)
+    graph = step_graph(layout, parallel, metas)
+    found = searched_costs(graph, modules, metas, forecaster._costs(parallel))
+    costs = replace(found, memory_limit_bytes=None)
+
+    def simulated(order: ComputeOrder) -> SimulatedStep:
+        return simulate(lower_plan(order, graph, {}), costs)
+
+    def searched(dispatcher: Dispatcher, least: ComputeOrder | None = None) -> ComputeOrder:
+        result = search(dispatcher, Budget(evaluations), seed=SEED)
+        if result.fits:
+            return dispatcher.dispatch(result.order).order
+        assert least is not None
+        return least
+
+    dispatcher = Dispatcher(graph, costs)
+    llm_last = sorted(
+        range(len(dispatcher.segments)), key=lambda i: dispatcher.segments[i].module == "llm"
+    )
+    yield FIRST, simulated(dispatcher.dispatch(np.array(llm_last, np.uint32)).order)
+    yield UNLIMITED, simulated(searched(dispatcher))
+    order = separated(graph, lambda action: costs.compute_ms[action])
+    bounded = simulated(order)
+    yield BOUNDED, bounded
+    limit = max(bounded.peak_bytes)
+    yield (
+        WITHIN,
+        simulated(searched(Dispatcher(graph, replace(costs, memory_limit_bytes=limit)), order)),
+    )
+
+
+def nested_rows(model: Model, sizes: Sequence[int], evaluations: int) -> list[Row]:
+    """What encoders keep, and the step's time, as the batch grows."""
+    rows = []
+    kept: dict[str, list[float]] = {}
+    for microbatches in sizes:
+        more = (*SEGMENTS, "--parallel.virtual_stages=2")
+        forecaster = forecaster_of(model, microbatches, evaluations, SEED, *more)
+        steps = dict(bounded_orders(forecaster, evaluations))
+        ideal_ms = steps[UNLIMITED].makespan_ms
+        case = f"{model.name}, {model.gpus} GPUs, {microbatches} microbatches"
+        for name, step in steps.items():
+            kept_gib = max(step.kept_bytes(("vision",))) / 2**30
+            kept.setdefault(name, []).append(kept_gib)
+            rows += [
+                Row(case, f"encoders keep, {name}", "GiB", kept_gib, better="lower",
+                    kind="simulated"),
+                Row(case, f"step / {UNLIMITED}, {name}", "x", step.makespan_ms / ideal_ms, 1.0,
+                    better="lower", kind="simulated"),
+            ]  # fmt: skip
+    case = f"{model.name}, {sizes[-1]} microbatches / {sizes[0]}"
+    rows += [
+        Row(case, f"encoders keep, {name}", "x", own[-1] / own[0], 1.0, better="lower",
+            kind="simulated")
+        for name, own in kept.items()
+    ]  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Prints the table."""
+    arguments = make_parser(__doc__ or "").parse_args()
+    torch.set_num_threads(1)
+    quick: bool = arguments.quick
+    models, evaluations = (MODELS[:1], 100) if quick else (MODELS, 2000)
+    rows = []
+    for model in models:
+        rows += deferral_rows(model, 8 if quick else 24, evaluations, 1 if quick else 5)
+        rows += nested_rows(model, (4, 8) if quick else (8, 16, 32, 64), evaluations)
+    machine = describe_machine(torch.device("cpu"))
+    report(f"Newer systems, seed {SEED}; {machine}", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Claims of newer systems: the same images dealt evenly, bounds that are bounds."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """benchmarks/ is no package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
+    return importlib.import_module("newer_systems")
+
+
+def test_alike_microbatches_have_all_images_and_tokens(benchmark):
+    metas = benchmark.forecaster_of(benchmark.MODELS[0], 8, 10, 0).workload.microbatches
+    even = benchmark.alike(metas)
+    counts = [meta.image_count for meta in even]
+    assert sum(counts) == sum(meta.image_count for meta in metas)
+    assert max(counts) - min(counts) <= 1 < max(m.image_count for m in metas)
+    assert [meta.tokens for meta in even] == [meta.tokens for meta in metas]
+
+
+def test_a_static_chain_gains_from_alike_microbatches(benchmark):
+    rows = benchmark.deferral_rows(benchmark.MODELS[0], 8, evaluations=50, seeds=1)
+    searched, alike, bound, least = (row.ours for row in rows)
+    assert searched == pytest.approx(alike * bound) and bound == least
+    assert alike > 1
+
+
+def test_encoders_keep_less_where_microbatches_are_bounded(benchmark):
+    rows = benchmark.nested_rows(benchmark.MODELS[0], (4, 24), evaluations=20)
+    grown = {row.metric: row.ours for row in rows if row.case.endswith(" / 4")}
+    assert grown["encoders keep, bounded"] < grown["encoders keep, encoders first"]
+    steps = {r.metric: r.ours for r in rows if r.metric.startswith("step") and " 24 " in r.case}
+    assert steps["step / searched, unlimited, searched, unlimited"] == 1
+    bounded = steps["step / searched, unlimited, bounded"]
+    assert steps["step / searched, unlimited, searched within it"] <= bounded
