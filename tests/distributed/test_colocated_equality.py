@@ -70,7 +70,7 @@ FREEZES = {
 class Case:
     """Sizes: pipeline ranks of the LLM and of an encoder's pipelines, slices of encoder stages
     (None: one for each layer), copies of the sharded encoder and tensor-parallel ranks of the
-    encoder (None: as many as of the LLM)."""
+    encoder (None: as many as of the LLM), and of the second one (None: as many as of the first)."""
 
     pipeline: int
     encoder: int
@@ -85,6 +85,7 @@ class Case:
     copies: int | None = None
     llm_schedule: str = "interleaved_1f1b"
     split: int | None = None
+    second_split: int | None = None
     sequence_parallel: bool = False
     tensor_bubbles: float = 0.0
     context: int = 1
@@ -98,6 +99,7 @@ class Case:
         """The recipe's section."""
         own = {"pipeline": self.encoder, "segments": self.slices, "replicate": self.copies}
         own["tensor"] = self.split
+        second = {**own, "tensor": self.second_split or self.split}
         return ParallelConfig(
             placement="colocated",
             schedule="optimus",
@@ -109,7 +111,7 @@ class Case:
             tensor_bubbles=self.tensor_bubbles,
             llm={"context": self.context},
             **dict.fromkeys(towers_of(self.composite), own),
-            **({"second": own} if self.encoders == 2 else {}),
+            **({"second": second} if self.encoders == 2 else {}),
         )
 
 
@@ -173,6 +175,16 @@ CASES = {
         Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, split=1),
         Case(2, 1, tensor=2, split=1, slices=None, tensor_bubbles=0.5),
+        # Two encoders over different numbers of ranks: as many as the LLM and fewer, both fewer.
+        Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1),
+        Case(2, 2, slices=2, encoders=2, tensor=2, split=1, second_split=2, virtual=2, tight=True),
+        Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1),
+        Case(1, 1, slices=2, encoders=2, tensor=4, split=1, second_split=2, copies=1,
+             freeze="tower"),
+        Case(1, 1, encoders=2, tensor=4, second_split=2, bubbles="coarse", freeze="llm"),
+        Case(1, 1, shard=2, slices=2, encoders=2, tensor=2, split=1, second_split=2),
+        Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1, llm_schedule="zero_bubble",
+             freeze="all but connector"),
         # Encoder tasks recompute.
         Case(4, 2, slices=None, encoders=2, tight=True),
         Case(2, 1, shard=2, slices=2, virtual=2, tight=True),

@@ -22,6 +22,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.costs import (
     LAYER_MODES,
+    MOST_CANDIDATES,
     StageRecompute,
     charged,
     costs_of_plan,
@@ -29,12 +30,8 @@ from torchmm.balance.recomputation.costs import (
     stage_candidates,
     stage_choices,
 )
-from torchmm.balance.recomputation.tuning import (
-    LayerTuning,
-    TunedPlan,
-    rank_problems,
-    tune_layers,
-)
+from torchmm.balance.recomputation.rank_problems import Rows, rank_problems
+from torchmm.balance.recomputation.tuning import LayerTuning, TunedPlan, tune_layers
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
@@ -126,7 +123,7 @@ def test_memory_of_any_choice_is_as_simulated(split):
         choices = stage_choices(
             step.graph, step.modules, step.metas, MODEL, names=BOTH, targets=step.targets
         )
-        problems = rank_problems(plan, costs, choices, 1 << 50)
+        problems = rank_problems(plan, costs, Rows(costs, choices, MOST_CANDIDATES), 1 << 50)
         for _ in range(5):
             recompute, peaks = {}, []
             for each in problems:
