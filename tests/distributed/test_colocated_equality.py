@@ -42,8 +42,11 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run import stage
 from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.stage import StageOutput
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -223,6 +226,14 @@ def test_a_reduction_in_front_of_its_last_backward_is_refused():
 
 
 @pytest.mark.slow
+def test_what_other_mirrors_are_handed_is_noticed():
+    """With two encoders over different numbers of ranks, each of whose groups feeds several of the
+    LLM's mirrors: something else for those that give no gradient back changes the loss."""
+    for found in run_distributed(_hand_over_wrongly, 4):
+        assert any(problem.startswith("loss") for problem in found), found
+
+
+@pytest.mark.slow
 def test_recomputing_from_something_else_is_noticed():
     """The comparison sees what recomputed encoder tasks do, and only those."""
     for found in run_distributed(_recompute_wrongly, 2):
@@ -306,6 +317,23 @@ def _reduce_too_early() -> str:
     except (ValueError, PeerError) as error:
         return str(error)
     return ""
+
+
+def _hand_over_wrongly() -> list[str]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    case = Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1)
+    to_all = stage._to_all
+
+    def wrong(output: Any, task: Task, graph: StageGraph) -> StageOutput:
+        made = to_all(output, task, graph)
+        carried = map(graph.carries_gradient, graph.outgoing(task))
+        both = zip(made.messages, carried, strict=True)
+        return StageOutput([m if gives else tuple(1.5 * t for t in m) for m, gives in both])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "_to_all", wrong)
+        problems, *_ = _compare(case, case.parallel, build_mesh(case.parallel, CPU))
+    return problems
 
 
 def _recompute_wrongly() -> list[str]:
