@@ -123,6 +123,52 @@ def start_cursor(room: Room, begin_ps: Int64s) -> Cursor:
 
 
 @inner
+def _place_row(
+    row: int, device: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
+) -> int:
+    """Places a row's kernels; its end, or NEVER_PS if there is no room."""
+    tasks = way.tasks
+    room = way.room
+    now = max(ready_ps, cursor.time_ps[device])
+    first = tasks.pointers[row]
+    last = tasks.pointers[row + 1]
+    compute = cursor.compute[device]
+    link = cursor.link[device]
+    last_compute = room.compute_pointers[device + 1]
+    last_link = room.link_pointers[device + 1]
+    empty = True
+    for index in range(last - first):
+        kernel = last - 1 - index if way.mirrored else first + index
+        duration = tasks.duration_ps[kernel]
+        if duration > 0:
+            empty = False
+            if tasks.on_links[kernel]:
+                while link < last_link and (
+                    room.link_end[link] - max(now, room.link_start[link]) < duration
+                ):
+                    link += 1
+                if link == last_link:
+                    return NEVER_PS
+                now = max(now, room.link_start[link])
+            else:
+                while compute < last_compute and (
+                    room.compute_end[compute] - max(now, room.compute_start[compute]) < duration
+                ):
+                    compute += 1
+                if compute == last_compute:
+                    return NEVER_PS
+                now = max(now, room.compute_start[compute])
+        start_ps[kernel] = now
+        now += duration
+    if empty:
+        return ready_ps
+    cursor.time_ps[device] = now
+    cursor.compute[device] = compute
+    cursor.link[device] = link
+    return now
+
+
+@inner
 def _fits(
     now: int,
     duration: int,
@@ -157,10 +203,10 @@ def _fits(
 
 
 @inner
-def _place_row(
+def _place_wide_row(
     row: int, device: int, width: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
-    """Places a row's kernels; its end, or NEVER_PS if there is no room."""
+    """The same on several devices at once; slower for one."""
     tasks = way.tasks
     room = way.room
     now = ready_ps
@@ -211,8 +257,11 @@ def _place_task(
         rank = pipelines.rank[device]
         if rank != before and (upstream or index > 0):
             now += tasks.hop_ps[first + stage - (0 if upstream else 1)]
-        width = pipelines.width[pipeline]
-        now = _place_row(first + stage, device, width, now, way, cursor, start_ps)
+        if pipelines.width[pipeline] == 1:
+            now = _place_row(first + stage, device, now, way, cursor, start_ps)
+        else:
+            width = pipelines.width[pipeline]
+            now = _place_wide_row(first + stage, device, width, now, way, cursor, start_ps)
         if now == NEVER_PS:
             return NEVER_PS
         before = rank
