@@ -191,6 +191,8 @@ class ParallelConfig(Section):
 
     def encoder_mirrors(self, name: str) -> int:
         """Ranks of a plan that are one tensor-parallel group of a colocated encoder."""
+        if self.placement != "colocated":
+            return 1
         own = self.sizes_given(name).get("tensor", self.tensor)
         return own * self.mirrors // self.tensor
 
