@@ -196,21 +196,3 @@ def test_what_is_left_of_the_encoder_goes_on_when_its_node_is_lost(
     assert losses == pytest.approx([r["loss"] for r in records(whole)], rel=1e-5)
     # The control: a step left out or done twice would show.
     assert losses[saved:-1] != pytest.approx(losses[saved + 1 :], rel=1e-3)
-
-
-def test_planned_sizes_are_planned_anew_on_fewer_ranks(tmp_path, real_data, train_server):
-    """Started by hand; torchrun starts what is left in the same way."""
-    changes = {**OPEN, "parallel__orchestrate": "true", "training__steps": 4}
-    del changes["parallel__shard"], changes["parallel__vision__replicate"]
-    whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    for given, ranks in (({}, 3), ({"training__steps": 8}, 2)):
-        command = arguments(run_dir, real_data, **{**changes, **given})
-        codes, output = train_server.run(command, tmp_path / f"logs-{ranks}", ranks)
-        assert codes == [0] * ranks, output
-    assert "resumed from" in output and "ranks             2" in output
-    command = arguments(whole, real_data, **{**changes, "training__steps": 8})
-    codes, output = train_server.run(command, tmp_path / "logs", 3)
-    assert codes == [0] * 3, output
-    losses = [r["loss"] for r in records(run_dir)]
-    assert losses == pytest.approx([r["loss"] for r in records(whole)], rel=1e-5)
-    assert len(losses) == 8
