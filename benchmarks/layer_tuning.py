@@ -37,12 +37,8 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.costs import LAYER_MODES, PINNED_SHARE
 from torchmm.balance.recomputation.prices import solve_quickly
-from torchmm.balance.recomputation.tuning import (
-    LayerTuning,
-    RankProblem,
-    rank_problems,
-    tune_layers,
-)
+from torchmm.balance.recomputation.rank_problems import RankProblem, Rows, rank_problems
+from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
@@ -139,7 +135,8 @@ class Step:
         given = self.plan.graph, self.modules, self.metas
         tuning = self.tuning(limit_bytes)
         costs = plan_costs(*given, tuning.model)
-        return rank_problems(self.plan, costs, tuning.choices(*given), limit_bytes)
+        rows = Rows(costs, tuning.choices(*given), tuning.candidates)
+        return rank_problems(self.plan, costs, rows, limit_bytes)
 
 
 def least_ms(function: Callable[[], object], repetitions: int) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.recomputation.tuning import LayerTuning, rank_problems
+from torchmm.balance.recomputation.rank_problems import Rows, rank_problems
+from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -33,7 +34,7 @@ def memory_needs(
     costs = plan_costs(*given, tuning.model, targets=targets, layerwise=tuning.layerwise)
     choices = tuning.choices(*given, targets)
     found = []
-    for each in rank_problems(plan, costs, choices, 0, tuning.candidates):
+    for each in rank_problems(plan, costs, Rows(costs, choices, tuning.candidates), 0):
         problem = each.problem
         peaks = [
             int((problem.used_bytes_T(choice_N) - problem.free_bytes_T).max())

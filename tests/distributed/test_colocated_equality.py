@@ -42,8 +42,11 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run import stage
 from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.pipelining.run.stage import StageOutput
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -70,7 +73,7 @@ FREEZES = {
 class Case:
     """Sizes: pipeline ranks of the LLM and of an encoder's pipelines, slices of encoder stages
     (None: one for each layer), copies of the sharded encoder and tensor-parallel ranks of the
-    encoder (None: as many as of the LLM)."""
+    encoder (None: as many as of the LLM), and of the second one (None: as many as of the first)."""
 
     pipeline: int
     encoder: int
@@ -85,6 +88,7 @@ class Case:
     copies: int | None = None
     llm_schedule: str = "interleaved_1f1b"
     split: int | None = None
+    second_split: int | None = None
     sequence_parallel: bool = False
     tensor_bubbles: float = 0.0
     context: int = 1
@@ -98,6 +102,7 @@ class Case:
         """The recipe's section."""
         own = {"pipeline": self.encoder, "segments": self.slices, "replicate": self.copies}
         own["tensor"] = self.split
+        second = {**own, "tensor": self.second_split or self.split}
         return ParallelConfig(
             placement="colocated",
             schedule="optimus",
@@ -109,7 +114,7 @@ class Case:
             tensor_bubbles=self.tensor_bubbles,
             llm={"context": self.context},
             **dict.fromkeys(towers_of(self.composite), own),
-            **({"second": own} if self.encoders == 2 else {}),
+            **({"second": second} if self.encoders == 2 else {}),
         )
 
 
@@ -173,6 +178,16 @@ CASES = {
         Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, split=1),
         Case(2, 1, tensor=2, split=1, slices=None, tensor_bubbles=0.5),
+        # Two encoders over different numbers of ranks: as many as the LLM and fewer, both fewer.
+        Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1),
+        Case(2, 2, slices=2, encoders=2, tensor=2, split=1, second_split=2, virtual=2, tight=True),
+        Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1),
+        Case(1, 1, slices=2, encoders=2, tensor=4, split=1, second_split=2, copies=1,
+             freeze="tower"),
+        Case(1, 1, encoders=2, tensor=4, second_split=2, bubbles="coarse", freeze="llm"),
+        Case(1, 1, shard=2, slices=2, encoders=2, tensor=2, split=1, second_split=2),
+        Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1, llm_schedule="zero_bubble",
+             freeze="all but connector"),
         # Encoder tasks recompute.
         Case(4, 2, slices=None, encoders=2, tight=True),
         Case(2, 1, shard=2, slices=2, virtual=2, tight=True),
@@ -208,6 +223,14 @@ def test_a_reduction_in_front_of_its_last_backward_is_refused():
     found = run_distributed(_reduce_too_early, 4)
     assert any("REDUCE_GRAD comes before the backward of Task" in each for each in found), found
     assert all(found)
+
+
+@pytest.mark.slow
+def test_what_other_mirrors_are_handed_is_noticed():
+    """With two encoders over different numbers of ranks, each of whose groups feeds several of the
+    LLM's mirrors: something else for those that give no gradient back changes the loss."""
+    for found in run_distributed(_hand_over_wrongly, 4):
+        assert any(problem.startswith("loss") for problem in found), found
 
 
 @pytest.mark.slow
@@ -294,6 +317,23 @@ def _reduce_too_early() -> str:
     except (ValueError, PeerError) as error:
         return str(error)
     return ""
+
+
+def _hand_over_wrongly() -> list[str]:
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    case = Case(1, 1, slices=None, encoders=2, tensor=4, split=2, second_split=1)
+    to_all = stage._to_all
+
+    def wrong(output: Any, task: Task, graph: StageGraph) -> StageOutput:
+        made = to_all(output, task, graph)
+        carried = map(graph.carries_gradient, graph.outgoing(task))
+        both = zip(made.messages, carried, strict=True)
+        return StageOutput([m if gives else tuple(1.5 * t for t in m) for m, gives in both])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "_to_all", wrong)
+        problems, *_ = _compare(case, case.parallel, build_mesh(case.parallel, CPU))
+    return problems
 
 
 def _recompute_wrongly() -> list[str]:

@@ -64,6 +64,15 @@ CASES: dict[int, list[Chain | Colocated | Apart]] = {
         Colocated(2, 1, tensor=2, split=1, freeze="all but connector", sequence_parallel=True,
                   llm_schedule="zero_bubble"),
         Colocated(1, 1, tensor=4, split=2, slices=2, sequence_parallel=True),
+        # Encoders over different numbers of ranks.
+        Colocated(1, 1, tensor=4, split=2, second_split=1, slices=None, encoders=2,
+                  sequence_parallel=True),
+        Colocated(1, 1, tensor=4, second_split=2, slices=2, encoders=2, freeze="tower",
+                  sequence_parallel=True),
+        Colocated(2, 1, tensor=2, second_split=1, slices=2, encoders=2, virtual=2,
+                  sequence_parallel=True, llm_schedule="searched"),
+        Colocated(2, 2, tensor=2, split=1, second_split=2, slices=2, encoders=2,
+                  sequence_parallel=True, llm_schedule="zero_bubble"),
         Apart(TP2, TP2, parallel=SLICED),
         Apart(ONE, TP2, ONE, parallel=SLICED),
         Apart(ONE, unit(pipeline=3), parallel=SLICED),
@@ -157,7 +166,12 @@ def _alike(case: Any) -> bool:
     """Whether all modules are split over two ranks."""
     if isinstance(case, Apart):
         return all(size.tensor == 2 for size in case.units.values())
-    return isinstance(case, Chain) or (case.tensor == 2 and case.split is None)
+    return isinstance(case, Chain) or (case.tensor == 2 and not _has_mirrors(case))
+
+
+def _has_mirrors(case: Any) -> bool:
+    """Whether the LLM's groups are several ranks of the plan."""
+    return isinstance(case, Colocated) and case.parallel.mirrors > 1
 
 
 def _run_all(ranks: int) -> list[Found]:
@@ -260,7 +274,7 @@ def _swapped(case: Any) -> Iterator[None]:
         slices = every_row(self, own).split(own.shape[-2], -2)
         return torch.cat(slices[::-1], -2)
 
-    if isinstance(case, Colocated) and case.split is not None:
+    if _has_mirrors(case):
         MeshRows.every_row = swapped_rows  # type: ignore[method-assign]
     else:
         P2PChannels._parts = swapped_parts  # type: ignore[method-assign]

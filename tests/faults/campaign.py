@@ -1136,6 +1136,16 @@ FAULTS = [
         NOT_TRIED,
         (f"{UNITS}test_a_unit_that_is_stopped_in_a_save_is_missed_soon",),
     ),
+    Fault(
+        "M4",
+        "a node with a replica of the encoder is lost, its launcher too, under --nnodes 1:2",
+        "0",
+        "done",
+        "the replicas that the ranks that are left make go on",
+        "every bit of a run with these sizes from that checkpoint, losses of all nodes to 1e-5",
+        NOT_TRIED,
+        (f"{UNITS}test_what_is_left_of_the_encoder_goes_on_when_its_node_is_lost",),
+    ),
     # Schedulers
     Fault(
         "Q1",

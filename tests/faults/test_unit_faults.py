@@ -1,13 +1,16 @@
 """Encoder, LLM and generator on ranks of their own: whichever of them is lost, in whatever way, is
 named, and the run goes on from its checkpoint to the bits of one that nothing happened to.
 
-By hand: the same command again. By restart: torchrun, with its own rendezvous.
+By hand: the same command again. By restart: torchrun, with its own rendezvous. Where a node with a
+replica of the encoder is lost for good, torchrun starts what is left on the other nodes, and the
+encoder gets the ranks that the others leave.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,8 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 from fault_harness import Job, TorchrunJob
-from test_train_faults import process_of
+from ports import free_port
+from test_train_faults import parent_of, process_of
 from tiny_recipe import arguments, records, weights
+from train_server import TRAIN
 from undisturbed_run import wait_for_step
 
 from torchmm.common.errors import PeerError
@@ -125,3 +130,69 @@ def test_torchrun_restarts_all_units(tmp_path, real_data, whole, unit, fault):
         assert job.wait(300) == [0], job.output()
         assert "resumed from" in job.output()
     assert_same_end(run_dir, whole)
+
+
+OPEN = {
+    "parallel__placement": "disaggregated",
+    "parallel__shard": 1,
+    "parallel__vision__replicate": -1,
+    "parallel__timeout_s": PATIENCE_S,
+    "training__steps": 24,
+    "training__global_batch_size": 4,
+    "checkpoint__interval": 1,
+    "checkpoint__keep": 24,
+}
+"""The encoder has the ranks that the LLM leaves."""
+
+
+def node(number: int, ranks: int, logs: Path, options: list[str], given: list[str]) -> TorchrunJob:
+    """A launcher as on a machine of its own; that of number 0 has the rendezvous."""
+    quick = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    own = [*options, f"--rdzv-conf=is_host={int(number == 0)},{quick}"]
+    stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return TorchrunJob(TRAIN, given, ranks, logs / f"node{number}", 2, own, **stores)
+
+
+@pytest.mark.timeout(1200)
+def test_what_is_left_of_the_encoder_goes_on_when_its_node_is_lost(
+    tmp_path, real_data, train_server
+):
+    run_dir, few = tmp_path / "run", tmp_path / "few"
+    given = arguments(run_dir, real_data, **OPEN)
+    options = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    options += ["--rdzv-id=replicas", "--nnodes=1:2"]
+    # Ranks follow the processes' numbers: that of the node which is to be lost is the first.
+    with (
+        node(1, 1, tmp_path, options, given) as lost,
+        node(0, 2, tmp_path, options, given) as left,
+    ):
+        wait_for_step(run_dir, 4, timeout_s=400)
+        launcher = lost.processes[0].pid
+        rank = next(r for r in range(3) if parent_of(process_of(run_dir, r)) == launcher)
+        assert rank < 2, "the LLM's"
+        for process in (launcher, process_of(run_dir, rank)):
+            os.kill(process, signal.SIGKILL)
+        assert left.wait(400) == [0], left.output()
+    before, _, after = left.output().partition("resumed from")
+    assert "3 = 2 for vision + 1 for llm" in lost.output()
+    assert "2 = 1 for vision + 1 for llm" in before
+    assert read_status(run_dir).state == "done"
+    found = records(run_dir)
+    assert [r["step"] for r in found] == list(range(1, OPEN["training__steps"] + 1))
+
+    # The sizes that were left, from that step: every bit. All sizes, from the first: to 1e-5.
+    saved = int(after.partition("step-")[2].split()[0])
+    shutil.copytree(run_dir / f"checkpoints/step-{saved}", few / f"checkpoints/step-{saved}")
+    codes, output = train_server.run(arguments(few, real_data, **OPEN), tmp_path / "few-logs", 2)
+    assert codes == [0, 0] and "resumed from" in output, output
+    assert [r["loss"] for r in records(few)] == [r["loss"] for r in found[saved:]]
+    assert [n for n, v in weights(few).items() if not torch.equal(v, weights(run_dir)[n])] == []
+    whole = tmp_path / "whole"
+    codes, output = train_server.run(
+        arguments(whole, real_data, **OPEN), tmp_path / "whole-logs", 3
+    )
+    assert codes == [0] * 3, output
+    losses = [r["loss"] for r in found]
+    assert losses == pytest.approx([r["loss"] for r in records(whole)], rel=1e-5)
+    # The control: a step left out or done twice would show.
+    assert losses[saved:-1] != pytest.approx(losses[saved + 1 :], rel=1e-3)

@@ -175,10 +175,11 @@ def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
     if rng.random() < 0.3:
         parallel["bubbles"] = "coarse"
     split = rng.choice(divisors(tensor))
+    splits = {name: rng.choice((split, rng.choice(divisors(tensor)))) for name in shape.encoders}
     for name in shape.encoders:
-        if own := _colocated_encoder(rng, shape, name, sizes, split):
+        if own := _colocated_encoder(rng, shape, name, sizes, splits[name]):
             parallel[name] = own
-    if split == 1 < tensor and rng.random() < 0.4:
+    if set(splits.values()) == {1} and tensor > 1 and rng.random() < 0.4:
         parallel["tensor_bubbles"] = 0.2
     if rng.random() < 0.1:
         parallel["orchestrate"] = True
@@ -193,7 +194,7 @@ def _colocated_encoder(
 
     Args:
         llm: sizes of the LLM.
-        split: tensor-parallel ranks of all encoders.
+        split: tensor-parallel ranks of the encoder.
     """
     own: dict[str, int] = {}
     fits = [d for d in divisors(llm["pipeline"]) if d <= shape.layers[name]]

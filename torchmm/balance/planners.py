@@ -110,6 +110,7 @@ def layout_optimus(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> S
         pipelines=pipelines,
         slices=slices,
         mirrors=config.mirrors,
+        encoder_mirrors={name: config.encoder_mirrors(name) for name in encoders},
     )
 
 

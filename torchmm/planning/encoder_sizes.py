@@ -4,17 +4,17 @@
     recipe = choice.recipe                     # with [parallel.NAME] pipeline and tensor set
 
 Every combination of pipeline sizes that divide the LLM's, with every tensor-parallel size that does
-(§4.1; with several encoders, §4.4: one tensor-parallel size for all), is first held against the
+(§4.1; with several encoders first one tensor-parallel size for all), is first held against the
 memory of the rank that needs most, optimizer state included (`bubbles.encoder_sizes`). Of those
 that fit, the first step is planned and simulated, activations included; the fastest that still fits
-is taken, of equally fast ones the leanest. Then images at once and stages of encoders that the
-recipe leaves open are tried with it. It is a pure function of the recipe, so every rank finds the
-same.
+is taken, of equally fast ones the leanest. Then other tensor-parallel sizes of single encoders,
+images at once and stages of encoders that the recipe leaves open are tried with it. It is a pure
+function of the recipe, so every rank finds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -25,6 +25,7 @@ from torchmm.balance.bubbles.encoder_sizes import (
     colocated_plans,
 )
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM
 from torchmm.planning.executions import parameter_states
 from torchmm.planning.forecast import Forecast, Forecaster
@@ -57,14 +58,22 @@ def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
 
 
 def encoder_tensors(forecaster: Forecaster) -> list[int]:
-    """Tensor-parallel sizes that all encoders can have, the LLM's first: divisors of it that divide
-    their heads; if the recipe gives one to an encoder, the recipe's."""
-    parallel = forecaster.recipe.parallel
+    """Tensor-parallel sizes that all encoders to which the recipe gives none can have, the LLM's
+    first: divisors of it that divide their heads."""
     most = forecaster.run.llm.tensor
+    modules = _open_encoders(forecaster)
+    return _tensors_of(modules, most) if modules else [most // forecaster.recipe.parallel.mirrors]
+
+
+def _open_encoders(forecaster: Forecaster) -> list[ModuleDescription]:
+    """Encoders to which the recipe gives no tensor-parallel size."""
     encoders = [module for module in forecaster.modules if module.kind == "encoder"]
-    if any("tensor" in parallel.sizes_given(module.name) for module in encoders):
-        return [most // parallel.mirrors]
-    heads = {layer.heads for module in encoders for layer in module.layers}
+    given = forecaster.recipe.parallel.sizes_given
+    return [module for module in encoders if "tensor" not in given(module.name)]
+
+
+def _tensors_of(modules: Sequence[ModuleDescription], most: int) -> list[int]:
+    heads = {layer.heads for module in modules for layer in module.layers}
     divisors = [n for n in range(most, 0, -1) if most % n == 0]
     return [n for n in divisors if n == most or not any(count % n for count in heads)]
 
@@ -79,14 +88,18 @@ def with_pipelines(
 
     Args:
         sub_microbatch_images: of all of them; None: as in the recipe.
-        tensor: tensor-parallel ranks of all of them; None: as in the recipe.
+        tensor: tensor-parallel ranks of all to which the recipe gives none; None: as in the recipe.
 
     Raises:
         ValidationError: the recipe has sizes that contradict these.
     """
-    more = {"sub_microbatch_images": sub_microbatch_images, "tensor": tensor}
-    given = {key: value for key, value in more.items() if value is not None}
-    return _with_modules(recipe, {name: {"pipeline": n, **given} for name, n in pipelines.items()})
+    own: dict[str, dict[str, int]] = {name: {"pipeline": n} for name, n in pipelines.items()}
+    for name, sizes in own.items():
+        if sub_microbatch_images is not None:
+            sizes["sub_microbatch_images"] = sub_microbatch_images
+        if tensor is not None and "tensor" not in recipe.parallel.sizes_given(name):
+            sizes["tensor"] = tensor
+    return _with_modules(recipe, own)
 
 
 class Colocated(NamedTuple):
@@ -113,11 +126,11 @@ def refined(forecaster: Forecaster, start: Colocated, *, of_llm: bool = True) ->
     Rejected: all combinations, of which there are hundreds.
 
     Args:
-        of_llm: False: of encoders only.
+        of_llm: False: of encoders only, and sizes of single ones.
     """
     best = start
-    llm = (_virtual_stages, _llm_schedules) if of_llm else ()
-    for vary in (*llm, _images_at_once, _slices):
+    first = (_virtual_stages, _llm_schedules) if of_llm else (_tensors,)
+    for vary in (*first, _images_at_once, _slices):
         tried = [
             Colocated(recipe, forecaster.forecast_parallel(recipe.parallel), (*best.words, words))
             for recipe, words in vary(forecaster, best.recipe)
@@ -144,6 +157,18 @@ def _llm_schedules(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation
         known = {recipe.parallel.llm_schedule, "1f1b", *(["gpipe"] if several else [])}
         if name not in known:
             yield _changed(recipe, llm_schedule=name), f"LLM {name}"
+
+
+def _tensors(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation]:
+    """Another tensor-parallel size of one of several encoders."""
+    encoders = [module for module in forecaster.modules if module.kind == "encoder"]
+    most = forecaster.run.llm.tensor
+    for module in _open_encoders(forecaster) if len(encoders) > 1 else ():
+        own = recipe.parallel.sizes_given(module.name).get("tensor", most)
+        for size in _tensors_of([module], most):
+            if size != own:
+                changed = _with_modules(recipe, {module.name: {"tensor": size}})
+                yield changed, f"{module.name} tensor {size}"
 
 
 def _images_at_once(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation]:
@@ -189,7 +214,7 @@ class Tried(NamedTuple):
     pipelines: dict[str, int]
     forecast: Forecast
     tensor: int = 1
-    """Tensor-parallel ranks of all encoders."""
+    """Tensor-parallel ranks of all encoders to which the recipe gives none."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +308,8 @@ def _fitting(
     ranks = forecaster.run.llm
     modules = forecaster.modules
     llm = ParallelSizes(ranks.data_parallel, ranks.pipeline, ranks.tensor)
-    whole = with_pipelines(forecaster.recipe, combinations[0], tensor=ranks.tensor).parallel
+    unsplit = {n: {"pipeline": p, "tensor": ranks.tensor} for n, p in combinations[0].items()}
+    whole = _with_modules(forecaster.recipe, unsplit).parallel
     layout = plan_layout(whole, modules, forecaster.workload.microbatches)
     encoders = [module for module in modules if module.kind == "encoder"]
     limit_bytes = int(forecaster.profile.device.memory_bytes)
@@ -299,11 +325,12 @@ def _fitting(
     found = {
         tuple((own.sizes.pipeline, own.sizes.tensor) for own in plan.encoders) for plan in plans
     }
+    given = forecaster.recipe.parallel.sizes_given
     fitting = [
         (sizes, tensor)
         for tensor in tensors
         for sizes in combinations
-        if tuple((size, tensor) for size in sizes.values()) in found
+        if tuple((n, given(name).get("tensor", tensor)) for name, n in sizes.items()) in found
     ]
     if not fitting:
         raise ConfigError(

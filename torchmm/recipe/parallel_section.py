@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -181,11 +182,19 @@ class ParallelConfig(Section):
 
     @property
     def mirrors(self) -> int:
-        """Tensor-parallel groups of colocated encoders in one group of the LLM."""
+        """Ranks of a plan that are one tensor-parallel group of the LLM: each as many ranks as
+        divide the groups of all colocated encoders."""
         if self.placement != "colocated":
             return 1
         sizes = (module.tensor or self.tensor for module in self.modules.values())
-        return self.tensor // min(sizes, default=self.tensor)
+        return self.tensor // gcd(self.tensor, *sizes)
+
+    def encoder_mirrors(self, name: str) -> int:
+        """Ranks of a plan that are one tensor-parallel group of a colocated encoder."""
+        if self.placement != "colocated":
+            return 1
+        own = self.sizes_given(name).get("tensor", self.tensor)
+        return own * self.mirrors // self.tensor
 
     @property
     def bounds_encoders(self) -> bool:

@@ -91,7 +91,6 @@ def check_colocated(
         for size, value in parallel.sizes_given(name).items():
             text = f"with colocated encoders the {name}'s sizes are those of [parallel]; remove it"
             yield Problem(f"parallel.{name}.{size}", value, text, (f"parallel.{size}",))
-    yield from _unlike_tensors(parallel, encoders)
     for name in encoders:
         problems = list(_misfits(parallel, name, parallel.pipeline, parallel.tensor))
         yield from problems
@@ -153,7 +152,7 @@ def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Prob
     pieces."""
     key = "parallel.tensor_bubbles"
     if parallel.bubble_pieces:
-        yield from _check_pieces(parallel)
+        yield from _check_pieces(parallel, encoders)
     share = parallel.tensor_bubbles
     if not share:
         return
@@ -170,7 +169,21 @@ def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Prob
             yield Problem(key, share, text, (f"parallel.{name}.tensor",))
 
 
-def _check_pieces(parallel: ParallelConfig) -> Problems:
+def _check_pieces(parallel: ParallelConfig, encoders: list[str]) -> Problems:
+    """Ranks that communicate in a piece have to launch it at one place: so they are a rank of the
+    plan, of every encoder."""
+    sizes = {name: parallel.sizes_given(name).get("tensor", parallel.tensor) for name in encoders}
+    least = min(sizes, key=sizes.__getitem__, default="")
+    for name, size in sizes.items():
+        if parallel.placement == "colocated" and size != sizes[least]:
+            text = (
+                f"differs from parallel.{least}.tensor = {sizes[least]}: ranks that communicate in "
+                "a piece have to launch it together, but those of the larger group run different "
+                "actions of the smaller one's encoder; give all encoders the same, or set "
+                "parallel.bubble_pieces = false"
+            )
+            keys = (f"parallel.{least}.tensor", "parallel.tensor", "parallel.bubble_pieces")
+            yield Problem(f"parallel.{name}.tensor", size, text, keys)
     key = "parallel.bubble_pieces"
     if not parallel.tensor_bubbles:
         text = "needs to know for how long the LLM communicates; set parallel.tensor_bubbles"
@@ -178,19 +191,6 @@ def _check_pieces(parallel: ParallelConfig) -> Problems:
     if parallel.async_tensor_parallel:
         text = "launches in communication that is waited for; set async_tensor_parallel = false"
         yield Problem(key, True, text, ("parallel.async_tensor_parallel",))
-
-
-def _unlike_tensors(parallel: ParallelConfig, encoders: list[str]) -> Problems:
-    """All encoders must agree: a rank of the plan is one tensor-parallel group of every encoder."""
-    sizes = {name: parallel.sizes_given(name).get("tensor", parallel.tensor) for name in encoders}
-    name = min(sizes, key=lambda name: sizes[name], default="")
-    for other, size in sizes.items():
-        if size != sizes[name]:
-            text = (
-                f"differs from parallel.{name}.tensor = {sizes[name]}; give all encoders the same"
-            )
-            key = f"parallel.{other}.tensor"
-            yield Problem(key, size, text, (f"parallel.{name}.tensor", "parallel.tensor"))
 
 
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:

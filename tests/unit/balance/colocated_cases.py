@@ -87,11 +87,12 @@ def random_work(
     alike: bool,
     name: str = "vision",
     tensor_groups=1,
+    width=1,
 ) -> EncoderWork:
     """An encoder's kernels, some of which communicate."""
     stages = rng.choice([n for n in (1, 2, 4) if ranks % n == 0])
-    devices = np.arange(ranks * tensor_groups, dtype=np.int32).reshape(ranks, tensor_groups)
-    blocks = devices.reshape(ranks // stages, stages, tensor_groups).transpose(0, 2, 1)
+    devices = np.arange(0, ranks * tensor_groups, width, dtype=np.int32)
+    blocks = devices.reshape(ranks // stages, stages, -1).transpose(0, 2, 1)
     kernels = rng.choice((1, 3, 8))
     counts = (
         [1] * microbatches if alike else [rng.choice((0, 1, 1, 2)) for _ in range(microbatches)]
@@ -113,11 +114,12 @@ def random_work(
         links,
         links[::-1],
         np.full((len(tasks), stages), rng.choice((0.0, 0.05))),
+        width,
     )
 
 
 Kernel = tuple[int, int, int, bool]
-"""Device, start, end, whether it communicates."""
+"""Device, or the first of several that run it together, start, end, whether it communicates."""
 
 
 def kernels_of(schedule: BubbleSchedule) -> dict[tuple, list[Kernel]]:

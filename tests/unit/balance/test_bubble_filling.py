@@ -1,12 +1,20 @@
 """Bubble filling: what no schedule may do, and how good schedules are."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from colocated_cases import NaiveFit, kernels_of, llm_step, random_timeline, random_work
+from colocated_cases import (
+    Kernel,
+    NaiveFit,
+    kernels_of,
+    llm_step,
+    random_timeline,
+    random_work,
+)
 
 from torchmm.balance.bubbles.encoder_work import EncoderWork
 from torchmm.balance.bubbles.free_time import spans_of
@@ -36,14 +44,36 @@ def random_case(seed: int):
     return timeline, works
 
 
+def unequal_case(seed: int):
+    """Three encoders over as many devices as the LLM, half of them and one."""
+    rng = random.Random(seed)
+    ranks, microbatches = rng.choice((1, 2)), rng.choice((4, 6))
+    timeline = random_timeline(rng, ranks, microbatches)
+    widths = {"vision": 2, "audio": 1, "video": 4}
+    works = [
+        random_work(rng, ranks, microbatches, alike=False, name=name, tensor_groups=4, width=width)
+        for name, width in rng.sample(sorted(widths.items()), rng.choice((2, 3)))
+    ]
+    return timeline, works
+
+
 @pytest.fixture(scope="module")
 def schedules() -> list[tuple[int, str, BubbleSchedule]]:
     """Of random cases: coarse and fine."""
     return [
-        (seed, kind, fill_bubbles(*random_case(seed), kind, evaluations=20))
-        for seed in range(CASES)
+        (seed, kind, fill_bubbles(*make(seed), kind, evaluations=20))
+        for make, seeds in ((random_case, range(CASES)), (unequal_case, range(100, 120)))
+        for seed in seeds
         for kind in ("coarse", "fine")
     ]
+
+
+def on_every_device(schedule: BubbleSchedule) -> Iterator[Kernel]:
+    """Kernels once for each device that runs them."""
+    for (encoder, *_), kernels in kernels_of(schedule).items():
+        for first, *rest in kernels:
+            for place in range(schedule.works[encoder].width):
+                yield first + place, *rest
 
 
 def overlaps(start: int, end: int, spans: np.ndarray) -> bool:
@@ -63,7 +93,7 @@ def test_encoders_compute_and_communicate_where_the_llm_does_not(schedules):
 
 def test_devices_run_one_kernel_at_a_time(schedules):
     for seed, kind, schedule in schedules:
-        found = sorted(k[:3] for kernels in kernels_of(schedule).values() for k in kernels)
+        found = sorted(kernel[:3] for kernel in on_every_device(schedule))
         for (device, _, end), (next_device, start, _) in pairwise(found):
             assert device != next_device or end <= start, (seed, kind)
 
@@ -145,11 +175,10 @@ def test_the_llms_gradients_are_reduced_below_encoders_backwards():
 def test_all_work_is_done_and_bounds_the_step(schedules):
     for seed, kind, schedule in schedules:
         busy: dict[int, int] = {}
-        for kernels in kernels_of(schedule).values():
-            for device, start, end, on_links in kernels:
-                busy[device] = busy.get(device, 0) + (end - start) * (not on_links)
+        for device, start, end, on_links in on_every_device(schedule):
+            busy[device] = busy.get(device, 0) + (end - start) * (not on_links)
         wanted = sum(
-            to_picoseconds(ms)
+            work.width * to_picoseconds(ms)
             for work in schedule.works
             for durations, links in zip(
                 (work.forward_ms_NSK, work.backward_ms_NSK), work.links, strict=True
@@ -181,10 +210,11 @@ def test_fine_is_no_longer_than_coarse_and_that_than_no_bubbles_at_all(schedules
     assert shorter > CASES / 4
 
 
-def test_the_delay_of_an_assignment_is_the_least_there_is():
+@pytest.mark.parametrize("make", [random_case, unequal_case])
+def test_the_delay_of_an_assignment_is_the_least_there_is(make):
     delayed = 0
     for seed in range(40):
-        timeline, works = random_case(seed)
+        timeline, works = make(seed)
         rng, work = random.Random(seed), works[0]
         filler = BubbleFiller(timeline, [work])
         for kind in ("coarse", "fine"):
@@ -245,6 +275,24 @@ def test_different_microbatches_reach_the_optimum_of_small_steps():
     assert len(gains) >= 6 and max(gains) > 0.001, "the search has nothing to find"
 
 
+def test_an_encoder_over_several_devices_waits_until_all_of_them_are_free():
+    """Vision over both devices of a rank, two tasks of audio on either: never at once, and audio's
+    two run beside each other."""
+    timeline = llm_step(1, 1, 1)
+    tasks, ms = ((0, 0), (0, 1)), np.ones((2, 1, 2))
+    both = np.array([[0]], np.int32), np.array([[0], [1]], np.int32)
+    vision, audio = (
+        EncoderWork(name, tasks, devices, ms, ms, tensor_groups=2, width=width)
+        for name, devices, width in zip(("vision", "audio"), both, (2, 1), strict=True)
+    )
+    schedule = fill_bubbles(timeline, [vision, audio])
+    found = sorted(kernel[:3] for kernel in on_every_device(schedule))
+    assert len(found) == 2 * 2 * 4 + 8
+    for (device, _, end), (other, start, _) in pairwise(found):
+        assert device != other or end <= start
+    assert schedule.before_ms + schedule.after_ms == pytest.approx(8 + 4)
+
+
 def test_an_encoder_that_costs_nothing_adds_nothing():
     timeline = llm_step(4, 2, 8)
     devices = np.arange(4, dtype=np.int32).reshape(4, 1)
@@ -272,7 +320,7 @@ def test_bad_works_are_refused():
     work = EncoderWork("vision", tasks, devices, one, one)
     with pytest.raises(ValueError, match=r"devices \[0, 1\]; put them on all 4"):
         fill_bubbles(timeline, [replace(work, devices_MS=devices[:2])])
-    with pytest.raises(ValueError, match="same tensor-parallel size"):
+    with pytest.raises(ValueError, match=r"count \[1, 2\] devices per rank"):
         eight = np.arange(8, dtype=np.int32).reshape(8, 1)
         fill_bubbles(
             timeline, [work, replace(work, name="audio", devices_MS=eight, tensor_groups=2)]

@@ -20,8 +20,10 @@ from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.recomputation import tuning as tuning_module
 from torchmm.balance.recomputation.costs import (
     LAYER_MODES,
+    MOST_CANDIDATES,
     StageRecompute,
     charged,
     costs_of_plan,
@@ -29,24 +31,22 @@ from torchmm.balance.recomputation.costs import (
     stage_candidates,
     stage_choices,
 )
-from torchmm.balance.recomputation.tuning import (
-    LayerTuning,
-    TunedPlan,
-    rank_problems,
-    tune_layers,
-)
+from torchmm.balance.recomputation.rank_problems import Rows, rank_problems
+from torchmm.balance.recomputation.tuning import LayerTuning, TunedPlan, tune_layers
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType
-from torchmm.pipelining.plan.graph import Task
+from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.messages import message_specs
+from torchmm.pipelining.schedules.classic import gpipe
+from torchmm.pipelining.schedules.colocated import colocated_layout
 from torchmm.planning.executions import module_executions
 from torchmm.planning.forecast import Forecaster
-from torchmm.planning.step import plan_layout, step_graph
+from torchmm.planning.step import module_layers, plan_layout, step_graph
 from torchmm.recipe.read import load_recipe
 
 MODEL = CostModel(load_profile("cpu"), "float32", {"vision": Execution(), "llm": Execution()})
@@ -126,7 +126,7 @@ def test_memory_of_any_choice_is_as_simulated(split):
         choices = stage_choices(
             step.graph, step.modules, step.metas, MODEL, names=BOTH, targets=step.targets
         )
-        problems = rank_problems(plan, costs, choices, 1 << 50)
+        problems = rank_problems(plan, costs, Rows(costs, choices, MOST_CANDIDATES), 1 << 50)
         for _ in range(5):
             recompute, peaks = {}, []
             for each in problems:
@@ -166,6 +166,34 @@ def test_tuned_plans_stay_within_any_limit_that_can_be_met(case, split):
         extra.append(sum(found.extra_ms))
     assert extra == sorted(extra, reverse=True) and extra[0] > extra[-1] == 0
     assert not tuned(step, plan, most).plan.recompute
+
+
+def test_mirrors_choose_the_same(monkeypatch):
+    """Though encoder tasks leave their ranks different memory; by themselves, they do not."""
+    step = Step(CASES[0], 7)
+    layers = module_layers(step.modules, step.metas)
+    layout = colocated_layout(layers, 1, slices={"vision": 2}, mirrors=2)
+    step.graph = StageGraph(layout, len(step.metas), step.graph.sub_microbatches)
+    plan = lower_plan(gpipe(step.graph), step.graph, {})  # the first replica has all encoder tasks
+    needs = memory_needs(plan, step.modules, step.metas, LayerTuning(MODEL, BOTH, 1), step.targets)
+    assert needs[0] != needs[1]
+    least, most = (max(each) for each in zip(*needs, strict=True))
+
+    def unlike(share: float) -> int:
+        limit = round(least + share * (most - least))
+        found = tuned(step, plan, limit)
+        assert found.plan.recompute and max(found.peak_bytes) <= limit
+        assert simulate(found.plan, found.costs).fits
+        chosen = [
+            [found.plan.recompute.get(task._replace(stage=s)) for s in layout.mirrored[task.stage]]
+            for task in step.graph.tasks()
+        ]
+        return sum(len(set(modes)) > 1 for modes in chosen)
+
+    shares = (0.2, 0.4, 0.6, 0.8)
+    assert not any(map(unlike, shares))
+    monkeypatch.setattr(tuning_module, "_differing", lambda *_: {})
+    assert any(map(unlike, shares))
 
 
 def test_limits_that_cannot_be_met_are_told_with_rank_and_bytes():

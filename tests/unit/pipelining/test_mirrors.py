@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -16,6 +17,13 @@ from torchmm.pipelining.schedules.colocated import colocated_layout, spread_repl
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 RANKS, MIRRORS = 2, 2
+UNEQUAL = [
+    (1, 4, {"vision": 2, "audio": 1}, {}),
+    (2, 2, {"vision": 2}, {"vision": 2}),
+    (1, 6, {"vision": 3, "audio": 2}, {}),
+    (2, 4, {"vision": 4, "audio": 2}, {"audio": 2}),
+]
+"""Pipeline ranks and mirrors of the LLM, mirrors and pipeline ranks of encoders."""
 
 
 def graph(pipeline: int = 1, mirrors: int = MIRRORS, parts: tuple[int, ...] = (2, 0, 1, 3)):
@@ -30,14 +38,17 @@ def graph(pipeline: int = 1, mirrors: int = MIRRORS, parts: tuple[int, ...] = (2
     return StageGraph(layout, len(parts), {"vision": parts})
 
 
-def planned(step: StageGraph):
-    durations = {
+def durations(step: StageGraph) -> dict[Action, float]:
+    return {
         Action(kind, *task): 1.0 + (kind is not ActionType.F) + 0.1 * task.microbatch
         for task in step.tasks()
         for kind in COMPUTE
     }
-    found = optimus(step, PlanCosts(durations))
-    return lower_plan(found.order, found.graph, {})
+
+
+def planned(step: StageGraph, sharding="none"):
+    found = optimus(step, PlanCosts(durations(step)))
+    return lower_plan(found.order, found.graph, {}, sharding)
 
 
 def test_every_mirror_has_the_backbone_and_pipelines_lie_on_all_of_them():
@@ -104,3 +115,78 @@ def test_mirrors_that_wait_for_each_other_are_found():
     found = validate_plan(lower_plan(tuple(order), step, {})).problems
     assert {problem.kind for problem in found} == {"deadlock"}
     assert {problem.rank for problem in found} >= {0, 1}
+
+
+def unequal(ranks: int, mirrors: int, of_encoders: dict, pipelines: dict) -> StageGraph:
+    """Two encoders of two stages each."""
+    modules = [
+        *(ModuleLayers(name, "encoder", (1.0,) * 4, sub_microbatched=True) for name in BOTH),
+        ModuleLayers("llm", "llm", (1.0,) * 4, tied=True),
+        ModuleLayers("generator", "generator", (1.0,) * 2),
+    ]
+    layout = colocated_layout(
+        modules,
+        ranks,
+        mirrors=mirrors,
+        encoder_mirrors=of_encoders,
+        pipelines=pipelines,
+        slices={name: 2 // pipelines.get(name, 1) for name in BOTH},
+    )
+    return StageGraph(layout, 4, {"vision": (2, 0, 1, 3), "audio": (1, 2, 2, 0)})
+
+
+BOTH = ("vision", "audio")
+
+
+def test_groups_of_an_encoder_are_mirrors_and_hand_over_in_turns():
+    """Of an encoder over two ranks, an LLM over four: the same rank's mirror is among those that
+    each feeds, and the first of them gives the gradient back."""
+    layout = unequal(*UNEQUAL[0]).layout
+    vision = [(s.ranks, s.mirror, layout.destinations[s.index]) for s in layout.stages[:4]]
+    assert [own[:2] for own in vision] == [((0, 2), 0)] * 2 + [((1, 3), 1)] * 2
+    llm = [s.index for s in layout.stages if s.module == "llm"]
+    assert vision[1][2] == (llm[0], llm[2]) and vision[3][2] == (llm[1], llm[3])
+    step = unequal(*UNEQUAL[0])
+    back = [(s, d) for s, d in layout.edges if d in llm and step.carries_gradient(Message(s, d, 0))]
+    assert back == [(1, llm[0]), (3, llm[1]), (5, llm[0])]
+    assert layout.together[1, 2] == layout.together[3, 3] == (2, 3)
+    assert layout.together[llm[1], 1] == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("case", UNEQUAL)
+def test_encoders_of_different_groups_are_planned_and_run_together(case):
+    plan = planned(unequal(*case), sharding="step")
+    validate_plan(plan).raise_for_problems()
+    layout = plan.graph.layout
+    for (stage, rank), alike in layout.together.items():
+        own = [a for a in plan.actions[rank] if a.type in COMPUTE and a.stage == stage]
+        for other, twin in zip(alike, layout.mirrored[stage], strict=True):
+            row = [a for a in plan.actions[other] if a.type in COMPUTE and a.stage == twin]
+            assert [a._replace(stage=stage) for a in row] == own
+    forwards = spread_replicas(plan.graph)
+    order = forward_only(forwards)
+    validate_plan(lower_plan(order, forwards, {}, training=False)).raise_for_problems()
+
+
+def test_an_encoders_mirror_with_another_order_is_found():
+    plan = planned(unequal(*UNEQUAL[0]))
+    row = list(plan.actions[1])
+    at = [i for i, a in enumerate(row) if a.type is ActionType.F and a.stage == 2]
+    assert len(at) > 1
+    row[at[0]], row[at[-1]] = row[at[-1]], row[at[0]]
+    wrong = replace(plan, actions=(plan.actions[0], tuple(row), *plan.actions[2:]))
+    found = [(p.kind, p.rank) for p in validate_plan(wrong).problems]
+    assert ("collective", 1) in found
+
+
+def test_simulated_mirrors_begin_together():
+    """Though the ranks of one have other work before."""
+    plan = planned(unequal(*UNEQUAL[0]))
+    costs = PlanCosts({a: durations(plan.graph)[a] for row in plan.actions for a in row
+                       if a.type in COMPUTE})  # fmt: skip
+    starts = {r.action: r.start_ms for r in simulate(plan, costs).records}
+    alike = plan.graph.layout.mirrored
+    for action, start in starts.items():
+        if action.type in COMPUTE:
+            first = action._replace(stage=alike[action.stage][0])
+            assert starts[first] == pytest.approx(start)

@@ -119,6 +119,32 @@ def test_tensor_parallel_sizes_are_tried_too():
     assert [found.tensor for found in only] == [1, 1, 1]
 
 
+def test_encoders_may_have_different_tensor_parallel_sizes():
+    """One from the recipe; both open, by a simulator to which scans with 1 are faster."""
+    given = recipe_of("vision", "scans", parallel="tensor = 2\nvision = {tensor = 2}\n")
+    choice = choose_encoders(forecaster_of(given))
+    assert {found.tensor for found in choice.tried} == {1, 2}
+    assert choice.recipe.parallel.sizes_given("vision")["tensor"] == 2
+    forecaster = forecaster_of(recipe_of("vision", "scans", parallel="tensor = 2\n"))
+    real = forecaster.forecast_parallel
+
+    def forecast(parallel):
+        found = real(parallel)
+        sizes = [parallel.sizes_given(name).get("tensor", 2) for name in ("vision", "scans")]
+        times = SimpleNamespace(
+            makespan_ms={(2, 1): 1.0, (2, 2): 2.0}.get(tuple(sizes), 3.0),
+            fits=True,
+            peak_bytes=found.step.peak_bytes,
+        )
+        return replace(found, step=times)
+
+    forecaster.forecast_parallel = forecast
+    choice = choose_encoders(forecaster)
+    assert choice.refined.words == ("scans tensor 1",)
+    found = choice.recipe.parallel
+    assert [found.sizes_given(name)["tensor"] for name in ("vision", "scans")] == [2, 1]
+
+
 def test_copies_that_do_not_fit_on_the_fullest_rank_are_left_out(tmp_path):
     recipe = recipe_of("vision")
     every = choose_encoders(forecaster_of(recipe)).tried

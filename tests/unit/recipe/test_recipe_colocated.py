@@ -134,6 +134,43 @@ def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, text):
     assert [p for p in found if key in p and text in p], found
 
 
+SECOND = """
+[model.encoders.audio.config]
+model_type = "siglip_vision_model"
+num_hidden_layers = 5
+"""
+
+
+@pytest.fixture
+def two_encoders(recipe):
+    recipe.write_text(recipe.read_text().replace("[training]", SECOND + "[training]"))
+    return recipe
+
+
+def test_encoders_of_different_tensor_sizes(two_encoders):
+    sizes = "--parallel.pipeline 2 --parallel.tensor 4 --parallel.vision.tensor 2"
+    for audio, mirrors in ((1, 4), (2, 2), (4, 2)):
+        arguments = [*sizes.split(), f"--parallel.audio.tensor={audio}"]
+        parallel = load_recipe(two_encoders, arguments, 8).recipe.parallel
+        assert parallel.mirrors == mirrors
+        found = [parallel.encoder_mirrors(name) for name in ("vision", "audio", "llm")]
+        assert found == [2 * mirrors // 4, audio * mirrors // 4, mirrors]
+    pieces = "--parallel.tensor_bubbles 0.2 --parallel.bubble_pieces true"
+    given = f"{sizes} --parallel.audio.tensor 1 {pieces}"
+    found = problems_of(two_encoders, *given.split(), world_size=8)
+    assert [p for p in found if "parallel.vision.tensor = 2" in p and "launch it together" in p]
+    alike = [*sizes.split(), "--parallel.audio.tensor=2", *pieces.split()]
+    assert load_recipe(two_encoders, alike, 8).recipe.parallel.mirrors == 2
+
+
+def test_sizes_that_divide_the_llms_but_not_each_other():
+    parallel = ParallelConfig(
+        placement="colocated", tensor=6, vision={"tensor": 3}, audio={"tensor": 2}
+    )
+    assert parallel.mirrors == 6
+    assert [parallel.encoder_mirrors(name) for name in ("vision", "audio")] == [3, 2]
+
+
 def test_a_model_without_encoders_has_nothing_to_colocate(recipe):
     before, _, after = MODEL.partition("[model.encoders.vision.config]")
     recipe.write_text(before + "[training]" + after.partition("[training]")[2])

@@ -32,14 +32,16 @@ class EncoderWork:
     Attributes:
         name: of the module.
         tasks: (microbatch, sub-microbatch) of each, by microbatch.
-        devices_MS: who runs each stage of each pipeline. An LLM rank is `tensor_groups` devices,
-            numbered rank * tensor_groups + group, each with that share of what tensor parallelism
-            splits.
-        tensor_groups: how many tensor-parallel groups of the encoder fit into one of the LLM.
+        devices_MS: who runs each stage of each pipeline, the first of `width`. An LLM rank is
+            `tensor_groups` devices, numbered rank * tensor_groups + group, each with that share of
+            what tensor parallelism splits.
+        tensor_groups: devices of an LLM rank; of all encoders the same.
         forward_ms_NSK, backward_ms_NSK: durations of kernels; numbers of kernels may differ.
         forward_links_K, backward_links_K: which of them communicate; None: none does.
         hop_ms_NS: from a stage's rank to that of the next, from the last to the LLM's first; 0
             where that is the same rank. Gradients take as long. None: no time.
+        width: devices that follow each other and run the encoder's kernels together, as one
+            tensor-parallel group.
 
     Raises:
         ValueError: shapes do not fit each other, a duration is none, or devices are used twice.
@@ -54,6 +56,7 @@ class EncoderWork:
     forward_links_K: NDArray[np.bool_] | None = None
     backward_links_K: NDArray[np.bool_] | None = None
     hop_ms_NS: Array | None = None
+    width: int = 1
 
     def __post_init__(self) -> None:
         leading = (len(self.tasks), self.devices_MS.shape[1])
@@ -68,8 +71,15 @@ class EncoderWork:
                 raise ValueError(f"{self.name}: {name} kernels of {min(worst)} to {max(worst)} ms")
         if list(self.tasks) != sorted(set(self.tasks)):
             raise ValueError(f"{self.name}: tasks must be in order, each once")
-        if len(np.unique(self.devices_MS)) < self.devices_MS.size:
+        if len(np.unique(self.devices)) < len(self.devices):
             raise ValueError(f"{self.name}: a device has two stages of {self.devices_MS.tolist()}")
+
+    @property
+    def devices(self) -> NDArray[np.int32]:
+        """Those of all stages of all pipelines."""
+        return (
+            np.add.outer(self.devices_MS.flatten(), np.arange(self.width)).astype(np.int32).ravel()
+        )
 
     @property
     def links(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -89,17 +99,18 @@ class EncoderWork:
 
     @property
     def busy_ms(self) -> float:
-        """All kernels together."""
-        return float(self.forward_ms_NSK.sum() + self.backward_ms_NSK.sum())
+        """All kernels together, on all devices."""
+        return self.width * float(self.forward_ms_NSK.sum() + self.backward_ms_NSK.sum())
 
 
 def pipeline_stages(graph: StageGraph, module: str) -> list[list[StageSpec]]:
-    """An encoder's stages by pipeline stage: consecutive ones on the same ranks are slices of one.
+    """An encoder's stages by pipeline stage: consecutive ones on the same ranks are slices of one;
+    of mirrors the first.
 
     Raises:
         ValueError: its pipeline comes back to a rank.
     """
-    own = [stage for stage in graph.layout.stages if stage.module == module]
+    own = [s for s in graph.layout.stages if s.module == module and not s.mirror]
     groups = [list(slices) for _, slices in groupby(own, key=lambda stage: stage.ranks)]
     ranks = [rank for slices in groups for rank in slices[0].ranks]
     if len(set(ranks)) < len(ranks):
@@ -155,6 +166,7 @@ def encoder_work(graph: StageGraph, costs: PlanCosts, module: str) -> EncoderWor
         forward,
         backward,
         tensor_groups=graph.layout.mirrors,
+        width=len(graph.layout.mirrored[groups[0][0].index]),
         hop_ms_NS=hop,
     )
 

@@ -181,22 +181,29 @@ def order_of(schedule: BubbleSchedule, graph: StageGraph, behind: bool = False) 
                 # All mirrors come to it at one place, or they would wait for each other.
                 entry = (*_place(action, start), 1), action._replace(stage=same)
                 rows[rank * layout.mirrors + mirror].append(entry)
+    for action, replica, start in _encoder_starts(schedule, graph):
+        place = around(layout.stages[action.stage].ranks[replica], action, start)
+        for same in layout.mirrored[action.stage]:
+            entry = place, action._replace(stage=same)
+            rows[layout.stages[same].ranks[replica]].append(entry)
+    return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
+
+
+def _encoder_starts(
+    schedule: BubbleSchedule, graph: StageGraph
+) -> Iterator[tuple[Action, int, int]]:
+    """Encoders' actions, of mirrors those of the first, with their replicas and starts."""
     starts = zip(schedule.forward_start_ps, schedule.backward_start_ps, strict=True)
     for work, (forward, backward) in zip(schedule.works, starts, strict=True):
         for position, slices in enumerate(pipeline_stages(graph, work.name)):
             for index, stage in enumerate(slices):
                 for row, task in enumerate(work.tasks):
-                    key = (work.name, *task)
-                    rank = stage.ranks[graph.replica[key]]
+                    replica = graph.replica[work.name, *task]
                     action = Action(ActionType.F, stage.index, *task)
-                    place = around(rank, action, int(forward[row, position, index]))
-                    rows[rank].append((place, action))
-                    if not graph.needs_backward(stage.index, task[0]):
-                        continue
-                    action = Action(ActionType.B, stage.index, *task)
-                    start = int(backward[row, position, len(slices) - 1 - index])
-                    rows[rank].append((around(rank, action, start), action))
-    return tuple(tuple(action for _, action in sorted(row, key=itemgetter(0))) for row in rows)
+                    yield action, replica, int(forward[row, position, index])
+                    if graph.needs_backward(stage.index, task[0]):
+                        start = int(backward[row, position, len(slices) - 1 - index])
+                        yield action._replace(type=ActionType.B), replica, start
 
 
 def _around(

@@ -200,7 +200,7 @@ def fill_bubbles(
         evaluations: how many assignments the search may try.
 
     Raises:
-        ValueError: encoders have different `tensor_groups`, or tasks or devices are not those of
+        ValueError: encoders count different `tensor_groups`, or tasks or devices are not those of
             the timeline.
     """
     filler = BubbleFiller(timeline, works)
@@ -395,11 +395,12 @@ class BubbleFiller:
         tasks = self._forward
         for task, pipeline in enumerate(pipeline_of.tolist()):
             for row in range(tasks.first[task], tasks.first[task + 1]):
-                device = self._pipelines.device[pipeline, row - tasks.first[task]]
+                first = self._pipelines.device[pipeline, row - tasks.first[task]]
+                devices = slice(first, first + self._pipelines.width[pipeline])
                 own = slice(tasks.pointers[row], tasks.pointers[row + 1])
                 busy = tasks.duration_ps[own] > 0
                 last = (start_ps[own] + tasks.duration_ps[own])[busy].max(initial=-ALWAYS_PS)
-                ends[device] = max(ends[device], last)
+                ends[devices] = np.maximum(ends[devices], last)
         return ends
 
 
@@ -408,13 +409,13 @@ def _check(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> None:
     tensor_groups = {work.tensor_groups for work in works}
     if len(tensor_groups) != 1:
         raise ValueError(
-            f"encoders {[work.name for work in works]} have {sorted(tensor_groups)} "
-            "tensor-parallel groups per rank of the LLM; give all the same tensor-parallel size"
+            f"encoders {[work.name for work in works]} count {sorted(tensor_groups)} devices per "
+            "rank of the LLM; give all the same, and those split over more ranks a width"
         )
     devices = len(timeline.ranks) * tensor_groups.pop()
     count = len(timeline.needed_ps)
     for work in works:
-        used = sorted(work.devices_MS.flatten().tolist())
+        used = sorted(work.devices.tolist())
         if used != list(range(devices)):
             raise ValueError(
                 f"{work.name}: its pipelines are on devices {used}; put them on all {devices}, or "
@@ -432,7 +433,9 @@ def _pipelines(timeline: LlmTimeline, works: Sequence[EncoderWork]) -> Pipelines
     first = np.cumsum([0, *(len(own) for own in rows)])
     ranks = np.repeat(np.arange(len(timeline.ranks)), works[0].tensor_groups)
     device = np.concatenate(rows).astype(np.int32)
-    return Pipelines(first.astype(np.int32), device, ranks.astype(np.int32), timeline.entry_rank)
+    width = np.repeat([work.width for work in works], [len(own) for own in rows]).astype(np.int32)
+    of_device = ranks.astype(np.int32)
+    return Pipelines(first.astype(np.int32), device, width, of_device, timeline.entry_rank)
 
 
 def _tasks(

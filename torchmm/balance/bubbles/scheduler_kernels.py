@@ -31,6 +31,9 @@ Flags = NDArray[np.bool_]
 #     kernels   |aaa|             |bbbbb||c|        b is too long for the second interval;
 #                                                   c would fit, but comes after b
 #
+# An encoder that is split over several devices runs each kernel on all of them at once: as early as
+# all of them have room.
+#
 # A device runs rows in the order of the tasks, so an interval that was passed over is never needed
 # again: where the device stands (`Cursor`: a time and an interval of each list) only moves on, and
 # placing everything is one walk through the intervals. By induction over that order, nothing can
@@ -72,7 +75,9 @@ class Pipelines(NamedTuple):
     first: Int32s
     """By encoder, and one more: its pipelines."""
     device: Int32s
-    """By pipeline and stage."""
+    """By pipeline and stage: the first."""
+    width: Int32s
+    """By pipeline: devices that follow each other and run its kernels together."""
     rank: Int32s
     """By device: its rank of the LLM's pipeline."""
     entry_rank: int
@@ -164,6 +169,77 @@ def _place_row(
 
 
 @inner
+def _fits(
+    now: int,
+    duration: int,
+    cursor: Int64s,
+    pointers: Int64s,
+    ends: tuple[Int64s, Int64s],
+    first: int,
+    width: int,
+) -> int:
+    """The first time from which on all of some devices have room; NEVER_PS if there is none.
+
+    Args:
+        cursor: by device: an interval; moved on.
+        ends: where intervals begin and end.
+    """
+    agreed = 0
+    device = first
+    while agreed < width:
+        interval = cursor[device]
+        last = pointers[device + 1]
+        while interval < last and ends[1][interval] - max(now, ends[0][interval]) < duration:
+            interval += 1
+        cursor[device] = interval
+        if interval == last:
+            return NEVER_PS
+        if ends[0][interval] > now:
+            now = ends[0][interval]
+            agreed = 0
+        agreed += 1
+        device = first + (device - first + 1) % width
+    return now
+
+
+@inner
+def _place_wide_row(
+    row: int, device: int, width: int, ready_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
+) -> int:
+    """The same on several devices at once; slower for one."""
+    tasks = way.tasks
+    room = way.room
+    now = ready_ps
+    for own in range(device, device + width):
+        now = max(now, cursor.time_ps[own])
+    first = tasks.pointers[row]
+    last = tasks.pointers[row + 1]
+    compute = room.compute_start, room.compute_end
+    link = room.link_start, room.link_end
+    empty = True
+    for index in range(last - first):
+        kernel = last - 1 - index if way.mirrored else first + index
+        duration = tasks.duration_ps[kernel]
+        if duration > 0:
+            empty = False
+            if tasks.on_links[kernel]:
+                now = _fits(now, duration, cursor.link, room.link_pointers, link, device, width)
+            else:
+                now = _fits(
+                    now, duration, cursor.compute, room.compute_pointers, compute, device, width
+                )
+            if now == NEVER_PS:
+                return NEVER_PS
+        start_ps[kernel] = now
+        now += duration
+    if empty:
+        return ready_ps
+    for own in range(device, device + width):
+        cursor.time_ps[own] = now
+    return now
+
+
+@inner
 def _place_task(
     task: int, pipeline: int, release_ps: int, way: Pass, cursor: Cursor, start_ps: Int64s
 ) -> int:
@@ -181,13 +257,30 @@ def _place_task(
         rank = pipelines.rank[device]
         if rank != before and (upstream or index > 0):
             now += tasks.hop_ps[first + stage - (0 if upstream else 1)]
-        now = _place_row(first + stage, device, now, way, cursor, start_ps)
+        if pipelines.width[pipeline] == 1:
+            now = _place_row(first + stage, device, now, way, cursor, start_ps)
+        else:
+            width = pipelines.width[pipeline]
+            now = _place_wide_row(first + stage, device, width, now, way, cursor, start_ps)
         if now == NEVER_PS:
             return NEVER_PS
         before = rank
     if not upstream and before != pipelines.entry_rank:
         now += tasks.hop_ps[last - 1]
     return now
+
+
+@inner
+def _copy_cursor(
+    pipelines: Pipelines, pipeline: int, stages: int, source: Cursor, destination: Cursor
+) -> None:
+    """Of the devices of a pipeline."""
+    for stage in range(stages):
+        first = pipelines.device[pipeline, stage]
+        for device in range(first, first + pipelines.width[pipeline]):
+            destination.time_ps[device] = source.time_ps[device]
+            destination.compute[device] = source.compute[device]
+            destination.link[device] = source.link[device]
 
 
 @loop
@@ -248,21 +341,13 @@ def assign_tasks(
             tried = best if commit else pipeline
             if tried < 0:
                 return False
-            for stage in range(count):
-                device = pipelines.device[tried, stage]
-                saved.time_ps[device] = cursor.time_ps[device]
-                saved.compute[device] = cursor.compute[device]
-                saved.link[device] = cursor.link[device]
+            _copy_cursor(pipelines, tried, count, cursor, saved)
             end = _place_task(task, tried, release_ps[task], way, cursor, start_ps)
             if commit:
                 break
             if end < best_end:
                 best, best_end = pipeline, end
-            for stage in range(count):
-                device = pipelines.device[tried, stage]
-                cursor.time_ps[device] = saved.time_ps[device]
-                cursor.compute[device] = saved.compute[device]
-                cursor.link[device] = saved.link[device]
+            _copy_cursor(pipelines, tried, count, saved, cursor)
         pipeline_of[task] = best
         if best_end > deadline_ps[task]:
             return False
@@ -278,21 +363,23 @@ def _busy(
     pointers = np.zeros(devices + 1, np.int64)
     for task in tasks.order:
         for row in range(tasks.first[task], tasks.first[task + 1]):
-            device = pipelines.device[pipeline_of[task], row - tasks.first[task]]
-            pointers[device + 1] += tasks.pointers[row + 1] - tasks.pointers[row]
+            first = pipelines.device[pipeline_of[task], row - tasks.first[task]]
+            for device in range(first, first + pipelines.width[pipeline_of[task]]):
+                pointers[device + 1] += tasks.pointers[row + 1] - tasks.pointers[row]
     pointers = np.cumsum(pointers)
     at = pointers[:-1].copy()
     starts = np.empty(pointers[-1], np.int64)
     ends = np.empty(pointers[-1], np.int64)
     for task in tasks.order:
         for row in range(tasks.first[task], tasks.first[task + 1]):
-            device = pipelines.device[pipeline_of[task], row - tasks.first[task]]
-            for kernel in range(tasks.pointers[row], tasks.pointers[row + 1]):
-                duration = tasks.duration_ps[kernel]
-                if duration > 0:
-                    starts[at[device]] = start_ps[kernel]
-                    ends[at[device]] = start_ps[kernel] + duration
-                    at[device] += 1
+            first = pipelines.device[pipeline_of[task], row - tasks.first[task]]
+            for device in range(first, first + pipelines.width[pipeline_of[task]]):
+                for kernel in range(tasks.pointers[row], tasks.pointers[row + 1]):
+                    duration = tasks.duration_ps[kernel]
+                    if duration > 0:
+                        starts[at[device]] = start_ps[kernel]
+                        ends[at[device]] = start_ps[kernel] + duration
+                        at[device] += 1
     for device in range(devices):  # where kernels of no duration were
         starts[at[device] : pointers[device + 1]] = NEVER_PS
         ends[at[device] : pointers[device + 1]] = NEVER_PS

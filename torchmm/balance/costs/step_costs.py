@@ -348,8 +348,8 @@ def _add_gathers(
         if graph.carries_gradient(message):
             producer = graph.producer(message)
             backward = Action(ActionType.B, *producer), Action(ActionType.I, *producer)
-            # Each mirror brings its part of the rows.
-            share = 1 / layout.mirrors if graph.parts_mirrors(message) else 1.0
+            # Each of the mirrors that the rows were handed to brings its part of them.
+            share = 1 / layout.mirrors_handed(*edge) if graph.parts_mirrors(message) else 1.0
             gathers.append((backward, source, share * cut_bytes))
     for size in {size for _, size, _ in gathers if size > 1}:
         chosen = [(actions, n) for actions, ranks, n in gathers if ranks == size]

@@ -10,6 +10,9 @@ Counted against the limit are weights, gradients, optimizer state, messages, wha
 what a layer that runs again needs. Not counted: temporaries inside layers, and what the
 allocator and the framework take; leave room for them in the limit.
 
+Mirrors communicate in what they run again, so all of them choose the same for a task: where their
+ranks' solutions differ, the leanest, and the rest is solved again.
+
 Where the device has memory of its own, inputs of recomputed layers may wait in the host's; one of
 them may be on its way back on a rank, for which there is room; ranks that are as fast without have
 none there. A plan that would need more than half of the host's memory is tuned without. Rejected:
@@ -24,7 +27,6 @@ from functools import cached_property
 
 import numpy as np
 
-from torchmm.balance.compiled import Int64s
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.recomputation.costs import (
@@ -32,20 +34,18 @@ from torchmm.balance.recomputation.costs import (
     Modes,
     StageRecompute,
     charged,
-    inputs_ahead,
-    ordered,
-    stage_candidates,
     stage_choices,
 )
 from torchmm.balance.recomputation.prices import solve_quickly
 from torchmm.balance.recomputation.problem import TuningProblem, TuningSolution
+from torchmm.balance.recomputation.rank_problems import RankProblem, Rows, rank_problems
 from torchmm.balance.simulation.simulator import memory_changes
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.layers import ModuleDescription
-from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan
 
 Solver = Callable[[TuningProblem], TuningSolution | None]
@@ -123,48 +123,6 @@ class TunedPlan:
     extra_ms: tuple[float, ...]
     bound_ms: tuple[float, ...]
     host_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RankProblem:
-    """What there is to choose on one rank.
-
-    Attributes:
-        problem: in numbers.
-        tasks: by pair.
-        stage_candidates: modes of layers, by stage.
-        keeping: by stage: which of them recompute nothing.
-        index_NC: by pair and candidate: which of its stage's candidates it is.
-        host_bytes_NC: by pair and candidate: what waits in the host's memory.
-        actions: by position; one fewer than there are positions, as the last is the step's end.
-        ahead_bytes: of what is taken, room for an input that comes from the host ahead of its use.
-    """
-
-    problem: TuningProblem
-    tasks: list[Task]
-    stage_candidates: Mapping[int, list[Modes]]
-    keeping: Mapping[int, set[int]]
-    index_NC: Int64s
-    host_bytes_NC: Int64s
-    actions: list[Action]
-    ahead_bytes: int = 0
-
-    def host_bytes(self, choice_N: Int64s) -> int:
-        """The most that waits in the host's memory at any time."""
-        own_N = self.host_bytes_NC[np.arange(len(self.tasks)), choice_N]
-        change_T = np.zeros(self.problem.positions + 1, np.int64)
-        np.add.at(change_T, self.problem.start_N, own_N)
-        np.add.at(change_T, self.problem.middle_N + 1, -own_N)
-        return int(np.cumsum(change_T).max())
-
-    def recompute(self, choice_N: Int64s) -> dict[Task, Modes]:
-        """Tasks that run anything again, with modes of their layers."""
-        chosen = self.index_NC[np.arange(len(self.tasks)), choice_N].tolist()
-        return {
-            task: self.stage_candidates[task.stage][index]
-            for task, index in zip(self.tasks, chosen, strict=True)
-            if index not in self.keeping[task.stage]
-        }
 
 
 def tune_layers(
@@ -297,21 +255,31 @@ class Tuner:
             tuple(hosts),
         )
 
-    def _solved(self, plan: PipelinePlan) -> list[tuple[RankProblem, TuningSolution | None]]:
+    def _solved(self, plan: PipelinePlan) -> list[Solved]:
         """Every rank's problem and its solution. Where inputs may wait in the host's memory there
         are two, as these need room for one on its way back: the faster one counts."""
         limit_bytes = self.tuning.memory_limit_bytes
-        solver = self._solve
-        problems = _problems(plan, self.costs, self.rows, limit_bytes)
-        found = [(each, solver(each.problem)) for each in problems]
+        problems = rank_problems(plan, self.costs, self.rows, limit_bytes)
+        found = [(each, self._solve(each.problem)) for each in problems]
         if not any(self.rows.ahead_bytes.values()):
-            return found
+            return self._agreed(plan.graph.layout, found)
         other = self._without_offloads
-        for rank, each in enumerate(_problems(plan, other.costs, other.rows, limit_bytes)):
-            solution = solver(each.problem) if found[rank][0].ahead_bytes else None
+        for rank, each in enumerate(rank_problems(plan, other.costs, other.rows, limit_bytes)):
+            solution = self._solve(each.problem) if found[rank][0].ahead_bytes else None
             best = found[rank][1]
             if solution and (best is None or solution.extra_ms <= best.extra_ms):
                 found[rank] = each, solution
+        differ = _differing(plan.graph.layout, found, {})
+        return other._solved(plan) if differ else found
+
+    def _agreed(self, layout: StageLayout, found: list[Solved]) -> list[Solved]:
+        """Solutions in which mirrors choose the same."""
+        places: dict[Task, int] = {}
+        free = [each for each, _ in found]
+        while more := _differing(layout, found, places):
+            places |= more
+            problems = [each.settled(places) for each in free]
+            found = [(each, self._solve(each.problem)) for each in problems]
         return found
 
     def _all_kept_bytes(self, plan: PipelinePlan) -> tuple[int, ...]:
@@ -337,138 +305,29 @@ class Tuner:
         return Tuner(graph, modules, microbatches, tuning, targets)
 
 
-def rank_problems(
-    plan: PipelinePlan,
-    costs: PlanCosts,
-    choices: Mapping[int, StageRecompute],
-    memory_limit_bytes: int,
-    candidates: int = MOST_CANDIDATES,
-) -> list[RankProblem]:
-    """What there is to choose, by rank of the plan.
-
-    Args:
-        costs: of keeping everything.
-        choices: by stage.
-    """
-    return _problems(plan, costs, Rows(costs, choices, candidates), memory_limit_bytes)
+Solved = tuple[RankProblem, TuningSolution | None]
 
 
-def _problems(
-    plan: PipelinePlan, costs: PlanCosts, rows: Rows, memory_limit_bytes: int
-) -> list[RankProblem]:
-    """`rank_problems` with what is the same for all plans of a step."""
-    fixed = replace(
-        costs,
-        kept_bytes={t: n for t, n in costs.kept_bytes.items() if t not in rows.of_task},
-        kept_for_weights_bytes={
-            t: n for t, n in costs.kept_for_weights_bytes.items() if t not in rows.of_task
-        },
-    )
-    static = costs.static_bytes or (0,) * len(plan.actions)
-    every = zip(plan.actions, memory_changes(plan, fixed), static, strict=True)
-    found = []
-    for rank, (program, changes, own) in enumerate(every):
-        ahead = rows.ahead_bytes.get(rank, 0)
-        available = memory_limit_bytes - own - ahead
-        found.append(replace(_rank_problem(program, changes, available, rows), ahead_bytes=ahead))
-    return found
-
-
-class Rows:
-    """Times and bytes of every task's candidates."""
-
-    def __init__(
-        self, costs: PlanCosts, choices: Mapping[int, StageRecompute], candidates: int
-    ) -> None:
-        self.costs = costs
-        self.ahead_bytes = inputs_ahead(choices)
-        self.stage_candidates: dict[int, list[Modes]] = {}
-        self.of_task: dict[Task, tuple[np.ndarray, ...]] = {}
-        alike: dict[tuple[bytes, ...], list[Modes]] = {}
-        self.width = 1
-        for stage, own in choices.items():
-            tables = own.forward_ms_KMN, own.again_ms_KMN, own.kept_bytes_KMN
-            key = bytes(own.kinds), *(table.tobytes() for table in tables)
-            if key not in alike:
-                alike[key] = stage_candidates(own, candidates)
-            self.stage_candidates[stage] = alike[key]
-            self.width = max(self.width, len(alike[key]))
-        for stage, own in choices.items():
-            self._add(own, self.stage_candidates[stage])
-        self.keeping = {
-            stage: {i for i, modes in enumerate(found) if set(modes) == {"none"}}
-            for stage, found in self.stage_candidates.items()
-        }
-
-    def _add(self, own: StageRecompute, modes: list[Modes]) -> None:
-        kept_N = np.array([self.costs.kept_bytes[t] for t in own.tasks], float)
-        columns = [
-            (
-                own.extra_ms_N(m),
-                kept_N - own.saved_bytes_N(m),
-                own.passing_bytes_N(m),
-                own.host_bytes_N(m),
-            )
-            for m in modes
-        ]
-        extra, kept, passing, host = (np.stack(each, 1) for each in zip(*columns, strict=True))
-        kept_NC = np.maximum(np.rint(kept), 0).astype(np.int64)
-        index_NC = ordered(extra, kept_NC)
-        pad = np.minimum(np.arange(self.width), len(modes) - 1)
-        index_NC = index_NC[:, pad]
-        tables = [
-            np.take_along_axis(table, index_NC, 1)
-            for table in (extra, kept_NC, *(np.rint(t).astype(np.int64) for t in (passing, host)))
-        ]
-        for task, *row in zip(own.tasks, *tables, index_NC, strict=True):
-            self.of_task[task] = tuple(row)
-
-
-def _rank_problem(
-    program: Sequence[Action], changes: Int64s, available_bytes: int, rows: Rows
-) -> RankProblem:
-    """One rank's pairs; what the rest of its memory holds is taken off what is free."""
-    used = np.cumsum(changes)[::2]  # while each action runs
-    actions: list[Action] = []
-    base, highest = [], 0
-    spans: dict[Task, list[int]] = {}
-    for index, action in enumerate(program):
-        highest = max(highest, int(used[index]))
-        if action.type not in COMPUTE:
-            continue
-        task = Task(*action[1:4])
-        if task in rows.of_task:
-            spans.setdefault(task, []).append(len(actions))
-        actions.append(action)
-        base.append(highest)
-        highest = 0
-    base.append(highest)
-    tasks = list(spans)
-    extra, *numbers = (
-        np.array([rows.of_task[task][i] for task in tasks]).reshape(len(tasks), rows.width)
-        for i in range(5)
-    )
-    kept, passing, host_NC, index_NC = (table.astype(np.int64) for table in numbers)
-    later = np.zeros_like(kept)
-    for pair, task in enumerate(tasks):
-        if actions[spans[task][1]].type is not ActionType.I:
-            continue
-        # Only what recomputes nothing is done in halves, and then keeps gradients too.
-        whole = np.isin(index_NC[pair], list(rows.keeping[task.stage]))
-        split = spans[task][-1] > spans[task][1]
-        waiting = whole * split * rows.costs.kept_for_weights_bytes[task]
-        later[pair] = waiting
-        passing[pair] = np.where(whole, np.maximum(0, waiting - kept[pair]), passing[pair])
-    starts, middles, ends = (
-        np.array([own[i] for own in spans.values()], np.int64) for i in (0, 1, -1)
-    )
-    free_T = available_bytes - np.array(base, np.int64)
-    problem = TuningProblem(
-        starts, middles, ends, extra.astype(float), kept, passing, later, free_T
-    )
-    return RankProblem(
-        problem, tasks, rows.stage_candidates, rows.keeping, index_NC, host_NC, actions
-    )
+def _differing(
+    layout: StageLayout, found: Sequence[Solved], settled: Mapping[Task, int]
+) -> dict[Task, int]:
+    """Tasks that are not settled and for which mirrors have chosen differently, with the place of
+    the leanest candidate that one of them has chosen."""
+    chosen: dict[Task, dict[Task, int]] = {}
+    for each, solution in found:
+        if solution is None:
+            return {}
+        for task, place in zip(each.tasks, solution.choice_N.tolist(), strict=True):
+            alike = layout.mirrored[task.stage]
+            if len(alike) > 1 and task not in settled:
+                of_mirrors = chosen.setdefault(task._replace(stage=alike[0]), {})
+                of_mirrors[task] = place
+    return {
+        task: max(of_mirrors.values())
+        for of_mirrors in chosen.values()
+        if len(set(of_mirrors.values())) > 1
+        for task in of_mirrors
+    }
 
 
 def _shortage(rank: int, each: RankProblem, limit_bytes: int) -> str:

@@ -13,6 +13,7 @@
 - Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own, the side queue
   (`torchmm.pipelining.run.runtime`). They compute while the LLM actions they fill communicate, so
   they take longer by the ratio of both; LLM actions take no longer for it.
+- Mirrors communicate inside of their actions: these begin when all of them have come to it.
 - What LLM actions launch takes time from encoder actions in their own places (`launched`).
 
 Posting takes no time, so SEND and RECV are no operators: they happen when the action before them
@@ -117,9 +118,9 @@ class _Builder:
     transfers: dict[TransferKey, int] = field(default_factory=dict)
     gathers: dict[tuple[int, int], int] = field(default_factory=dict)
     """By rank and stage, until an action waits for it."""
-    meetings: dict[tuple[int, ...], int] = field(default_factory=dict)
+    meetings: dict[tuple[object, ...], int] = field(default_factory=dict)
     """By tied pair of (stage, rank)s, or stage on several ranks: the operator at which all who
-    reduce it are there."""
+    reduce it are there; by action of the first of mirrors: at which all of them are."""
     actions: list[PlanAction] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stretch: dict[Action, float] = field(default_factory=dict)
@@ -193,8 +194,13 @@ class _Builder:
         if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
             gather = self.gathers.pop((rank, action.stage), NONE)
             after += [gather] if gather != NONE else []
-        if aside and previous != NONE:
+        alike = self.plan.graph.layout.mirrored[action.stage]
+        meets = action.type in COMPUTE and len(alike) > 1
+        if (aside or meets) and previous != NONE:
             after.append(previous)
+        if meets:
+            key = action._replace(stage=alike[0])
+            after = [self._meet(key, after, f"all mirrors of {action}")]
         queue = ("side" if aside else "rank", rank)
         name = f"{action} on rank {rank}"
         node = self.graph.add(queue, self._duration_ms(rank, action), after, name)
@@ -207,12 +213,7 @@ class _Builder:
         gather = self.gathers.pop((rank, action.stage), NONE)
         after = [node for node in (previous, gather) if node != NONE]
         if len(self.plan.graph.layout.stages[action.stage].ranks) > 1:
-            key = (action.stage,)
-            if key not in self.meetings:
-                self.meetings[key] = self.graph.add(None, 0.0, name=f"all ranks of {action}")
-            for node in after:
-                self.graph.add_edge(node, self.meetings[key])
-            after = [self.meetings[key]]
+            after = [self._meet((action.stage,), after, f"all ranks of {action}")]
         queue = ("reduce" if self.costs.runs_beside else "rank", rank)
         duration_ms = self.costs.reduce_ms.get(action.stage, 0.0)
         node = self.graph.add(queue, duration_ms, after, f"{action} on rank {rank}")
@@ -238,14 +239,18 @@ class _Builder:
             return self._transfer(rank, action)
         if action.type is ActionType.REDUCE_TIED:
             ends = sorted([(action.stage, rank), (action.other, action.peer)])
-            key = (*ends[0], *ends[1])
-            if key not in self.meetings:
-                self.meetings[key] = self.graph.add(None, 0.0, name=f"both ends of {action}")
-            for node in (previous, self.reductions.get((rank, action.stage), NONE)):
-                if node != NONE:
-                    self.graph.add_edge(node, self.meetings[key])
-            return [self.meetings[key]]
+            reduced = self.reductions.get((rank, action.stage), NONE)
+            nodes = [node for node in (previous, reduced) if node != NONE]
+            return [self._meet((*ends[0], *ends[1]), nodes, f"both ends of {action}")]
         return []
+
+    def _meet(self, key: tuple[object, ...], nodes: list[int], name: str) -> int:
+        """An operator that ranks wait for together, each behind its own."""
+        if key not in self.meetings:
+            self.meetings[key] = self.graph.add(None, 0.0, name=name)
+        for node in nodes:
+            self.graph.add_edge(node, self.meetings[key])
+        return self.meetings[key]
 
     def _transfer(self, rank: int, action: Action) -> list[int]:
         found = self.transfers.get(transfer_key(action))

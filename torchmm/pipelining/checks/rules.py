@@ -142,11 +142,13 @@ class RuleBook:
             done[facts.rank, task.stage].append(facts.last)
         for rank in ranks:
             self._add_ends(rank, done)
-        self.together: dict[int, int] = {}
-        """By rank with mirrors: the counter of actions that it has begun together with others."""
-        for rank in ranks if graph.layout.mirrors > 1 else ():
-            self.together[rank] = len(self.counters)
-            self.counters += [(rank, rank)] * 2  # they come in pairs; nothing meets these
+        self.together: dict[tuple[int, tuple[int, ...]], int] = {}
+        """By rank and ranks with mirrors of the same stages: the counter of actions that it has
+        begun together with them."""
+        for (_, rank), alike in graph.layout.together.items():
+            if (rank, alike) not in self.together:
+                self.together[rank, alike] = len(self.counters)
+                self.counters += [(rank, rank)] * 2  # they come in pairs; nothing meets these
 
     def name(self, fact: int) -> str:
         """What to call the action that establishes a fact."""

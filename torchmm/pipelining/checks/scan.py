@@ -164,18 +164,17 @@ class Scan:
 
     def _meetings(self, rank: int) -> list[Event]:
         """Mirrors compute together: each action waits until all of them have come to it."""
-        mirrored = self.book.graph.layout.mirrored
-        stages = self.book.graph.layout.stages
+        together = self.book.graph.layout.together
         events: list[Event] = []
-        own = self.book.together[rank]
         for position, action in enumerate(self.plan.actions[rank]):
-            alike = mirrored[action.stage] if 0 <= action.stage < len(mirrored) else ()
-            if action.type in COMPUTE and len(alike) > 1:
+            alike = together.get((action.stage, rank))
+            if action.type in COMPUTE and alike:
+                own = self.book.together[rank, alike]
                 posted = self.posts[own]
                 posted.append(len(posted))
                 events.append((own, 0, position))
-                others = (self.book.together[stages[stage].ranks[0]] for stage in alike)
-                events += ((o, len(posted), position) for o in others if o != own)
+                others = (self.book.together[other, alike] for other in alike if other != rank)
+                events += ((other, len(posted), position) for other in others)
         return events
 
     def position(self, rank: int, counter: int, index: int) -> int:

@@ -9,6 +9,7 @@ what they need; channels carry the same at both ends; then all ranks are played 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import get_args
@@ -165,24 +166,26 @@ def _crossed(plan: PipelinePlan, book: RuleBook, played: Played) -> Iterator[Pla
 def _mirrors(plan: PipelinePlan) -> Iterator[PlanProblem]:
     """Mirrors communicate inside of their actions, so all must have the same ones in one order."""
     layout = plan.graph.layout
-    if layout.mirrors == 1:
-        return
-    found: list[list[tuple[int, Action]]] = []
-    for program in plan.actions:
-        computing = ((i, a) for i, a in enumerate(program) if a.type in COMPUTE)
-        known = ((i, a) for i, a in computing if 0 <= a.stage < len(layout.stages))
-        found.append([(i, a) for i, a in known if len(layout.mirrored[a.stage]) > 1])
-    for first in range(0, len(found), layout.mirrors):
-        wanted = [a._replace(stage=layout.mirrored[a.stage][0]) for _, a in found[first]]
-        for rank in range(first + 1, min(first + layout.mirrors, len(found))):
-            own = [a._replace(stage=layout.mirrored[a.stage][0]) for _, a in found[rank]]
-            if own != wanted:
-                pairs = enumerate(zip(own, wanted, strict=False))
-                at = next((i for i, (a, b) in pairs if a != b), -1)
-                position, action = found[rank][at] if at >= 0 else (-1, None)
-                text = f"rank {first}, which runs the same layers, runs other actions or orders"
-                remedy = "give all mirrors the actions of the first"
-                yield PlanProblem("collective", rank, position, action, text, remedy)
+    found: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
+    for rank, program in enumerate(plan.actions):
+        for position, action in enumerate(program):
+            alike = layout.together.get((action.stage, rank), ())
+            for other in alike if action.type in COMPUTE else ():
+                same = action._replace(stage=layout.mirrored[action.stage][0])
+                found[rank, other].append((position, same))
+    for first, rank in sorted({(min(alike), rank) for (_, rank), alike in layout.together.items()}):
+        if first == rank:
+            continue
+        wanted = [action for _, action in found[first, rank]]
+        own = found[rank, first]
+        if [action for _, action in own] != wanted:
+            pairs = enumerate(zip(own, wanted, strict=False))
+            at = next((i for i, ((_, a), b) in pairs if a != b), -1)
+            position = own[at][0] if at >= 0 else -1
+            found_there = plan.actions[rank][position] if at >= 0 else None
+            text = f"rank {first}, which runs the same layers, runs other actions or orders"
+            remedy = "give all mirrors the actions of the first"
+            yield PlanProblem("collective", rank, position, found_there, text, remedy)
 
 
 def _turn(action: Action, book: RuleBook) -> tuple[int, int, int]:

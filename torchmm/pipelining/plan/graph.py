@@ -63,7 +63,8 @@ class StageSpec:
     """Stage that holds a copy of one of this stage's weights (tied embeddings); -1: none."""
     mirror: int = 0
     """Tensor-parallel ranks that are several ranks of the plan run the same tasks together; each
-    has a stage for them: its mirrors, numbered from 0."""
+    has a stage for them: its mirrors, numbered from 0. Those of an encoder may be fewer than those
+    of the LLM."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class StageLayout:
 
     @cached_property
     def mirrors(self) -> int:
-        """Ranks of the plan that have the same stage together; 1 where none are mirrored."""
+        """Ranks of the plan that have a stage of the LLM together; 1 where none are mirrored."""
         return 1 + max(stage.mirror for stage in self.stages)
 
     @cached_property
@@ -141,6 +142,16 @@ class StageLayout:
         for stage in self.stages:
             groups.setdefault((stage.module, stage.start, stage.stop), []).append(stage.index)
         return tuple(tuple(groups[s.module, s.start, s.stop]) for s in self.stages)
+
+    @cached_property
+    def together(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
+        """By mirrored stage and rank of the plan: the ranks that run its tasks together, this one
+        among them."""
+        found = {}
+        for stage, alike in enumerate(self.mirrored):
+            for replica, rank in enumerate(self.stages[stage].ranks) if len(alike) > 1 else ():
+                found[stage, rank] = tuple(self.stages[twin].ranks[replica] for twin in alike)
+        return found
 
     def tensor_ranks(self, stage: int) -> TensorRanks:
         """Of a stage."""
@@ -173,9 +184,14 @@ class StageLayout:
 
     def parts_mirrors(self, source: int, destination: int) -> bool:
         """Whether a stage hands each of the mirrors of another one a part of the rows."""
-        if self.mirrors == 1 or not self.tensor_ranks(source).sends_slices:
-            return False
-        return len(self.mirrored[source]) < len(self.mirrored[destination])
+        return (
+            self.tensor_ranks(source).sends_slices and self.mirrors_handed(source, destination) > 1
+        )
+
+    def mirrors_handed(self, source: int, destination: int) -> int:
+        """To how many mirrors of another stage a mirror of a stage hands what it makes: all of the
+        source to as many of the destination, which follow each other, in turns."""
+        return len(self.mirrored[destination]) // len(self.mirrored[source])
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages with a replica on a rank of the plan."""

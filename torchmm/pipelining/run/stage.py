@@ -355,10 +355,11 @@ def _own_slice(
     missing = spec.rows - tensor.shape[-2]
     rows = functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
     if graph.parts_mirrors(message):
-        # A mirror is consecutive ones of the destination's ranks.
-        size = spec.rows // graph.layout.mirrors
-        mirror = graph.layout.stages[message.destination].mirror
-        rows = rows.narrow(-2, mirror * size, size)
+        # A mirror is consecutive ones of the destination's ranks. All of the source's ranks hand
+        # slices to as many of them, which follow each other, in one turn.
+        turns = graph.layout.mirrors_handed(*message[:2])
+        turn = graph.layout.stages[message.destination].mirror * turns // graph.layout.mirrors
+        rows = rows.narrow(-2, turn * (spec.rows // turns), spec.rows // turns)
     return rows if ranks is None else ranks.own_rows(rows)
 
 

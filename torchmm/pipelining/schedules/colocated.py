@@ -12,6 +12,18 @@ their groups, and the LLM's group is several ranks of the plan: its *mirrors*, w
 tasks together (rank p, mirror c is rank p * mirrors + c of the plan, as `EncoderWork` numbers
 devices). What an encoder hands to the LLM goes to all mirrors, and one gradient comes back; under
 sequence parallelism, each mirror's slice.
+
+Encoders may be split over different numbers of ranks: a rank of the plan is then as many as divide
+all of these numbers, and the groups of an encoder that is split over more are mirrors too, fewer
+than those of the LLM. Mirror c of C hands to the LLM's mirrors c, C + c, 2 C + c, ...: one of them
+is its own rank, and the first gives it the gradient back.
+
+    LLM tensor 4, vision 2, audio 1     rank of the plan    0   1   2   3
+                                        LLM, mirror         0   1   2   3
+                                        vision              [replica 0] [replica 1]
+                                        vision, mirror      0   1   0   1
+                                        audio, replica      0   1   2   3
+
 Rejected: one plan per tensor-parallel rank, in which work of the others could not be seen.
 """
 
@@ -19,10 +31,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from torchmm.common.module_names import LLM
 from torchmm.pipelining.plan.actions import Action
-from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.orders import needed_action
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.layouts import (
@@ -42,6 +55,7 @@ def colocated_layout(
     pipelines: Mapping[str, int] | None = None,
     slices: Mapping[str, int] | None = None,
     mirrors: int = 1,
+    encoder_mirrors: Mapping[str, int] | None = None,
 ) -> StageLayout:
     """Backbone as in `megatron_layout` without encoders, encoders in pipelines of their own.
 
@@ -52,14 +66,15 @@ def colocated_layout(
         pipelines: by encoder: pipeline ranks of each of its pipelines, a divisor of `ranks`; 1
             where none is given: every rank has the whole encoder.
         slices: by encoder: stages per rank of its pipelines; 1 where none is given.
-        mirrors: the LLM's tensor-parallel size in those of the encoders.
+        mirrors: ranks of the plan that are a tensor-parallel group of the LLM.
+        encoder_mirrors: by encoder: those that are one of it, a divisor; 1 where none is given.
 
     Raises:
         ValueError: the sizes do not divide, an encoder has fewer layers than stages; what
             `megatron_layout` and `build_layout` raise.
     """
     encoders = [module for module in modules if module.kind == "encoder"]
-    given = {**dict(pipelines or {}), **dict(slices or {})}
+    given = {**dict(pipelines or {}), **dict(slices or {}), **dict(encoder_mirrors or {})}
     if unknown := sorted(set(given) - {encoder.name for encoder in encoders}):
         raise ValueError(f"sizes of {unknown}, which are no encoders")
     cuts: dict[str, list[Cut]] = {}
@@ -77,9 +92,11 @@ def colocated_layout(
                 f"{encoder.name}: {len(encoder.costs)} layers for {size} ranks x {pieces} slices; "
                 "use fewer of either"
             )
+        together = _divisor(encoder.name, (encoder_mirrors or {}).get(encoder.name, 1), mirrors)
         for index, layers in enumerate(balanced_cuts(encoder.costs_with_ends, size * pieces)):
             blocks = range(index // pieces, ranks, size)
-            own = tuple(rank * mirrors + mirror for rank in blocks for mirror in range(mirrors))
+            groups = range(0, mirrors, together)
+            own = tuple(rank * mirrors + first for rank in blocks for first in groups)
             cut = Cut(layers, own, segment=index % pieces, virtual_stage=count + index)
             cuts.setdefault(encoder.name, []).append(cut)
         count += size * pieces
@@ -88,33 +105,56 @@ def colocated_layout(
         own = tuple(rank * mirrors for rank in stage.ranks)
         cut = Cut(stage.stop - stage.start, own, stage.segment, count + stage.virtual_stage)
         cuts.setdefault(stage.module, []).append(cut)
-    return _mirrored(build_layout(modules, cuts), mirrors)
+    counts = {module.name: mirrors for module in backbone}
+    return _mirrored(build_layout(modules, cuts), counts | dict(encoder_mirrors or {}))
 
 
-def _mirrored(layout: StageLayout, mirrors: int) -> StageLayout:
-    """The layout with this many mirrors of the backbone, one after the other."""
-    if mirrors == 1:
+def _divisor(name: str, together: int, mirrors: int) -> int:
+    """An encoder's mirrors, which divide those of the LLM."""
+    if together < 1 or mirrors % together:
+        raise ValueError(f"{name}: {together} mirrors where the LLM has {mirrors}; give a divisor")
+    return together
+
+
+def _mirrored(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:
+    """The layout with mirrors of stages.
+
+    Those of an encoder come one after the other, then those of the backbone, each with all its
+    modules.
+
+    Args:
+        counts: by module; 1 where none is given.
+    """
+    if max(counts.values()) == 1:
         return layout
-    first = next(stage.index for stage in layout.stages if stage.module == LLM)
-    backbone = layout.stages[first:]
-    stages = list(layout.stages)
-    edges = list(layout.edges)
-    for mirror in range(1, mirrors):
-        offset = mirror * len(backbone)
-        stages += (
-            replace(
-                stage,
-                index=stage.index + offset,
-                ranks=tuple(rank + mirror for rank in stage.ranks),
-                virtual_stage=stage.virtual_stage + offset,
-                tied_to=stage.tied_to + offset if stage.tied_to >= 0 else -1,
-                mirror=mirror,
+    encoders = set(encoder_names(layout))
+    stages: list[StageSpec] = []
+    index: dict[tuple[int, int], int] = {}
+    turns = 0
+    by_module = groupby(layout.stages, key=lambda s: s.module if s.module in encoders else LLM)
+    for name, block in by_module:
+        alike = list(block)
+        first = alike[0].virtual_stage
+        size = 1 + alike[-1].virtual_stage - first
+        for mirror in range(counts.get(name, 1)):
+            offset = len(stages) - alike[0].index
+            index |= {(stage.index, mirror): stage.index + offset for stage in alike}
+            stages += (
+                replace(
+                    stage,
+                    index=stage.index + offset,
+                    ranks=tuple(rank + mirror for rank in stage.ranks),
+                    virtual_stage=turns + stage.virtual_stage - first,
+                    tied_to=stage.tied_to + offset if stage.tied_to >= 0 else -1,
+                    mirror=mirror,
+                )
+                for stage in alike
             )
-            for stage in backbone
-        )
-        edges += (
-            (s if s < first else s + offset, d + offset) for s, d in layout.edges if d >= first
-        )
+            turns += size
+    edges = []
+    for source, destination in layout.edges:
+        handing, handed = (counts.get(layout.stages[s].module, 1) for s in (source, destination))
+        edges += [(index[source, m % handing], index[destination, m]) for m in range(handed)]
     return StageLayout(tuple(stages), tuple(sorted(edges)), layout.sub_microbatched)
 
 
