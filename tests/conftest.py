@@ -65,6 +65,9 @@ CAMPAIGNS = {
     "test_train_generation.py",
     "test_train_reordering.py",
     "test_train_searched.py",
+    "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[separated]",
+    "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[zero_bubble]",
+    "test_train_models.py::test_a_stream_that_is_read_for_two_ranks_resumes_with_the_same_bits",
     # Pictures at their real sizes.
     *(
         f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"
@@ -90,6 +93,9 @@ CAMPAIGNS = {
     "test_train_faults.py::test_too_many_corrupt_samples_stop_all_ranks",
     "test_kill_while_saving.py::test_thirty_kills_leave_only_whole_checkpoints",
     "test_train_faults.py::test_torchrun_recovers_from_five_kills_with_the_same_bits",
+    # Whole programs that are slowed until they would be silent.
+    "test_silence.py::test_a_whole_run_and_an_export_say_what_takes_long",
+    "test_silence.py::test_planning_a_cluster_says_what_takes_long",
     # Benchmarks that time real ranks.
     "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
     "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",

@@ -64,7 +64,7 @@ class Writer:
         Raises:
             ConfigError, DataError: a request cannot be read.
         """
-        with working("reading what is asked"):
+        with working("preparing prompts"):
             prompts = read_prompts(requests, self.model, self.tokenizer, max_prompt_tokens)
         for first in range(0, len(prompts), together):
             now = prompts[first : first + together]
