@@ -74,7 +74,8 @@ def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch
     monkeypatch.setattr(check, "_check_path", lambda *args: ())  # data need not be here
     gpus, recipe = loaded(path)
     if recipe.parallel.leaves_units_open:  # which takes a minute to plan
-        recipe = sized_recipe(recipe, SIZES)
+        unordered = recipe.data.model_copy(update={"reorder": "none"})
+        recipe = sized_recipe(recipe, SIZES).model_copy(update={"data": unordered})
         gpus = sum(sizes.devices for sizes in SIZES.values())
     sources = [recipe.model.source, recipe.model.llm and recipe.model.llm.source]
     for source in filter(None, sources):
