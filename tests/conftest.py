@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import subprocess
 import time
@@ -161,6 +162,17 @@ def pytest_collection_finish() -> None:
     """From here on, collecting garbage costs what tests make, not what was imported."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _torchmm_logger() -> Iterator[None]:
+    """Programs that a test runs in its own process turn the logger to a console; the next test
+    finds it as it was."""
+    logger = logging.getLogger("torchmm")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

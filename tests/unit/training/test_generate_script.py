@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,9 +154,6 @@ def test_until_the_first_word_it_says_that_what_was_asked_is_read(
 ) -> None:
     """And then nothing else between the words."""
     told = io.StringIO()
-    logger = logging.getLogger("torchmm")
-    for name in ("handlers", "level", "propagate"):
-        monkeypatch.setattr(logger, name, getattr(logger, name))
     monkeypatch.setattr(script, "Console", lambda **_: Console(file=told))
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
