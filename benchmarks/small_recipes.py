@@ -70,7 +70,7 @@ CASES = {
     "quickstart": Case("quickstart.toml"),
     "quickstart_searched": Case("quickstart_searched.toml"),
     "quickstart_colocated": Case("quickstart_colocated.toml"),
-    "quickstart_reading": Case("quickstart_reading.toml", figures=WRITTEN),
+    "quickstart_reading": Case("quickstart_reading.toml"),
     "quickstart_speech": Case("quickstart_speech.toml", figures=WRITTEN),
     "quickstart_omni": Case("quickstart_omni.toml", figures=WRITTEN),
     "quickstart_generation": Case("quickstart_generation.toml", figures=DRAWN),
