@@ -90,8 +90,15 @@ def _by_drawn_name(
 
 
 @torch.no_grad()
-def random_copy(unit: nn.Module, owner: WeightInitializer, key: str) -> nn.Module:
-    """Copy of `unit` (on the meta device) on the CPU, with random weights that depend on `key`."""
+def random_copy(
+    unit: nn.Module, owner: WeightInitializer, key: str, unused: bool = False
+) -> nn.Module:
+    """Copy of `unit` (on the meta device) on the CPU, with random weights that depend on `key`.
+
+    Args:
+        unused: whether nothing computes with these weights; then those that the family does not
+            initialise are 0.
+    """
     filled = copy.deepcopy(unit).to_empty(device="cpu")
     for _, tensor in named_tensors(filled):
         tensor.fill_(_poison(tensor))
@@ -99,8 +106,12 @@ def random_copy(unit: nn.Module, owner: WeightInitializer, key: str) -> nn.Modul
         torch.manual_seed(_seed_of(key))
         for module in _children_first(filled):
             owner._init_weights(module)
-    unfilled = [n for n, t in named_tensors(filled) if (t.isnan() | (t == _poison(t))).any()]
-    assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {unfilled}"
+    unfilled = {n: t for n, t in named_tensors(filled) if (t.isnan() | (t == _poison(t))).any()}
+    if unused:
+        for tensor in unfilled.values():
+            tensor.zero_()
+        return filled
+    assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {[*unfilled]}"
     return filled
 
 

@@ -358,7 +358,7 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
     for fqn, unit in (("tower", own), *units(holder, module.layers_fqn)):
         wanted = {f"{fqn}.{name}" for name, _ in named_tensors(unit)} & module.unused - set(values)
         if wanted:
-            filled = random_copy(unit, module.hf, fqn)
+            filled = random_copy(unit, module.hf, fqn, unused=True)
             values |= {f"{fqn}.{n}": t for n, t in named_tensors(filled) if f"{fqn}.{n}" in wanted}
     return values
 
