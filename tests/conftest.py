@@ -23,7 +23,10 @@ BEGIN_S = time.monotonic()
 
 CAMPAIGNS = {
     # Larger worlds and further layouts of tests that also run with fewer ranks.
-    "test_colocated_equality.py::test_colocated_encoders_equal_one_process[4]",
+    *(
+        f"test_colocated_equality.py::test_colocated_encoders_equal_one_process[4-{part}]"
+        for part in range(3)
+    ),
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3 with towers on two]",
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[5]",
     "test_encoder_tensor_parallel.py::test_split_encoders_equal_the_whole[4]",
