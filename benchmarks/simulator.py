@@ -52,7 +52,6 @@ from torchmm.pipelining.schedules.layouts import ModuleLayers, separated_layout
 RANKS, MICROBATCHES, IMAGES_PER_PART = 8, 64, 8
 ROOT = Path(__file__).parents[1]
 COMMAND_RECIPE, COMMAND_GPUS = Path("recipes/papers/optimus_vit22b_gpt175b.toml"), 3072
-COMMAND_CHANGES = ("--parallel.placement=interleaved", "--parallel.schedule=megatron_balanced")
 SEED = 0
 
 
@@ -273,7 +272,7 @@ def subgraph_rows(size: Size) -> list[Row]:
 def command_rows(runs: int) -> list[Row]:
     """The whole of `scripts/simulate.py` in a process of its own, imports included."""
     command = [sys.executable, "scripts/simulate.py", "--config", str(COMMAND_RECIPE)]
-    command += COMMAND_CHANGES
+    command += ["--schedule", "megatron_balanced"]
     seconds = []
     for _ in range(runs):
         begin = resource.getrusage(resource.RUSAGE_CHILDREN)
