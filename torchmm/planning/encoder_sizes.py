@@ -164,7 +164,7 @@ def _tensors(forecaster: Forecaster, recipe: Recipe) -> Iterator[Variation]:
     encoders = [module for module in forecaster.modules if module.kind == "encoder"]
     most = forecaster.run.llm.tensor
     for module in _open_encoders(forecaster) if len(encoders) > 1 else ():
-        own = recipe.parallel.sizes_given(module.name).get("tensor", most)
+        own = recipe.parallel.encoder_tensor(module.name)
         for size in _tensors_of([module], most):
             if size != own:
                 changed = _with_modules(recipe, {module.name: {"tensor": size}})

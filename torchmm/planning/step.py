@@ -131,7 +131,7 @@ def _tensor_ranks(
         if units is not None:
             size = units[module.name].tensor
         elif module.kind == "encoder" and config.placement == "colocated":
-            size = config.sizes_given(module.name).get("tensor", size)
+            size = config.encoder_tensor(module.name)
         found[module.name] = TensorRanks(size, sliced, sliced and module.keeps_slices)
     return found if any(ranks.size > 1 for ranks in found.values()) else {}
 

@@ -189,12 +189,15 @@ class ParallelConfig(Section):
         sizes = (module.tensor or self.tensor for module in self.modules.values())
         return self.tensor // gcd(self.tensor, *sizes)
 
+    def encoder_tensor(self, name: str) -> int:
+        """Tensor-parallel ranks of a colocated encoder."""
+        return self.sizes_given(name).get("tensor", self.tensor)
+
     def encoder_mirrors(self, name: str) -> int:
         """Ranks of a plan that are one tensor-parallel group of a colocated encoder."""
         if self.placement != "colocated":
             return 1
-        own = self.sizes_given(name).get("tensor", self.tensor)
-        return own * self.mirrors // self.tensor
+        return self.encoder_tensor(name) * self.mirrors // self.tensor
 
     @property
     def bounds_encoders(self) -> bool:

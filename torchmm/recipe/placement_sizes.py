@@ -161,7 +161,7 @@ def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Prob
         yield Problem(key, share, text, ("parallel.placement", "parallel.tensor"))
         return
     for name in encoders if not parallel.bubble_pieces else ():
-        if parallel.sizes_given(name).get("tensor", parallel.tensor) != 1:
+        if parallel.encoder_tensor(name) != 1:
             text = (
                 f"runs whole layers of {name} during the LLM's communication; set "
                 f"parallel.{name}.tensor = 1, or parallel.bubble_pieces = true"
@@ -172,7 +172,7 @@ def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Prob
 def _check_pieces(parallel: ParallelConfig, encoders: list[str]) -> Problems:
     """Ranks that communicate in a piece have to launch it at one place: so they are a rank of the
     plan, of every encoder."""
-    sizes = {name: parallel.sizes_given(name).get("tensor", parallel.tensor) for name in encoders}
+    sizes = {name: parallel.encoder_tensor(name) for name in encoders}
     least = min(sizes, key=sizes.__getitem__, default="")
     for name, size in sizes.items():
         if parallel.placement == "colocated" and size != sizes[least]:
