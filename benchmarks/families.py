@@ -26,6 +26,7 @@ import transformers
 from support.captions import load_captions
 from support.cases.family_batches import Sample, batches, renumbered
 from support.cases.family_cases import FULL, QUICK, START, Family, families
+from support.cases.family_models import build_family
 from support.cases.patch_cases import PATCH_EMBEDDING, patch_rows
 from support.harness import (
     Row,
@@ -41,10 +42,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.hf.export import hf_name, hf_prefixes
-from torchmm.models.initialize import init_weights
-from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.models.registry import build_model
-from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.models.multimodal import MultimodalModel
 
 SEED = 0
 TOLERANCE = 1e-4
@@ -98,7 +96,7 @@ def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
     Raises:
         LossMismatchError: the losses on equal weights differ.
     """
-    ours = _build(family)
+    ours = build_family(family)
     theirs = _plain(family, ours)
     packed, padded = batches(ours, samples)
     loss = (ours(packed) / packed.target_count).item()
@@ -116,17 +114,6 @@ def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
         Row(family.name, "CPU time ratio", "x", times.cpu_ratio, baseline=1.0, goal=1.0),
         Row(family.name, "padding", "share", 0.0, padding, better="lower"),
     ]
-
-
-def _build(family: Family) -> MultimodalModel:
-    if family.composite:
-        config = ModelConfig(config=family.config)
-    else:
-        config = ModelConfig(llm=LlmConfig(config=family.config))
-    model = build_model(config, FreezeConfig())
-    materialize(model, "cpu")
-    init_weights(model, SEED)
-    return model.train()
 
 
 def _plain(family: Family, ours: MultimodalModel) -> PreTrainedModel:

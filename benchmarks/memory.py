@@ -300,9 +300,11 @@ def step_bytes(mode: Recompute) -> tuple[float, float]:
 
 
 def device_rows(through: Path | None) -> list[Row]:
-    """Of whole runs."""
+    """Of whole runs, as far as there are devices."""
     rows = []
-    for name, peak in device_peaks(through, list(SWITCHES)):
+    devices = max(s.ranks for s in SWITCHES.values()) if through else torch.cuda.device_count()
+    names = [name for name, switch in SWITCHES.items() if switch.ranks <= devices]
+    for name, peak in device_peaks(through, names):
         case = f"run, {name}"
         rows.append(Row(case, "peak", "MiB", peak.measured / MIB, better="lower"))
         rows.append(Row(case, "peak over prediction", "x", peak.measured / peak.predicted))
@@ -318,13 +320,15 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    device = CPU
     if arguments.device:
+        device = CPU if arguments.through else torch.device("cuda")
         rows = device_rows(arguments.through)
     else:
         rows = [*state_rows(), *recompute_rows()]
         for size in QUICK if arguments.quick else SIZES:
             rows += loss_rows(size, arguments.pairs)
-    report(f"Memory, seed 0; {describe_machine(CPU)}", rows, arguments.json)
+    report(f"Memory, seed 0; {describe_machine(device)}", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ speed.
                  and over 2 GPUs: FSDP2, pipelines, tensor parallelism with and without overlap,
                  encoders on a side stream
     attention    which kernels packed attention runs
+    families     gradients of a small model of every family on one GPU against the CPU
     speed        SigLIP-so400m with Qwen3-1.7B and 8B against Hugging Face, with and without compile
     data         how long steps wait for samples
     saving       how much longer a step takes while a checkpoint is written
@@ -34,6 +35,7 @@ from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 
+from torchmm.common.errors import ConfigError
 from torchmm.common.log import loading, log_to_console, working
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,7 +108,8 @@ class Machine:
         if ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         start += [str(self.through)] if self.through else []
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"}
+        paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         process = subprocess.Popen(
             [*start, str(ROOT / script), *arguments],
             cwd=ROOT,
@@ -221,6 +224,15 @@ def check_attention(machine: Machine) -> Iterator[Line]:
         yield Line("attention", case, operators, "flash", "ok" if fast else "look")
 
 
+def check_families(machine: Machine) -> Iterator[Line]:
+    """Loss and gradients of every family, in float32 and bfloat16."""
+    wanted = ["--families", *(["llama", "qwen3_vl"] if machine.small else [])]
+    for line in machine.run("scripts/gpu_check.py", wanted).splitlines():
+        case, found, expected, said = line.split("; ")
+        verdicts: dict[str, Verdict] = {"ok": "ok", "not run": "not run"}
+        yield Line("families", case, found, expected, verdicts.get(said, "WRONG"))
+
+
 def check_speed(machine: Machine) -> Iterator[Line]:
     """`benchmarks/single_device.py`, shape by shape."""
     shapes = ["tiny"] if machine.small else ["so400m_qwen3_1.7b", "so400m_qwen3_8b_frozen_llm"]
@@ -280,6 +292,7 @@ def check_calibration(machine: Machine) -> Iterator[Line]:
 CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
     "losses": check_losses,
     "attention": check_attention,
+    "families": check_families,
     "data": check_data,
     "saving": check_saving,
     "calibration": check_calibration,
@@ -312,12 +325,50 @@ def show_attention() -> None:
         print(f"{case}: {', '.join(sorted(names))}")
 
 
+def show_families(names: list[str]) -> None:
+    """Prints how far a GPU's gradients are from the CPU's; all families if none is named."""
+    with loading():
+        import torch.distributed as dist
+        from support.captions import load_captions
+        from support.cases.family_batches import renumbered
+        from support.cases.family_cases import QUICK, families
+        from support.cases.family_models import device_differences
+
+        from torchmm.parallel.mesh import select_device, start_process_group
+        from torchmm.recipe.parallel_section import ParallelConfig
+
+    device = select_device("cuda")
+    start_process_group(ParallelConfig(), device)
+    samples, vocabulary = renumbered(load_captions(0), 8)
+    for family in families(QUICK, vocabulary):
+        if names and family.name not in names:
+            continue
+        try:
+            for dtype, off in device_differences(family, samples, device):
+                verdict = "ok" if off.gradient <= off.most else "WRONG"
+                found = f"gradients {off.gradient:.1e} off the CPU's, most of it {off.worst}"
+                print(f"{family.name}, {dtype}; {found}; <= {off.most:.0e}; {verdict}", flush=True)
+        except ConfigError as error:  # what this version of transformers lacks
+            print(f"{family.name}; {_one_line(error)}; ; not run", flush=True)
+        except (RuntimeError, ValueError, TypeError) as error:
+            print(f"{family.name}; {_one_line(error)}; ; WRONG", flush=True)
+    dist.destroy_process_group()
+
+
+def _one_line(error: Exception) -> str:
+    said = " ".join(str(error).replace(";", ",").split())
+    return f"{type(error).__name__}: {said[:200]}"
+
+
 def main() -> int:
     """Runs the checks; 1 if a result is wrong."""
     options = _parse()
     log_to_console(Console(stderr=True), only_progress=True)
     if options.attention:
         show_attention()
+        return 0
+    if options.families is not None:
+        show_families(options.families)
         return 0
     if not DATA.is_dir():
         print(f"no data in {DATA}; run: python scripts/prepare_data.py emoji_scenes")
@@ -386,6 +437,7 @@ def _parse() -> argparse.Namespace:
     add("--small", action="store_true", help="for tests: tiny shapes, whose figures say nothing")
     add("--through", type=Path, help="for tests: script that starts every program")
     add("--attention", action="store_true", help="only what packed attention calls")
+    add("--families", nargs="*", metavar="NAME", help="only what families compute on this GPU")
     return parser.parse_args()
 
 

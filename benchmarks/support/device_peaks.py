@@ -115,10 +115,11 @@ def _measured(run: Path, given: list[str], ranks: int, through: Path | None) -> 
     if ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     start += [str(through)] if through else []
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*start, str(ROOT / "train.py"), "--config", str(RECIPE), *given],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FAKECUDA_PORTION": str(UPDATE_PORTION)},
+        env={**os.environ, "PYTHONPATH": paths, "FAKECUDA_PORTION": str(UPDATE_PORTION)},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

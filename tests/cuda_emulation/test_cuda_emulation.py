@@ -331,6 +331,14 @@ def test_one_hardware_queue_stops_a_pipeline(built, tmp_path, real_data) -> None
     assert stuck(ranks, queues=1)
 
 
+@pytest.mark.campaign
+def test_two_ranks_on_one_gpu_are_refused(built, tmp_path, real_data, monkeypatch) -> None:
+    """NCCL would refuse them, in the middle of a step, without saying what to do."""
+    monkeypatch.setenv("FAKECUDA_DEVICES", "1")
+    with pytest.raises(AssertionError, match="ranks 0 and 1 compute on the same GPU, fake-0"):
+        logged(CASES["pp2"], tmp_path, real_data)
+
+
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_the_check_of_gpus_runs_whole(built, tmp_path, real_data) -> None:
@@ -339,9 +347,11 @@ def test_the_check_of_gpus_runs_whole(built, tmp_path, real_data) -> None:
     run([sys.executable, "scripts/gpu_check.py", "--gpus=1", "--small", "--minutes=4",
          f"--through={HERE / 'emulate.py'}", f"--json={file}"])  # fmt: skip
     lines = json.loads(file.read_text())["lines"]
-    by_check = {name: [x for x in lines if x["check"] == name] for name in ("losses", "attention")}
+    checks = ("losses", "attention", "families")
+    by_check = {name: [x for x in lines if x["check"] == name] for name in checks}
     assert {x["verdict"] for x in by_check["attention"]} == {"ok"}
+    assert [x["verdict"] for x in by_check["families"]] == ["ok"] * 4
     assert [x["verdict"] for x in by_check["losses"]][:2] == ["ok", "ok"]
     assert {x["check"] for x in lines} == {
-        "losses", "attention", "speed", "data", "saving", "calibration",
+        "losses", "attention", "families", "speed", "data", "saving", "calibration",
     }  # fmt: skip

@@ -2,27 +2,39 @@
 
 Weights are drawn by Hugging Face's own `_init_weights` on the CPU, one layer at a time, from a
 seed that depends only on the run's seed and the layer's name; then each rank copies the slice it
-owns. Buffers that no file holds (rotary frequencies) are filled the same way. Rejected: drawing
-on the sharded tensors, which gives different weights for every number of ranks and, for uneven
-shards, different ones on replicas. Adapters are drawn apart, each from its own name, so
-that a model with them has the weights of one without.
+owns. Several layers are drawn at once, each in a thread with a generator of its own: torch draws
+with one core, which takes minutes for billions of weights. Buffers that no file holds (rotary
+frequencies) are filled the same way. Rejected: drawing on the sharded tensors, which gives
+different weights for every number of ranks and, for uneven shards, different ones on replicas.
+Adapters are drawn apart, each from its own name, so that a model with them has the weights of one
+without.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmm.models.hf.load import copy_slice, local_tensor
 from torchmm.models.layered import LayeredModule, WeightInitializer, units
 from torchmm.models.layers.lora import CHILD, Lora, adapted_linears, initial_down
 from torchmm.models.multimodal import MultimodalModel
+
+MOST_BYTES = 4 * 2**30
+"""Of the layers that a rank draws at the same time, where one alone is not larger."""
+_GLOBAL_GENERATOR = Lock()
 
 
 @torch.no_grad()
@@ -34,20 +46,57 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
         seed: the run's seed.
         skip: names that already hold their value, e.g. from `hf_io.load_weights`.
     """
+    drawings = []
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             whole = module.bare()
         wanted = _by_drawn_name(module, prefix, skip)
         for unit_fqn, unit in units(whole, module.layers_fqn):
-            names = [f"{unit_fqn}.{name}" for name, _ in named_tensors(unit)]
-            if not wanted.keys() & set(names):
-                continue
-            filled = random_copy(unit, module.hf, f"{seed} {prefix}.{unit_fqn}")
-            for name, value in named_tensors(filled):
-                for target in wanted.get(f"{unit_fqn}.{name}", ()):
-                    copy_slice(target, value)
+            sizes = {f"{unit_fqn}.{name}": t.nbytes for name, t in named_tensors(unit)}
+            if wanted.keys() & sizes.keys():
+                key = f"{seed} {prefix}.{unit_fqn}"
+                fill = partial(_fill, unit, unit_fqn, module.hf, key, wanted)
+                drawings.append(_Drawing(fill, sum(sizes.values())))
+    _draw(drawings)
+    for prefix, module in model.named_modality_modules():
         for name, linear, lora in adapted_linears(module):
             _init_lora(linear, lora, f"{prefix}.{name}.{CHILD}", seed, skip)
+
+
+class _Drawing(NamedTuple):
+    """What fills the weights of a layer, and their bytes while it does."""
+
+    fill: Callable[[], None]
+    size_bytes: int
+
+
+def _draw(drawings: list[_Drawing]) -> None:
+    """All of them, as many at a time as there are cores for this rank and `MOST_BYTES` allow."""
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    running: dict[Future[None], int] = {}
+    with ThreadPoolExecutor(max(1, cores)) as threads:
+        for drawing in drawings:
+            while running and sum(running.values()) + drawing.size_bytes > MOST_BYTES:
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    running.pop(done)
+                    done.result()
+            running[threads.submit(drawing.fill)] = drawing.size_bytes
+        for future in running:
+            future.result()
+
+
+def _fill(
+    unit: nn.Module,
+    unit_fqn: str,
+    owner: WeightInitializer,
+    key: str,
+    wanted: dict[str, list[Tensor]],
+) -> None:
+    """Draws a layer and gives this rank's tensors their parts of it."""
+    with torch.no_grad():  # which a thread has to be told
+        for name, value in named_tensors(random_copy(unit, owner, key)):
+            for target in wanted.get(f"{unit_fqn}.{name}", ()):
+                copy_slice(target, value)
 
 
 def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:
@@ -102,17 +151,41 @@ def random_copy(
     filled = copy.deepcopy(unit).to_empty(device="cpu")
     for _, tensor in named_tensors(filled):
         tensor.fill_(_poison(tensor))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_seed_of(key))
+    with _OwnGenerator(_seed_of(key)):
         for module in _children_first(filled):
             owner._init_weights(module)
-    unfilled = {n: t for n, t in named_tensors(filled) if (t.isnan() | (t == _poison(t))).any()}
+    unfilled = {name: t for name, t in named_tensors(filled) if _is_poisoned(t)}
     if unused:
         for tensor in unfilled.values():
             tensor.zero_()
         return filled
     assert not unfilled, f"{key}: {type(owner).__name__} does not initialise {[*unfilled]}"
     return filled
+
+
+class _OwnGenerator(TorchDispatchMode):
+    """In its thread, every random operator draws what `torch.manual_seed` would have it draw.
+
+    Where an operator takes no generator, torch's global one stands in, and is put back.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return func(*args, **{**kwargs, "generator": self._generator})
+        with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._generator.get_state())
+            found = func(*args, **kwargs)
+            self._generator.set_state(torch.get_rng_state())
+            return found
 
 
 def _seed_of(key: str) -> int:
@@ -122,6 +195,13 @@ def _seed_of(key: str) -> int:
 def _poison(tensor: Tensor) -> float:
     """A value that no initialisation gives."""
     return torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+
+
+def _is_poisoned(tensor: Tensor) -> bool:
+    """Whether a value was left; a sum of floats tells, without a copy of the tensor."""
+    if tensor.is_floating_point():
+        return bool(tensor.sum().isnan())
+    return bool((tensor == _poison(tensor)).any())
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -31,6 +31,7 @@ from torchmm.models.multimodal import MultimodalModel, SampleSpecs
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.gather import gather_texts, ranks_of_machine
 from torchmm.parallel.health.peers import peer_errors
+from torchmm.parallel.health.preflight import check_own_device
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
@@ -93,6 +94,7 @@ def train(recipe: Recipe) -> int:
                 check_hardware_queues(channel_streams(cut.layout))
             with peer_errors(rank):
                 start_process_group(recipe.parallel, device)
+                check_own_device(device)
                 streams = ends.enter_context(shared_reader(recipe, model.sample_specs(tokenizer)))
                 parts = build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
             trainer = Trainer(parts, stop, end_for)

@@ -144,11 +144,16 @@ def _patch_cuda(torch, own, devices, name, memory):
         def __exit__(self, *_):
             own.set_device(self.before)
 
-    properties = types.SimpleNamespace(
+    def properties(device=None):
+        return types.SimpleNamespace(
+            uuid=f"fake-{own.current_device() if device is None else index_of(device)}", **shared
+        )
+
+    shared = dict(
         name=name, total_memory=memory, multi_processor_count=132, major=9, minor=0,
         warp_size=32, gcnArchName="", L2_cache_size=60 << 20, is_integrated=False,
         max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
-        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, uuid="fake",
+        shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
     )  # fmt: skip
 
     def synchronize(device=None):
@@ -177,7 +182,7 @@ def _patch_cuda(torch, own, devices, name, memory):
         is_available=lambda: True, is_initialized=lambda: True, init=lambda: None,
         _lazy_init=lambda: None, device_count=lambda: devices, current_device=own.current_device,
         set_device=lambda d: own.set_device(index_of(d)), get_device_name=lambda d=None: name,
-        get_device_properties=lambda d=None: properties,
+        get_device_properties=properties,
         get_device_capability=lambda d=None: (9, 0),
         is_bf16_supported=lambda including_emulation=True: True, Stream=Stream, Event=Event,
         current_stream=current_stream, default_stream=default_stream, stream=StreamContext,

@@ -1,10 +1,16 @@
 """Initial values are complete, Hugging Face's, and a function of seed and name alone."""
 
+import copy
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from model_cases import COMPOSITES, ENCODERS, LLMS, composite_config, pair_config
+from torch import nn
 
-from torchmm.models.initialize import init_weights
+from torchmm.models import initialize
+from torchmm.models.initialize import init_weights, random_copy
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
@@ -78,3 +84,39 @@ def test_ties_survive_materializing() -> None:
 def test_parameters_have_the_asked_dtype() -> None:
     model = fresh(composite_config("llava"), seed=0, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+class _Owner:
+    """A family of which one operator takes no generator."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            module.bias.copy_(torch.randn(len(module.bias)))
+
+
+def test_threads_draw_what_one_seeded_generator_draws() -> None:
+    """As many layers at once as there are threads; torch's own generator is the measure."""
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20))
+    keys = [f"layer {i}" for i in range(12)]
+    with ThreadPoolExecutor(4) as threads:
+        drawn = list(threads.map(lambda key: random_copy(layer, _Owner(), key), keys))
+    for key, found in zip(keys, drawn, strict=True):
+        expected = copy.deepcopy(layer).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big"))
+            for linear in expected:
+                _Owner()._init_weights(linear)
+        for name, value in expected.named_parameters():
+            assert torch.equal(found.get_parameter(name), value), f"{key}: {name}"
+
+
+@pytest.mark.parametrize("most_bytes", [1, 2**32])
+def test_an_error_of_a_layer_is_raised(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialize, "MOST_BYTES", most_bytes)
+    model = build_model(pair_config("llama", "clip"), FreezeConfig())
+    materialize(model, "cpu")
+    monkeypatch.setattr(type(model.llm.hf), "_init_weights", lambda self, module: None)
+    with pytest.raises(AssertionError, match="does not initialise"):
+        init_weights(model, seed=0)

@@ -3,7 +3,8 @@
 One device that is throttled, or one cable that fell back to half its rate, makes all ranks as slow,
 and nothing in a step says so: whoever waits looks like whoever is waited for. So every rank times a
 matrix product, a copy in its memory and a gather in each group that it will communicate in, all
-ranks compare, and what is out of line is named with its machine.
+ranks compare, and what is out of line is named with its machine. Before all that: whether every
+rank has a GPU of its own.
 
 The best of a few runs counts, since neighbours only ever make a run slower. Ranks are compared with
 the median of those with the same task, not with a data sheet: what is the same everywhere is for
@@ -24,6 +25,7 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 
+from torchmm.common.errors import ConfigError
 from torchmm.parallel.gather import gather_floats, gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.sizes import AXES
@@ -61,6 +63,24 @@ def check_ranks(
     for line in slow_ranks(rates_RT, hosts_R, _blocks(mesh), tolerance):
         logger.warning("preflight: %s", line)
     logger.info("preflight: %s", "; ".join(_medians(rates_RT)))
+
+
+def check_own_device(device: torch.device) -> None:
+    """Collective on CUDA.
+
+    Raises:
+        ConfigError: two ranks compute on the same GPU, which NCCL refuses in the middle of a step.
+    """
+    if device.type != "cuda" or dist.get_world_size() == 1:
+        return
+    first: dict[str, int] = {}
+    names_R = gather_texts(str(torch.cuda.get_device_properties(device).uuid))
+    for rank, name in enumerate(names_R):
+        if first.setdefault(name, rank) != rank:
+            raise ConfigError(
+                f"ranks {first[name]} and {rank} compute on the same GPU, {name}: start one rank "
+                f"for each GPU, here --nproc-per-node={torch.cuda.device_count()}"
+            )
 
 
 def slow_ranks(
