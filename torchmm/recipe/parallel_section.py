@@ -146,8 +146,8 @@ class ParallelConfig(Section):
     """Blocks into which "ring" cuts a rank's slice of the sequence; 0: the fastest in a short
     measurement at the start."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collective backend; "auto": NCCL on CUDA, gloo on CPU. No other carries several ranks' tensors of
-    these devices, so the other one is refused."""
+    """Collective backend; "auto": NCCL on CUDA, gloo on CPU. Several ranks' tensors travel by no
+    other, which is refused."""
     timeout_s: int = Field(default=300, ge=1)
     """Seconds a rank waits for a peer before the run stops with exit code 6."""
     preflight: float = Field(default=2.0, ge=0)
