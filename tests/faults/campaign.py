@@ -1144,7 +1144,7 @@ FAULTS = [
         "the replicas that the ranks that are left make go on",
         "every bit of a run with these sizes from that checkpoint, losses of all nodes to 1e-5",
         NOT_TRIED,
-        (f"{UNITS}test_what_is_left_of_the_encoder_goes_on_when_its_node_is_lost",),
+        (f"{UNITS}test_what_is_left_goes_on_when_a_node_of_the_encoder_is_lost",),
     ),
     # Schedulers
     Fault(

@@ -143,6 +143,10 @@ OPEN = {
     "checkpoint__keep": 24,
 }
 """The encoder has the ranks that the LLM leaves."""
+SIZES: dict[str, dict[str, object]] = {
+    "what is left": {},
+    "chosen": {"parallel__orchestrate": "true"},
+}
 
 
 def node(number: int, ranks: int, logs: Path, options: list[str], given: list[str]) -> TorchrunJob:
@@ -154,11 +158,14 @@ def node(number: int, ranks: int, logs: Path, options: list[str], given: list[st
 
 
 @pytest.mark.timeout(1200)
-def test_what_is_left_of_the_encoder_goes_on_when_its_node_is_lost(
-    tmp_path, real_data, train_server
+@pytest.mark.parametrize("sizes", SIZES)
+def test_what_is_left_goes_on_when_a_node_of_the_encoder_is_lost(
+    sizes, tmp_path, real_data, train_server
 ):
+    """The encoder gets what the LLM leaves, or all sizes are chosen anew."""
+    changes = OPEN | SIZES[sizes]
     run_dir, few = tmp_path / "run", tmp_path / "few"
-    given = arguments(run_dir, real_data, **OPEN)
+    given = arguments(run_dir, real_data, **changes)
     options = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     options += ["--rdzv-id=replicas", "--nnodes=1:2"]
     # Ranks follow the processes' numbers: that of the node which is to be lost is the first.
@@ -169,27 +176,28 @@ def test_what_is_left_of_the_encoder_goes_on_when_its_node_is_lost(
         wait_for_step(run_dir, 4, timeout_s=400)
         launcher = lost.processes[0].pid
         rank = next(r for r in range(3) if parent_of(process_of(run_dir, r)) == launcher)
-        assert rank < 2, "the LLM's"
+        assert sizes == "chosen" or rank < 2, "the LLM's"
         for process in (launcher, process_of(run_dir, rank)):
             os.kill(process, signal.SIGKILL)
         assert left.wait(400) == [0], left.output()
     before, _, after = left.output().partition("resumed from")
-    assert "3 = 2 for vision + 1 for llm" in lost.output()
+    first = "3 = [12] for vision" if sizes == "chosen" else r"3 = 2 for vision \+ 1 for llm"
+    assert re.search(first, lost.output())
     assert "2 = 1 for vision + 1 for llm" in before
     assert read_status(run_dir).state == "done"
     found = records(run_dir)
-    assert [r["step"] for r in found] == list(range(1, OPEN["training__steps"] + 1))
+    assert [r["step"] for r in found] == list(range(1, changes["training__steps"] + 1))
 
     # The sizes that were left, from that step: every bit. All sizes, from the first: to 1e-5.
     saved = int(after.partition("step-")[2].split()[0])
     shutil.copytree(run_dir / f"checkpoints/step-{saved}", few / f"checkpoints/step-{saved}")
-    codes, output = train_server.run(arguments(few, real_data, **OPEN), tmp_path / "few-logs", 2)
+    codes, output = train_server.run(arguments(few, real_data, **changes), tmp_path / "few-logs", 2)
     assert codes == [0, 0] and "resumed from" in output, output
     assert [r["loss"] for r in records(few)] == [r["loss"] for r in found[saved:]]
     assert [n for n, v in weights(few).items() if not torch.equal(v, weights(run_dir)[n])] == []
     whole = tmp_path / "whole"
     codes, output = train_server.run(
-        arguments(whole, real_data, **OPEN), tmp_path / "whole-logs", 3
+        arguments(whole, real_data, **changes), tmp_path / "whole-logs", 3
     )
     assert codes == [0] * 3, output
     losses = [r["loss"] for r in found]
