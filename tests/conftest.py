@@ -105,6 +105,28 @@ CAMPAIGNS = {
     "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
     "test_head_to_head_benchmark.py::test_the_best_combination_is_the_best_of_all_that_it_knows",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
+    # Equality on more ranks than this machine has cores; fewer ranks, or parts of it, run always.
+    "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
+    "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",
+    "test_decode_once.py::test_replicas_decode_each_image_once[2 ranks]",
+    "test_train_float8.py::test_layouts_round_as_one_process_does[compiled]",
+    "test_train.py::test_resume_continues_with_the_same_bits[shard-workers3-changes3]",
+    "test_uploads.py::test_a_store_that_takes_nothing_more_is_told_and_training_goes_on[full]",
+    # Planners on whole clusters.
+    "test_encoder_choice.py::test_encoders_may_have_different_tensor_parallel_sizes",
+    "test_encoder_choice.py::test_tensor_parallel_sizes_are_tried_too",
+    "test_orchestrate.py::test_the_optimum_and_the_next_best_equal_those_of_all_plans[0]",
+    # Benchmarks in small.
+    "test_memory_benchmark.py::test_switches_hold_what_is_planned[state_rows]",
+    "test_memory_benchmark.py::test_memory_is_that_of_a_chunk[torch.bfloat16]",
+    "test_loader_scale_benchmark.py::test_each_case_gives_rows[billion]",
+    "test_pipeweaver_benchmark.py::test_large_models_have_the_printed_mfu_beside_ours_only",
+    "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
+    "test_preprocessing_benchmark.py::test_what_sending_costs_is_told_for_both_ways",
+    # Random recipes with a mistake put in; others with one run always.
+    "test_fuzz.py::test_composites_that_hear_are_judged[types0--None]",
+    "test_fuzz.py::test_composites_that_hear_are_judged[types1-rows-loss]",
+    "test_fuzz.py::test_composites_that_hear_are_judged[types2--None]",
 }
 """Tests and files marked `campaign`: they run with `./scripts/test.sh --all` only, as CI does."""
 

@@ -129,7 +129,7 @@ CASES = {
 }
 DEFAULT = {"quickstart"}
 """Cases that run without `--all`."""
-QUICK_DEFECTS = DEFAULT | {"look_at_device", "pageable_copy"}
+QUICK_DEFECTS = DEFAULT | {"look_at_device"}
 """These and the defects that are looked for in them."""
 
 

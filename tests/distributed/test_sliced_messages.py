@@ -84,7 +84,7 @@ CASES: dict[int, list[Chain | Colocated | Apart]] = {
     ],
 }  # fmt: skip
 """By number of ranks."""
-WORLDS = [pytest.param(n, marks=pytest.mark.campaign) if n > 4 else n for n in CASES]
+WORLDS = [pytest.param(n, marks=pytest.mark.campaign) if n > 3 else n for n in CASES]
 
 
 @dataclass
