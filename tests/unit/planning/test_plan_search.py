@@ -160,3 +160,13 @@ def test_the_formula_alone_would_have_chosen_a_worse_plan(case):
     seconds, fine = every[index, tuple(unit.sizes for unit in favourite.units)]
     best = min(seconds for seconds, fine in every.values() if fine)
     assert not fine or seconds > 1.01 * best
+
+
+@pytest.mark.parametrize("effort", [8_000, 40_000])
+def test_a_short_search_among_all_plans_knows_those_that_use_all_devices(case, effort):
+    recipe, profile, sample, variants, _ = case
+    given = {"sample": sample, "variants": variants}
+    exact = search_plans(recipe, DEVICES, profile, exact=True, effort=effort / 4, **given)
+    every = search_plans(recipe, DEVICES, profile, effort=effort, **given)
+    if exact.best is not None:
+        assert every.best is not None and every.best.step_ms <= exact.best.step_ms
