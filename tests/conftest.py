@@ -105,7 +105,7 @@ CAMPAIGNS = {
     "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
     "test_head_to_head_benchmark.py::test_the_best_combination_is_the_best_of_all_that_it_knows",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
-    # Equality on more ranks than this machine has cores; fewer ranks, or parts of it, run always.
+    # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
     "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",
     "test_decode_once.py::test_replicas_decode_each_image_once[2 ranks]",

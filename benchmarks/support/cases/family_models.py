@@ -1,30 +1,31 @@
 """Small models of families as torchmm builds them, and what a device computes with them.
 
-On another device the same weights and samples give a loss and gradients that differ by rounding
-alone. How much that is, no constant says: in bfloat16 a router may choose another expert. So the
-measure is the CPU's own rounding, that of the same dtype against float32.
+On another device the same weights and samples give gradients that differ by rounding alone. How
+much that is, no constant says: in bfloat16 a router may choose another expert. So the measure is
+the CPU's own rounding, that of the same dtype against float32.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.cases.family_batches import Sample, batches
 from support.cases.family_cases import Family
 from torchmm.common.batch import Microbatch
+from torchmm.common.dtypes import DTYPES
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
+CPU = torch.device("cpu")
 SEED = 0
 LEAST = {"float32": 1e-4, "bfloat16": 3e-2}
 """Relative difference of gradients that is rounding in any case."""
@@ -44,26 +45,18 @@ def build_family(family: Family) -> MultimodalModel:
     return model.train()
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Between a device and the CPU in float32.
+class Difference(NamedTuple):
+    """Between a device's gradients and the CPU's in float32.
 
     Attributes:
-        loss: of the losses, relative.
-        gradient: norm of the difference of all gradients over the norm of all gradients.
+        share: norm of the difference of all gradients over the norm of all gradients.
+        most: what that may be if it is rounding.
         worst: the parameter with the largest part of it.
-        rounding: the CPU's own `gradient` in this dtype; 0 in float32.
     """
 
-    loss: float
-    gradient: float
+    share: float
+    most: float
     worst: str
-    rounding: float
-
-    @property
-    def most(self) -> float:
-        """What `gradient` may be if it is rounding."""
-        return max(LEAST["bfloat16" if self.rounding else "float32"], TIMES * self.rounding)
 
 
 def device_differences(
@@ -72,34 +65,28 @@ def device_differences(
     """In float32 and bfloat16, by the dtype's name. Needs a process group of this one rank."""
     model = build_family(family)
     packed, _ = batches(model, samples)
-    cpu = torch.device("cpu")
-    loss, gradients = _gradients(model, packed, cpu, torch.float32)
-    norm = _norm(gradients)
-    for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
-        rounding = 0.0
-        if dtype != torch.float32:
-            _, rounded = _gradients(model, packed, cpu, dtype)
-            rounding = _norm(_minus(rounded, gradients)) / norm
-        other_loss, found = _gradients(model, packed, device, dtype)
-        off = _minus(found, gradients)
+    expected = _gradients(model, packed, CPU, torch.float32)
+    for name, least in LEAST.items():
+        exact = DTYPES[name] == torch.float32
+        own = expected if exact else _gradients(model, packed, CPU, DTYPES[name])
+        off = _minus(_gradients(model, packed, device, DTYPES[name]), expected)
         worst = max(off, key=lambda parameter: off[parameter].norm().item())
-        yield name, Difference(abs(other_loss / loss - 1), _norm(off) / norm, worst, rounding)
+        share, rounding = (_norm(d) / _norm(expected) for d in (off, _minus(own, expected)))
+        yield name, Difference(share, max(least, TIMES * rounding), worst)
 
 
 def _gradients(
     model: MultimodalModel, batch: Microbatch, device: torch.device, dtype: torch.dtype
-) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and gradients by name, on the CPU; cast and sharded as in a run of one rank."""
+) -> dict[str, Tensor]:
+    """By name, on the CPU; of a model that is cast and sharded as in a run of one rank."""
     there = deepcopy(model).to(device)
     mesh = init_device_mesh(device.type, (1,))
     for module in there.modality_modules():
         apply_fsdp(module, mesh, dtype)
     batch = batch.to(device)
-    loss = there(batch) / batch.target_count
-    loss.backward()
-    return loss.item(), {
-        name: p.grad.to_local().cpu() for name, p in there.named_parameters() if p.grad is not None
-    }
+    (there(batch) / batch.target_count).backward()
+    found = {name: p.grad for name, p in there.named_parameters() if p.grad is not None}
+    return {name: gradient.to_local().cpu() for name, gradient in found.items()}
 
 
 def _minus(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -109,4 +96,4 @@ def _minus(left: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def _norm(gradients: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+    return nn.utils.get_total_norm(gradients.values()).item()

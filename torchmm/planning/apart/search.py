@@ -148,12 +148,13 @@ def search_plans(
     sample = StepSample(recipe) if sample is None else sample
     if variants is None:
         variants = plan_variants(recipe, devices, profile, sample)
+    first_effort = 0.0 if exact else EXACT_SHARE * effort
     space = PlanSpace(variants, exact=exact, limits=limits)
-    search = _Search(recipe, profile, sample, variants, space, effort, limits)
+    search = _Search(recipe, profile, sample, variants, space, effort - first_effort, limits)
     if not exact:
         # A small part of all plans, and seldom worse: an effort that is soon spent goes far in it.
-        every = PlanSpace(variants, exact=True, limits=limits)
-        first = _Search(recipe, profile, sample, variants, every, effort * EXACT_SHARE, limits)
+        whole = PlanSpace(variants, exact=True, limits=limits)
+        first = _Search(recipe, profile, sample, variants, whole, first_effort, limits)
         first.run()
         search.go_on_from(first)
     search.run()
@@ -192,8 +193,9 @@ class _Search:
     """The least bound of plans that were not listed."""
 
     def go_on_from(self, first: _Search) -> None:
-        """Knows the plans that another search with the same variants has simulated."""
-        self.effort -= EXACT_SHARE * self.effort - first.effort
+        """Knows the plans that another search with the same variants has simulated, and has what
+        it left of its effort."""
+        self.effort += first.effort
         self.found = list(first.found)
         self.tried = set(first.tried)
         self.best_ms = first.best_ms
