@@ -4,6 +4,11 @@ import importlib
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from torchmm.parallel.mesh import start_process_group
+from torchmm.recipe.parallel_section import ParallelConfig
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -68,3 +73,32 @@ def test_patch_embeddings_are_compared_in_both_precisions(benchmark):
     assert [row.metric for row in rows] == ["forward and backward", "speed ratio"] * 2
     assert [row.case.split()[-1] for row in rows] == ["fp32", "fp32", "bf16", "bf16"]
     assert all(row.ours > 0 and row.case.startswith(benchmark.PATCH_EMBEDDING) for row in rows)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process group of this process."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    start_process_group(ParallelConfig(), torch.device("cpu"))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_a_device_that_computes_something_else_is_told_from_rounding(
+    benchmark, samples, alone, monkeypatch, factor
+):
+    models = importlib.import_module("support.cases.family_models")
+    device, true = torch.device("cpu", 0), models._gradients
+
+    def found(model, batch, where, dtype):
+        gradients = true(model, batch, where, dtype)
+        return {name: g * factor if where is device else g for name, g in gradients.items()}
+
+    monkeypatch.setattr(models, "_gradients", found)
+    texts, vocabulary = samples
+    llama = next(f for f in benchmark.families(benchmark.QUICK, vocabulary) if f.name == "llama")
+    differences = dict(models.device_differences(llama, texts, device))
+    assert set(differences) == {"float32", "bfloat16"}
+    assert all((off.share <= off.most) == (factor == 1.0) for off in differences.values())
