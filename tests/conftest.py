@@ -23,17 +23,13 @@ BEGIN_S = time.monotonic()
 
 CAMPAIGNS = {
     # Larger worlds and further layouts of tests that also run with fewer ranks.
-    *(
-        f"test_colocated_equality.py::test_colocated_encoders_equal_one_process[4-{part}]"
-        for part in range(3)
-    ),
-    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3 with towers on two]",
+    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, all composites]",
+    "test_disaggregated_equality.py::test_modules_apart_equal_one_process[3, towers on two]",
     "test_disaggregated_equality.py::test_modules_apart_equal_one_process[5]",
-    "test_encoder_tensor_parallel.py::test_split_encoders_equal_the_whole[4]",
+    "test_generator_equality.py::test_generators_equal_one_process[pp2, more]",
     "test_generator_equality.py::test_generators_equal_one_process[fsdp2]",
     "test_generator_equality.py::test_generators_equal_one_process[pp2 x fsdp2]",
     "test_generator_equality.py::test_generators_equal_one_process[pp2 x tp2]",
-    "test_layouts.py::test_layouts_equal_single_process[4-cases1]",
     "test_runtime_equality.py::test_random_orders_of_random_graphs_equal_one_process[4]",
     "test_runtime_equality.py::test_real_models_in_random_orders_equal_one_process[4]",
     "test_runtime_equality.py::test_copies_of_a_tied_weight_have_the_same_gradient_bit_by_bit[4]",
@@ -85,6 +81,9 @@ CAMPAIGNS = {
             "llava_onevision",
         )
     ),
+    # The emulated device on defects that it must find; one run without any stays.
+    "test_cuda_emulation.py::test_the_emulated_device_finds_what_it_is_for",
+    "test_cuda_emulation.py::test_defects_are_found[look_at_device-quickstart]",
     # Faults on real processes, which wait for time limits.
     "test_data_workers.py::test_a_process_with_idle_workers_exits_at_once",
     "test_data_workers.py::test_a_process_with_stopped_workers_exits_too",
@@ -93,6 +92,12 @@ CAMPAIGNS = {
     "test_faults.py::test_torchrun_restarts_a_killed_rank_and_ends_with_the_same_bits",
     "test_hung_data.py",
     "test_train_faults.py::test_kill_while_saving_in_the_background_loses_only_that_save",
+    "test_train_faults.py::test_sigterm_to_one_rank_stops_all_at_the_same_step",
+    "test_train_faults.py::test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint",
+    "test_stores.py::test_a_run_equals_that_on_local_files_and_no_secret_is_written",
+    "test_uploads.py::test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start",
+    "test_planning_process.py::test_nobody_waits_for_it_at_exit",
+    "test_peer_watch.py::test_a_process_whose_main_thread_waits_is_ended[True-True-step]",
     "test_train_faults.py::test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits",
     "test_train_faults.py::test_too_many_corrupt_samples_stop_all_ranks",
     "test_kill_while_saving.py::test_thirty_kills_leave_only_whole_checkpoints",
@@ -100,6 +105,22 @@ CAMPAIGNS = {
     # Whole programs that are slowed until they would be silent.
     "test_silence.py::test_a_whole_run_and_an_export_say_what_takes_long",
     "test_silence.py::test_planning_a_cluster_says_what_takes_long",
+    *(
+        f"test_silence.py::test_programs_say_at_once_that_they_import[scripts/{name}.py]"
+        for name in (
+            "text_baseline",
+            "calibrate",
+            "evaluate",
+            "profile_modules",
+            "inspect_data",
+            "index_data",
+            "simulate",
+            "prepare_data",
+            "gpu_check",
+            "export",
+            "generate",
+        )
+    ),
     # Benchmarks that time real ranks.
     "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
     "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
@@ -109,7 +130,15 @@ CAMPAIGNS = {
     "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",
     "test_decode_once.py::test_replicas_decode_each_image_once[2 ranks]",
-    "test_train_float8.py::test_layouts_round_as_one_process_does[compiled]",
+    *(
+        f"test_train_float8.py::test_layouts_round_as_one_process_does[{name}]"
+        for name in ("compiled", "tensor", "context", "one_scale")
+    ),
+    "test_train_float8.py::test_rounding_shows_and_the_loss_falls_all_the_same",
+    "test_train_pipeline.py::test_colocated_encoders_change_no_number",
+    "test_train_producers.py::test_two_ranks_train_on_what_producers_prepare_and_plan",
+    "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[1f1b]",
+    "test_generator_tensor_parallel.py::test_on_four_ranks_of_which_two_share_parameters",
     "test_train.py::test_resume_continues_with_the_same_bits[shard-workers3-changes3]",
     "test_uploads.py::test_a_store_that_takes_nothing_more_is_told_and_training_goes_on[full]",
     # Planners on whole clusters.
@@ -117,6 +146,14 @@ CAMPAIGNS = {
     "test_encoder_choice.py::test_tensor_parallel_sizes_are_tried_too",
     "test_orchestrate.py::test_the_optimum_and_the_next_best_equal_those_of_all_plans[0]",
     # Benchmarks in small.
+    "test_async_tensor_benchmark.py::test_the_benchmark_writes_rows_and_a_picture",
+    "test_benchmarks.py::test_single_device_writes_rows_of_the_schema",
+    "test_bubble_scheduling_benchmark.py::"
+    "test_memory_has_all_activations_and_plans_that_do_not_fit_are_marked_and_come_last",
+    "test_disttrain_figures.py::test_the_optimum_beats_the_baselines_on_a_small_cluster",
+    "test_pipeline_benchmark.py::test_all_cases_write_rows_with_equal_gradients",
+    "test_pipeweaver_benchmark.py::test_figure_11_compares_the_first_ranks_memory",
+    "test_pipeweaver_benchmark.py::test_iterations_rise_and_fall_and_ours_is_the_fastest",
     "test_memory_benchmark.py::test_switches_hold_what_is_planned[state_rows]",
     "test_memory_benchmark.py::test_memory_is_that_of_a_chunk[torch.bfloat16]",
     "test_loader_scale_benchmark.py::test_each_case_gives_rows[billion]",
@@ -124,6 +161,8 @@ CAMPAIGNS = {
     "test_pipeweaver_benchmark.py::test_replicas_of_large_models_have_equal_work",
     "test_preprocessing_benchmark.py::test_what_sending_costs_is_told_for_both_ways",
     # Random recipes with a mistake put in; others with one run always.
+    "test_fuzz.py::test_what_is_spoiled_is_found[gradient-gradient of]",
+    "test_fuzz.py::test_what_is_spoiled_is_found[averages-average: rank 0]",
     "test_fuzz.py::test_composites_that_hear_are_judged[types0--None]",
     "test_fuzz.py::test_composites_that_hear_are_judged[types1-rows-loss]",
     "test_fuzz.py::test_composites_that_hear_are_judged[types2--None]",

@@ -66,7 +66,7 @@ def two_ranks() -> list[dict]:
 
 def _find_on_two_ranks() -> dict[str, object]:
     _start()
-    return {"compiled": _compile(), "choice": _choose(), "linears": _compare_linears(CASES)}
+    return {"choice": _choose(), "linears": _compare_linears(CASES)}
 
 
 @pytest.mark.slow
@@ -108,10 +108,10 @@ def test_the_choice_is_made_together(two_ranks):
     assert first["missing"].startswith("a trial failed")
 
 
-@pytest.mark.slow
-def test_compiled_layers_have_no_breaks_and_equal_the_whole_model(two_ranks):
-    for found in two_ranks:
-        assert found["compiled"] == {length: {} for length in (24, 31)}
+@pytest.mark.campaign
+def test_compiled_layers_have_no_breaks_and_equal_the_whole_model():
+    for found in run_distributed(_compile, 2):
+        assert found == {length: {} for length in (24, 31)}
 
 
 def _start() -> None:
@@ -249,6 +249,7 @@ _LIBRARIES: list[torch.library.Library] = []
 
 def _compile() -> dict[int, dict[str, float]]:
     """Parameters with a wrong gradient, by length of the sequence."""
+    _start()
     mesh = build_mesh(ParallelConfig(shard=1, tensor=2), torch.device("cpu"))
     config = MODEL.model_copy(deep=True)
     config.llm.config["num_hidden_layers"] = 2

@@ -200,9 +200,16 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "part"), [(2, 0), (4, 0), (4, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "part"),
+    [
+        (2, 0),
+        *(pytest.param(2, part, marks=pytest.mark.campaign) for part in (1, 2)),
+        *(pytest.param(4, part, marks=pytest.mark.campaign) for part in range(3)),
+    ],
+)
 def test_colocated_encoders_equal_one_process(ranks, part):
-    cases = CASES[ranks] if ranks == 2 else CASES[ranks][part::3]  # a test has limited time
+    cases = CASES[ranks][part::3]  # a test has limited time
     outcomes = run_distributed(_compare_all, ranks, cases)
     for rank, found in enumerate(outcomes):
         assert len(found) == len(cases)

@@ -110,8 +110,7 @@ CASES = {
         Case(ONE, ONE, schedule="zero_bubble", parallel={"vision": {"sub_microbatch_images": 2}}),
     ],
     "3": [
-        *(Case(ONE, PP2, composite=name) for name in SINGLE),
-        *(Case(ONE, ONE, audio=ONE, composite=name) for name in OMNI),
+        Case(ONE, PP2, composite=SEEING[0]),
         *(Case(encoder, ONE) for encoder in (DP2, TP2, PP2, unit(replicate=2))),
         *(Case(ONE, llm) for llm in (DP2, TP2, PP2)),
         Case(ONE, TP2, freeze="tower", parallel={"sequence_parallel": True}),
@@ -122,7 +121,11 @@ CASES = {
         Case(ONE, ONE, ONE, latents="mean"),
         Case(ONE, ONE, ONE, freeze="all but the LLM", latents="sampled"),
     ],
-    "3 with towers on two": [
+    "3, all composites": [
+        *(Case(ONE, PP2, composite=name) for name in SINGLE),
+        *(Case(ONE, ONE, audio=ONE, composite=name) for name in OMNI),
+    ],
+    "3, towers on two": [
         *(
             Case(PP2, ONE, composite=name, schedule="zero_bubble")
             for name in (*SEEING, "qwen2_audio")

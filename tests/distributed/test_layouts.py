@@ -340,7 +340,14 @@ CASES_OF_2 = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES_OF_2), (4, CASES_OF_4)])
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, CASES_OF_2[::3]),
+        pytest.param(2, CASES_OF_2, marks=pytest.mark.campaign),
+        pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign),
+    ],
+)
 def test_layouts_equal_single_process(ranks, cases):
     for outcomes in zip(*run_distributed(compare_all, ranks, cases), strict=True):
         for name, loss_error, norm_error, gradient_errors in outcomes:

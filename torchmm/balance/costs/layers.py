@@ -473,13 +473,12 @@ def stage_parameters(
     """
     first = start == 0
     last = stop == len(module.layers)
-    whole = sum(layer_parameters(layer) for layer in module.layers)
     before = float(module.pre_parameters)
     behind = float(module.post_parameters)
-    if not before and not behind:
-        before = max(0.0, module.parameters - whole)
-    if module.tied and first and last:
-        before = max(0.0, module.parameters - whole - behind)  # the table is the head
+    unknown = not before and not behind
+    if unknown or (module.tied and first and last):  # tied: the table is the head
+        of_layers = sum(layer_parameters(layer) for layer in module.layers)
+        before = max(0.0, module.parameters - of_layers - behind)
     draws = module.kind == "generator"
     sees = module.kind == "encoder"
     layers = module.layers[start:stop]
