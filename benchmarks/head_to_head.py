@@ -84,7 +84,7 @@ CASES = (
     Case("optimus_vit22b_gpt175b", 3072),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
 )
-QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",), effort=EFFORT / 50),)
+QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=2",), effort=EFFORT / 50),)
 
 
 def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:

@@ -118,7 +118,11 @@ CASES_OF_4 = [
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, CASES_OF_2), pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign)],
+    [
+        (2, CASES_OF_2[::2]),
+        pytest.param(2, CASES_OF_2, marks=pytest.mark.campaign),
+        pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign),
+    ],
 )
 def test_shared_rows_equal_single_process(ranks, cases):
     for outcomes in zip(*run_distributed(compare_all, ranks, cases), strict=True):
