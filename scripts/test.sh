@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 prepare_environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-draws=20 selected=(-m "not campaign")
+draws=8 selected=(-m "not campaign")
 if [ "${1:-}" = --all ]; then
     draws=${DRAWS:-120} selected=()
     shift
