@@ -33,8 +33,14 @@ RECIPES = {
     if path.stem != "base"
 }
 EXIT_CODE, STEP, MFU, MEMORY = "exit code", "iteration", "MFU", "peak memory per GPU"
-COLUMNS = {"step": (STEP, "{:.2f} s"), "MFU": (MFU, "{:.1f} %"), "memory": (MEMORY, "{:.0f} GiB")}
-"""Of tables: metric and form."""
+TRAINING_STEPS = 5000
+COLUMNS = {
+    "step": (STEP, "{:.2f} s", 1.0),
+    "hours": (STEP, "{:.1f}", TRAINING_STEPS / 3600),
+    "MFU": (MFU, "{:.1f} %", 1.0),
+    "memory": (MEMORY, "{:.0f} GiB", 1.0),
+}
+"""Of tables: metric, form, and what a unit of the metric is there."""
 FIRST_STEP = re.compile(r"^first step +([\d,.]+) ms on .*MFU ([\d.]+) %", re.MULTILINE)
 PEAK = re.compile(r"^peak memory +([\d.]+) GiB", re.MULTILINE)
 
@@ -93,14 +99,17 @@ def with_figures(text: str, rows: Sequence[Row]) -> str:
     lines, columns = text.split("\n"), []
     for number, line in enumerate(lines):
         cells = line.split("|")
-        if line.startswith("| recipe |"):
+        if "| recipe |" in line:
             columns = [cell.strip().split(" ")[0] for cell in cells]
-        name = cells[1].strip(" `") if line.startswith("| `") else ""
-        for at, column in enumerate(columns if len(cells) == len(columns) else []):
-            metric, form = COLUMNS.get(column, ("", ""))
-            if (name, metric) in figures:
-                cells[at] = f" {form.format(figures[name, metric])} "
-        lines[number] = "|".join(cells)
+        elif not line.startswith("|"):  # the table's end
+            columns = []
+        elif len(cells) == len(columns):
+            name = cells[columns.index("recipe")].strip(" `")
+            for at, column in enumerate(columns):
+                metric, form, scale = COLUMNS.get(column, ("", "", 1.0))
+                if (name, metric) in figures:
+                    cells[at] = f" {form.format(scale * figures[name, metric])} "
+            lines[number] = "|".join(cells)
     return "\n".join(lines)
 
 

@@ -10,6 +10,10 @@ TABLE = """| recipe | model | step | MFU | memory per GPU |
 |---|---|---:|---:|---:|
 | `small` | one | | | |
 | `other` | two | 3.00 s | 9.0 % | 7 GiB |
+
+| goal | recipe | hours |
+|---|---|---:|
+| try it | `small` | |
 """
 RECIPE = """
 [model.llm.config]
@@ -47,7 +51,9 @@ def test_figures_of_a_dry_run_go_into_the_table(benchmark, tmp_path):
     lines = benchmark.with_figures(TABLE, rows).split("\n")
     seconds, share, gib = (row.ours for row in rows[1:])
     assert lines[2] == f"| `small` | one | {seconds:.2f} s | {share:.1f} % | {gib:.0f} GiB |"
-    assert [lines[i] for i in (0, 1, 3)] == [TABLE.split("\n")[i] for i in (0, 1, 3)]
+    assert lines[7] == f"| try it | `small` | {seconds * 5000 / 3600:.1f} |"
+    same = (0, 1, 3, 4, 5, 6)
+    assert [lines[i] for i in same] == [TABLE.split("\n")[i] for i in same]
 
 
 def test_what_cannot_be_planned_has_a_code_only(benchmark, tmp_path):
@@ -62,7 +68,13 @@ def test_every_recipe_has_a_line(benchmark):
     rows = [
         benchmark.Row(name, metric, "", 1.0)
         for name in benchmark.RECIPES
-        for metric, _ in benchmark.COLUMNS.values()
+        for metric, *_ in benchmark.COLUMNS.values()
     ]
     filled = benchmark.with_figures(table, rows)
     assert filled.count("| 1.00 s | 1.0 % | 1 GiB |") == len(benchmark.RECIPES)
+
+
+def test_the_tables_have_the_figures_of_the_results(benchmark):
+    rows = benchmark.kept_rows(ROOT / "benchmarks" / "results" / "recipe_forecasts.json", [])
+    table = (ROOT / "recipes" / "README.md").read_text()
+    assert benchmark.with_figures(table, rows) == table
