@@ -5,12 +5,14 @@ from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
+from support.step_times import makespans_ms
 from test_reorder_step import LAYOUTS, MODEL, MODULES, packs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.reordering import replicas
+from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.replicas import exchanged
-from torchmm.balance.reordering.step import StepReorder
+from torchmm.balance.reordering.step import Chain, StepReorder
 from torchmm.planning.reordering import SearchedTime, ordered_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -42,6 +44,31 @@ def test_all_packs_are_dealt_and_the_last_plan_ends_no_later(size):
         gains.append(last_ns(by_work, batch) / last_ns(by_plans, batch))
         assert by_plans == reorder(TIME, size)(batch), "not the same"
     assert min(gains) >= 1 and max(gains) > 1.001
+
+
+def test_searched_orders_have_groups_of_equal_work():
+    """Whatever a fixed order would take with them: natural groups are shorter in one, of some."""
+    found, program = reorder(None), Chain.of(LAYOUT, "searched").program(PER_GROUP)
+    assert program is not None
+    chain_prefers_natural = 0
+    for seed in range(30):
+        batch = packs(GROUPS * PER_GROUP, seed)
+        chain = found.pack_ms(batch)
+        work_N = sum(chain).sum(axis=0)
+
+        def largest(places, work_N=work_N):
+            return max(work_N[np.ravel(group)].sum() for group in places)
+
+        def longest_ms(places, chain=chain):
+            groups = np.reshape(places, (GROUPS, PER_GROUP))
+            times = [np.stack([ms_SN[:, own] for own in groups]) for ms_SN in chain]
+            return makespans_ms(program, *times).max()
+
+        natural = np.arange(len(batch)).reshape(GROUPS, PER_GROUP)
+        balanced = balance_groups(work_N, GROUPS)
+        assert largest(found(batch)) == pytest.approx(min(map(largest, (natural, balanced))))
+        chain_prefers_natural += longest_ms(natural) < longest_ms(balanced)
+    assert chain_prefers_natural > 2, "no batch tells"
 
 
 def test_packs_stay_where_groups_are_not_to_be_balanced():
