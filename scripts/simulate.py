@@ -9,7 +9,6 @@ python scripts/simulate.py --config recipes/quickstart.toml --gpus 2 --device cp
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from pathlib import Path
 
@@ -30,15 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     add("--schedule", nargs="+", default=[], metavar="NAME", help="or all (the recipe's)")
     add("--out", type=Path, metavar="DIR", help="write figures, pictures and traces there")
     options, overrides = parser.parse_known_args(arguments)
-    # Imports make a million objects and free none of them; looking for garbage among them took a
-    # third of the time.
-    gc.disable()
     log_to_console(Console(stderr=True), only_progress=True)
     with loading():
         from torchmm.planning.forecast_command import simulate_recipe
 
-    gc.freeze()
-    gc.enable()
     return simulate_recipe(options, overrides)
 
 

@@ -1,5 +1,6 @@
 """What takes long says so, in a file and on a terminal, and ends."""
 
+import gc
 import io
 import logging
 import threading
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from torchmm.common import log
-from torchmm.common.log import Work, log_to_console, worked, working
+from torchmm.common.log import Work, loading, log_to_console, worked, working
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +134,21 @@ def test_what_is_under_way_changes_without_a_word():
     work.tell()
     work.end()
     assert len(text.getvalue().splitlines()) == 1
+
+
+def test_what_is_imported_is_not_looked_through_for_garbage():
+    """Neither meanwhile nor later; what is made later is."""
+    with loading():
+        assert not gc.isenabled()
+        made = [[]]
+    assert gc.isenabled()
+    later = [[]]
+    found = gc.get_objects()  # where garbage is looked for
+    assert any(each is later for each in found)
+    assert not any(each is made for each in found)
+
+
+def test_imports_that_fail_leave_the_search_for_garbage_on():
+    with pytest.raises(ImportError), loading():
+        raise ImportError
+    assert gc.isenabled()
