@@ -4,8 +4,12 @@ Makes the server, and every worker born from it, ignore signals from the start, 
 data code for the workers to inherit.
 """
 
+import gc
+
 from torchmm.common.processes import ignore_signals
 
 ignore_signals()
 
 import torchmm.data.decode  # noqa: E402, F401
+
+gc.freeze()  # no worker looks for garbage there, which would also copy the pages they share
