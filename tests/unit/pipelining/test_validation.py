@@ -354,13 +354,14 @@ def found_nothing(plan) -> bool:
 
 def peaks(plan, model):
     """By rank: the most that its rules allocate, with the position of the action that does."""
-    book = RuleBook(plan, model)
+    book = RuleBook(plan)
     found = []
-    for rules, program in zip(book.rules, plan.actions, strict=True):
+    for rank, program in enumerate(plan.actions):
         used, usage = 0, []
         for action in program:
-            usage.append(used + rules[action].allocates)
-            used = usage[-1] - rules[action].frees
+            allocates, frees = book.bytes_of(rank, action, model)
+            usage.append(used + allocates)
+            used = usage[-1] - frees
         most = max(usage, default=0)
         found.append((most, usage.index(most) if most else 0))
     return found

@@ -36,6 +36,7 @@ from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
+from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -239,14 +240,15 @@ class _Compared:
             plan = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, self._share)
         elif kind == "launched":
             plan = with_launches(plan, plan_launches(plan, costs))
-        step = simulate(plan, costs)
+        book = RuleBook(plan)
+        step = simulate(plan, costs, book)
         if tuner is None or step.fits or self._hopeless(step):
             return step, step
         try:
-            tuned = tuner.tune(plan).plan
+            tuned = tuner.tune(plan, book).plan
         except PlanError:
             return step, step
-        return step, simulate(tuned, charged(costs, tuned.recompute, self._choices))
+        return step, simulate(tuned, charged(costs, tuned.recompute, self._choices), book)
 
     def _hopeless(self, step: SimulatedStep) -> bool:
         """Whether the best step is shorter already, and fits: recomputing only adds time."""

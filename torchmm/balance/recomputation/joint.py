@@ -38,6 +38,7 @@ from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import memory_changes
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
+from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -73,6 +74,7 @@ class TunedSearch:
         self._costs = replace(costs, memory_limit_bytes=limit_bytes)
         self._choices = tuner.choices_at(costs)
         self._tuned: dict[ComputeOrder, SearchedOrder | None] = {}
+        self._book: RuleBook | None = None
 
     @cached_property
     def _steps(self) -> list[StepSearch]:
@@ -229,8 +231,10 @@ class TunedSearch:
 
     def _retimed(self, found: SearchedOrder) -> SearchedOrder | None:
         plan = lower_plan(found.order, self._graph, self._tuner.specs)
+        if self._book is None:
+            self._book = RuleBook(plan)  # all orders have the same rules
         try:
-            tuned = self._tuner.tune(plan)
+            tuned = self._tuner.tune(plan, self._book)
         except PlanError:
             return None
         assert tuned.plan.recompute is not None

@@ -19,6 +19,7 @@ from torchmm.balance.recomputation.costs import (
 from torchmm.balance.recomputation.problem import TuningProblem
 from torchmm.balance.simulation.simulator import memory_changes
 from torchmm.balance.step_costs import PlanCosts
+from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Task
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -88,13 +89,18 @@ class RankProblem:
 
 
 def rank_problems(
-    plan: PipelinePlan, costs: PlanCosts, rows: Rows, memory_limit_bytes: int
+    plan: PipelinePlan,
+    costs: PlanCosts,
+    rows: Rows,
+    memory_limit_bytes: int,
+    book: RuleBook | None = None,
 ) -> list[RankProblem]:
     """What there is to choose, by rank of the plan.
 
     Args:
         costs: of keeping everything.
         rows: of the step, the same for all its plans.
+        book: as of `memory_changes`.
     """
     fixed = replace(
         costs,
@@ -104,7 +110,7 @@ def rank_problems(
         },
     )
     static = costs.static_bytes or (0,) * len(plan.actions)
-    every = zip(plan.actions, memory_changes(plan, fixed), static, strict=True)
+    every = zip(plan.actions, memory_changes(plan, fixed, book), static, strict=True)
     found = []
     for rank, (program, changes, own) in enumerate(every):
         ahead = rows.ahead_bytes.get(rank, 0)

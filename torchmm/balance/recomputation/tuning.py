@@ -44,6 +44,7 @@ from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.common.layers import ModuleDescription
+from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 from torchmm.pipelining.plan.plan import MessageSpecs, PipelinePlan
@@ -211,20 +212,24 @@ class Tuner:
             )
         return found
 
-    def tune(self, plan: PipelinePlan) -> TunedPlan:
+    def tune(self, plan: PipelinePlan, book: RuleBook | None = None) -> TunedPlan:
         """A plan of the step with what its tasks recompute: nothing if all of it fits.
+
+        Args:
+            book: of the plan; None: it is made.
 
         Raises:
             PlanError: a rank cannot stay within the limit, if that is to be refused; all such are
                 listed.
         """
         limit_bytes = self.tuning.memory_limit_bytes
-        kept_bytes = self._all_kept_bytes(plan)
+        book = RuleBook(plan) if book is None else book
+        kept_bytes = self._all_kept_bytes(plan, book)
         if max(kept_bytes) <= limit_bytes:
             nothing = (0.0,) * len(kept_bytes)
             kept = replace(plan, recompute={})
             return TunedPlan(kept, self.costs, kept_bytes, nothing, nothing, (0,) * len(nothing))
-        found = self._solved(plan)
+        found = self._solved(plan, book)
         if short := [
             _shortage(rank, each, limit_bytes)
             for rank, (each, solution) in enumerate(found)
@@ -243,7 +248,7 @@ class Tuner:
             bounds.append(solution.bound_ms)
             hosts.append(each.host_bytes(solution.choice_N))
         if max(hosts) > self.tuning.host_limit_bytes:
-            return self._without_offloads.tune(plan)
+            return self._without_offloads.tune(plan, book)
         costs = charged(self.costs, recompute, self.choices)
         ahead = np.subtract(costs.static_bytes, self.costs.static_bytes).tolist()
         return TunedPlan(
@@ -255,22 +260,23 @@ class Tuner:
             tuple(hosts),
         )
 
-    def _solved(self, plan: PipelinePlan) -> list[Solved]:
+    def _solved(self, plan: PipelinePlan, book: RuleBook) -> list[Solved]:
         """Every rank's problem and its solution. Where inputs may wait in the host's memory there
         are two, as these need room for one on its way back: the faster one counts."""
         limit_bytes = self.tuning.memory_limit_bytes
-        problems = rank_problems(plan, self.costs, self.rows, limit_bytes)
+        problems = rank_problems(plan, self.costs, self.rows, limit_bytes, book)
         found = [(each, self._solve(each.problem)) for each in problems]
         if not any(self.rows.ahead_bytes.values()):
             return self._agreed(plan.graph.layout, found)
         other = self._without_offloads
-        for rank, each in enumerate(rank_problems(plan, other.costs, other.rows, limit_bytes)):
+        leaner = rank_problems(plan, other.costs, other.rows, limit_bytes, book)
+        for rank, each in enumerate(leaner):
             solution = self._solve(each.problem) if found[rank][0].ahead_bytes else None
             best = found[rank][1]
             if solution and (best is None or solution.extra_ms <= best.extra_ms):
                 found[rank] = each, solution
         differ = _differing(plan.graph.layout, found, {})
-        return other._solved(plan) if differ else found
+        return other._solved(plan, book) if differ else found
 
     def _agreed(self, layout: StageLayout, found: list[Solved]) -> list[Solved]:
         """Solutions in which mirrors choose the same."""
@@ -282,10 +288,10 @@ class Tuner:
             found = [(each, self._solve(each.problem)) for each in problems]
         return found
 
-    def _all_kept_bytes(self, plan: PipelinePlan) -> tuple[int, ...]:
+    def _all_kept_bytes(self, plan: PipelinePlan, book: RuleBook) -> tuple[int, ...]:
         """By rank: the peak if nothing is recomputed."""
         static = self.costs.static_bytes or (0,) * len(plan.actions)
-        changes = memory_changes(plan, self.costs)
+        changes = memory_changes(plan, self.costs, book)
         return tuple(
             own + int(np.cumsum(rows).max(initial=0))
             for own, rows in zip(static, changes, strict=True)

@@ -133,18 +133,19 @@ class SimulatedStep:
         return shares | launch_times(self.plan, self.costs).covered
 
 
-def simulate(plan: PipelinePlan, costs: PlanCosts) -> SimulatedStep:
+def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None) -> SimulatedStep:
     """Predicts a step.
 
     Args:
         plan: valid (see `validate_plan`); without specs, messages take no memory.
         costs: of its graph.
+        book: as of `memory_changes`.
 
     Raises:
         SimulationError: a cost is missing, negative or no number, or ranks wait for each other.
             All problems are listed.
     """
-    return PlanSimulation(plan, costs).step()
+    return PlanSimulation(plan, costs, book).step()
 
 
 class PlanCheckpoint(NamedTuple):
@@ -165,7 +166,7 @@ class PlanSimulation:
         SimulationError: as `simulate` does.
     """
 
-    def __init__(self, plan: PipelinePlan, costs: PlanCosts) -> None:
+    def __init__(self, plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None) -> None:
         problems = _problems(plan, costs)
         try:
             self.nodes: PlanGraph = build_plan_graph(plan, costs)
@@ -175,6 +176,7 @@ class PlanSimulation:
             raise SimulationError(problems)
         self.plan = plan
         self._costs = costs
+        self._book = book
         self._compute_ms: dict[Action, float] = {}
         self._transfer_ms: dict[TransferKey, float] = {}
         self.times = IncrementalTimes(self.nodes.graph)
@@ -245,7 +247,7 @@ class PlanSimulation:
     @cached_property
     def _changes(self) -> list[Int64s]:
         """By rank: bytes each action adds when it starts, then those it gives back at its end."""
-        return memory_changes(self.plan, self._costs)
+        return memory_changes(self.plan, self._costs, self._book)
 
     def _memory(self, records: list[ActionRecord]) -> tuple[MemoryTimeline, ...]:
         static = self._costs.static_bytes or (0,) * len(self.plan.actions)
@@ -260,14 +262,21 @@ class PlanSimulation:
         return tuple(timelines)
 
 
-def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
-    """Two changes per action of each rank's program: by the rules of validation."""
+def memory_changes(
+    plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None
+) -> list[Int64s]:
+    """Two changes per action of each rank's program: by the rules of validation.
+
+    Args:
+        book: of the plan, or of another that it has the rules of; None: it is made, which takes
+            most of the time.
+    """
 
     def later_bytes(task: Task) -> int:
         return costs.kept_for_weights_bytes.get(task, costs.kept_bytes.get(task, 0))
 
     memory = MemoryModel(lambda task: costs.kept_bytes.get(task, 0), later_bytes)
-    book = RuleBook(plan, memory)
+    book = RuleBook(plan) if book is None else book
     changes = []
     for rank, program in enumerate(plan.actions):
         rows = np.zeros((len(program), 2), np.int64)
@@ -276,21 +285,23 @@ def memory_changes(plan: PipelinePlan, costs: PlanCosts) -> list[Int64s]:
                 raise SimulationError(
                     [f"{action} has no place on rank {rank}; validate_plan says why"]
                 )
-            rule = book.rules[rank][action]
+            allocates, frees = book.bytes_of(rank, action, memory)
             passing = _passing_bytes(plan, costs, action)
-            rows[position] = rule.allocates + passing, -rule.frees - passing
-        _allocate_ahead(plan, rank, book, rows)
+            rows[position] = allocates + passing, -frees - passing
+        _allocate_ahead(plan, rank, book, memory, rows)
         changes.append(rows.reshape(-1))
     return changes
 
 
-def _allocate_ahead(plan: PipelinePlan, rank: int, book: RuleBook, rows: Int64s) -> None:
+def _allocate_ahead(
+    plan: PipelinePlan, rank: int, book: RuleBook, memory: MemoryModel, rows: Int64s
+) -> None:
     """Counts what launched actions allocate where they begin."""
     program = plan.actions[rank]
     at = {action: place for place, action in enumerate(program)} if plan.launches else {}
     for llm in program if plan.launches else ():
         for begun in plan.launches[llm].begins if llm in plan.launches else ():
-            allocated = book.rules[rank][begun].allocates
+            allocated, _ = book.bytes_of(rank, begun, memory)
             rows[at[begun], 0] -= allocated
             rows[at[llm], 0] += allocated
 

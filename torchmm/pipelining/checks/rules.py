@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, Task
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.plan.reductions import reduction_turns
@@ -42,9 +42,9 @@ class Rule(NamedTuple):
     gives: tuple[int, ...]
     """Facts it establishes."""
     allocates: int = 0
-    """Bytes, when it begins."""
+    """Bytes of messages, when it begins."""
     frees: int = 0
-    """Bytes, when it ends."""
+    """Bytes of messages, when it ends."""
     raises: int | None = None
     """The counter it adds one to: of sends, or of receives, posted on a channel."""
     awaits: int | None = None
@@ -103,16 +103,13 @@ class RuleBook:
         turns: by stage: that of its reduction.
     """
 
-    def __init__(self, plan: PipelinePlan, memory: MemoryModel | None = None) -> None:
-        """The rules of a plan's graph.
+    def __init__(self, plan: PipelinePlan) -> None:
+        """The rules of a plan's graph: of all its plans for training, or not, that split backwards
+        and move parameters if this one does, whatever their orders.
 
         Messages take memory from posting a receive to the end of the consumer, from a send to its
         WAIT_SEND, on one rank from the producer to the end of the consumer; without specs, none.
-
-        Args:
-            memory: sizes of what tasks keep, between F and B, or I and W; None: nothing.
         """
-        self.memory = memory
         self.specs = plan.specs
         self.training = plan.training
         graph = self.graph = plan.graph
@@ -227,13 +224,12 @@ class RuleBook:
 
     def _add_compute(self, task: Task, facts: TaskFacts) -> None:
         rules = self.rules[facts.rank]
-        kept = self.memory.kept_bytes(task) if self.memory and facts.gradient is not None else 0
         needs, gradients = facts.inputs
         gathered = self._gathered.get((facts.rank, task.stage))
         rules[self.givers[facts.output]] = Rule(
             tuple(needs) if gathered is None else (gathered, *needs),
             (facts.output,),
-            facts.allocates[False] + kept,
+            facts.allocates[False],
             facts.frees[False],
         )
         if facts.gradient is None:
@@ -243,32 +239,45 @@ class RuleBook:
             for_inputs,
             (facts.gradient,) if facts.weights is None else (facts.gradient, facts.weights),
             facts.allocates[True],
-            facts.frees[True] + kept,
+            facts.frees[True],
         )
         if self._split:
-            self._add_halves(task, facts, for_inputs, kept)
+            self._add_halves(task, facts, for_inputs)
 
-    def _add_halves(
-        self, task: Task, facts: TaskFacts, for_inputs: tuple[int, ...], kept: int
-    ) -> None:
+    def _add_halves(self, task: Task, facts: TaskFacts, for_inputs: tuple[int, ...]) -> None:
         """The rules of I and W."""
         assert facts.gradient is not None
         rules = self.rules[facts.rank]
+        if facts.weights is not None:
+            rules[self.givers[facts.weights]] = Rule((facts.gradient,), (facts.weights,))
+        rules[Action(ActionType.I, *task)] = Rule(
+            for_inputs, (facts.gradient,), facts.allocates[True], facts.frees[True]
+        )
+
+    def bytes_of(self, rank: int, action: Action, memory: MemoryModel) -> tuple[int, int]:
+        """What an action allocates when it begins, and frees when it ends: messages, and what its
+        task keeps between F and B, or I and W.
+
+        Raises:
+            KeyError: the action has no place on the rank.
+        """
+        rule = self.rules[rank][action]
+        facts = self.tasks[action.task] if action.type in COMPUTE else None
+        if facts is None or facts.gradient is None:
+            return rule.allocates, rule.frees
+        kept = memory.kept_bytes(action.task)
+        if action.type is ActionType.F:
+            return rule.allocates + kept, rule.frees
+        if action.type is ActionType.B:
+            return rule.allocates, rule.frees + kept
         later = 0
         if facts.weights is not None:
-            later = kept
-            if self.memory and self.memory.kept_for_weights_bytes:
-                later = self.memory.kept_for_weights_bytes(task)
-            rules[self.givers[facts.weights]] = Rule(
-                (facts.gradient,), (facts.weights,), frees=later
-            )
+            weights = memory.kept_for_weights_bytes
+            later = kept if weights is None else weights(action.task)
+        if action.type is ActionType.W:
+            return rule.allocates, rule.frees + later
         more = max(0, later - kept)  # gradients that W needs may take more than what I frees
-        rules[Action(ActionType.I, *task)] = Rule(
-            for_inputs,
-            (facts.gradient,),
-            facts.allocates[True] + more,
-            facts.frees[True] + kept + more - later,
-        )
+        return rule.allocates + more, rule.frees + kept + more - later
 
     def _add_ends(self, rank: int, done: dict[tuple[int, int], list[int]]) -> None:
         """What comes before and after the computation of a rank."""
