@@ -74,9 +74,10 @@ def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch
     monkeypatch.setattr(check, "_check_path", lambda *args: ())  # data need not be here
     gpus, recipe = loaded(path)
     if recipe.parallel.leaves_units_open:  # which takes a minute to plan
-        unordered = recipe.data.model_copy(update={"reorder": "none"})
-        recipe = sized_recipe(recipe, SIZES).model_copy(update={"data": unordered})
+        recipe = sized_recipe(recipe, SIZES)
         gpus = sum(sizes.devices for sizes in SIZES.values())
+    unordered = recipe.data.model_copy(update={"reorder": "none"})  # there is one sequence only
+    recipe = recipe.model_copy(update={"data": unordered})
     sources = [recipe.model.source, recipe.model.llm and recipe.model.llm.source]
     for source in filter(None, sources):
         if source.startswith("data/") and not (ROOT / source).is_dir():
