@@ -70,7 +70,7 @@ class Setting:
     size: Size
     microbatches: int
     runs: int
-    evaluations: tuple[int, ...]
+    evaluations: tuple[int | None, ...]
     patience_s: float
     choice: Choice
 
@@ -123,7 +123,7 @@ class SearchedChoice(Choice):
         stages: as in [parallel.search].
     """
 
-    evaluations: int = 2000
+    evaluations: int | None = 2000
     stages: str = "separated"
 
     def config(self) -> ParallelConfig:
@@ -234,7 +234,7 @@ class SettledStopwatch(Stopwatch):
         return super().time(program, index)
 
 
-def run_rank(setting: Setting, cores: Cores | None, evaluations: int) -> dict[str, Any]:
+def run_rank(setting: Setting, cores: Cores | None, evaluations: int | None) -> dict[str, Any]:
     """Everything one rank does; what rank 0 reports."""
     if cores is not None:
         for thread in Path("/proc/self/task").iterdir():
@@ -267,12 +267,13 @@ def measure(setting: Setting) -> Iterator[list[Row]]:
         yield rows(cores, evaluations, found)
 
 
-def rows(cores: Cores | None, evaluations: int, found: dict[str, Any]) -> list[Row]:
+def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
     """The table's lines."""
     comparison, figures = found["comparison"], found["figures"]
     assert isinstance(comparison, Comparison)
     where = cores or f"{RANKS} ranks, cores as they come"
-    case = f"{where}, at most {evaluations:,} orders"
+    orders = "any number of" if evaluations is None else f"at most {evaluations:,}"
+    case = f"{where}, {orders} orders"
     goal = GOAL if cores and cores.spare else None
     ratio = comparison.speed_ratio(REPLAY, ON)
     planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)
