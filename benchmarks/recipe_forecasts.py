@@ -34,6 +34,7 @@ RECIPES = {
 }
 EXIT_CODE, STEP, MFU, MEMORY = "exit code", "iteration", "MFU", "peak memory per GPU"
 TRAINING_STEPS = 5000
+"""Of all recipes of recipes/zoo."""
 COLUMNS = {
     "step": (STEP, "{:.2f} s", 1.0),
     "hours": (STEP, "{:.1f}", TRAINING_STEPS / 3600),

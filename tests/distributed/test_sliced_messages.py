@@ -84,7 +84,6 @@ CASES: dict[int, list[Chain | Colocated | Apart]] = {
     ],
 }  # fmt: skip
 """By number of ranks."""
-WORLDS = [pytest.param(n, marks=pytest.mark.campaign) if n > 3 else n for n in CASES]
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Found:
     traffic: Traffic = field(default_factory=Traffic)
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=CASES)
 def outcomes(request) -> list[list[Found]]:
     """By rank and case, of a world."""
     pytest.importorskip("diffusers")

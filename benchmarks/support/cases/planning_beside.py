@@ -262,18 +262,22 @@ def measure(setting: Setting) -> Iterator[list[Row]]:
     for cores, evaluations in product(divisions() or everywhere, setting.evaluations):
         found = run_ranks(run_rank, RANKS, setting, cores, evaluations)
         comparison = found["comparison"]
-        where = cores or "cores as they come"
-        print(f"planning: {where}, {evaluations} orders: {comparison}; last: {found['figures']}")
+        case = _case(cores, evaluations)
+        print(f"planning: {case}: {comparison}; last: {found['figures']}")
         yield rows(cores, evaluations, found)
+
+
+def _case(cores: Cores | None, evaluations: int | None) -> str:
+    where = cores or f"{RANKS} ranks, cores as they come"
+    orders = "any number of" if evaluations is None else f"at most {evaluations:,}"
+    return f"{where}, {orders} orders"
 
 
 def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
     """The table's lines."""
     comparison, figures = found["comparison"], found["figures"]
     assert isinstance(comparison, Comparison)
-    where = cores or f"{RANKS} ranks, cores as they come"
-    orders = "any number of" if evaluations is None else f"at most {evaluations:,}"
-    case = f"{where}, {orders} orders"
+    case = _case(cores, evaluations)
     goal = GOAL if cores and cores.spare else None
     ratio = comparison.speed_ratio(REPLAY, ON)
     planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)

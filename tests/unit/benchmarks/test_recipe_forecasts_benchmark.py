@@ -74,6 +74,15 @@ def test_every_recipe_has_a_line(benchmark):
     assert filled.count("| 1.00 s | 1.0 % | 1 GiB |") == len(benchmark.RECIPES)
 
 
+def test_hours_are_those_of_the_recipes_steps(benchmark):
+    steps = {
+        benchmark.load_recipe(path).recipe.training.steps
+        for path in benchmark.RECIPES.values()
+        if path.parent.name == "zoo"
+    }
+    assert steps == {benchmark.TRAINING_STEPS}
+
+
 def test_the_tables_have_the_figures_of_the_results(benchmark):
     rows = benchmark.kept_rows(ROOT / "benchmarks" / "results" / "recipe_forecasts.json", [])
     table = (ROOT / "recipes" / "README.md").read_text()

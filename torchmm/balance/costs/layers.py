@@ -477,8 +477,7 @@ def stage_parameters(
     behind = float(module.post_parameters)
     unknown = not before and not behind
     if unknown or (module.tied and first and last):  # tied: the table is the head
-        of_layers = sum(layer_parameters(layer) for layer in module.layers)
-        before = max(0.0, module.parameters - of_layers - behind)
+        before = max(0.0, module.parameters - sum(map(layer_parameters, module.layers)) - behind)
     draws = module.kind == "generator"
     sees = module.kind == "encoder"
     layers = module.layers[start:stop]

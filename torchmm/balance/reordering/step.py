@@ -163,7 +163,7 @@ class Arranged(NamedTuple):
     places_GMB: Int64s
     """Packs by group, microbatch and place in it."""
     ends_ns: float
-    """When the last group ends, as far as that is known (`StepReorder`)."""
+    """When the last group ends, as far as that is known (`StepReorder`); else its work."""
 
 
 def _ordered(program: StepProgram, microbatches: Int64s, times: PackTimes) -> Int64s:
@@ -257,13 +257,17 @@ class StepReorder:
         program = self._chain_program(natural.shape[1]) if self._order else None
         if program is not None:
             tried += [_ordered(program, microbatches, chain) for microbatches in tried]
-        ends_ns = [self._slowest(each, stages, chain) for each in tried]
-        if self._searches:
-            work_ns = [_largest(chain.of(each)) for each in tried]
-            best = min(range(len(tried)), key=lambda i: (work_ns[i], ends_ns[i]))
-            return Arranged(self._in_turn(tried[best]), work_ns[best])
-        best = int(np.argmin(ends_ns))
-        return Arranged(self._in_turn(tried[best]), ends_ns[best])
+        judged_ns = [self._judged(each, stages, chain) for each in tried]
+        best = min(range(len(tried)), key=judged_ns.__getitem__)
+        return Arranged(self._in_turn(tried[best]), judged_ns[best][0])
+
+    def _judged(
+        self, microbatches: Int64s, stages: PackTimes, chain: PackTimes
+    ) -> tuple[float, float]:
+        """What is to be little, in nanoseconds, and what decides between equals."""
+        ends_ns = self._slowest(microbatches, stages, chain)
+        work_ns = _largest(chain.of(microbatches)) if self._searches else ends_ns
+        return work_ns, ends_ns
 
     def _chain_program(self, microbatches: int) -> StepProgram | None:
         if microbatches not in self._programs:

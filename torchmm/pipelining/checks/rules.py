@@ -104,8 +104,8 @@ class RuleBook:
     """
 
     def __init__(self, plan: PipelinePlan) -> None:
-        """The rules of a plan's graph: of all its plans for training, or not, that split backwards
-        and move parameters if this one does, whatever their orders.
+        """The rules of a plan. Others of its graph have the same, whatever their order, if they too
+        train (or do not), split backwards and move parameters.
 
         Messages take memory from posting a receive to the end of the consumer, from a send to its
         WAIT_SEND, on one rank from the producer to the end of the consumer; without specs, none.
