@@ -21,7 +21,7 @@ A step that does not fit into memory is shown, but not counted as the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -40,7 +40,14 @@ from support.cases.head_to_head_methods import (
     key,
     whole_actions,
 )
-from support.harness import Row, describe_machine, make_parser, report
+from support.harness import (
+    Row,
+    describe_machine,
+    kept_rows,
+    make_parser,
+    report,
+    write_rows,
+)
 from support.papers.paper_cells import in_one_chain
 
 from torchmm.balance.costs.profiles import Profile, load_profile
@@ -189,23 +196,21 @@ def draw(case: Case, every: list[Result], directory: Path) -> Path:
 
 def run_case(
     case: Case, which: Sequence[str], seeds: int = 1, pictures: Path | None = None
-) -> list[Row]:
-    """All rows of a case.
+) -> Iterator[list[Row]]:
+    """All rows of a case, sizes by sizes.
 
     Args:
         which: "printed" sizes, "chosen" ones, or both.
         seeds: of the microbatches; the first one's rows are shown in full.
     """
-    rows = []
     for sizes in which:
         if sizes == "chosen" and not case.choose:
             continue
         by_seed = [every_method(_seeded(case, seed), sizes) for seed in range(seeds)]
-        rows += _shown(case, sizes, by_seed[0])
-        rows += spread_rows(f"{case.title}, {sizes} sizes", by_seed) if seeds > 1 else []
+        rows = _shown(case, sizes, by_seed[0])
+        yield rows + (spread_rows(f"{case.title}, {sizes} sizes", by_seed) if seeds > 1 else [])
         if pictures is not None and sizes == "printed":
             print(draw(case, by_seed[0], pictures))
-    return rows
 
 
 def _seeded(case: Case, seed: int) -> Case:
@@ -255,6 +260,7 @@ def main() -> None:
     """Prints the table."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--cases", nargs="*", metavar="RECIPE", help="only those of these recipes")
+    parser.add_argument("--gpus", nargs="*", type=int, metavar="N", help="only on so many GPUs")
     parser.add_argument("--sizes", nargs="*", choices=WHICH, default=WHICH, help="default: both")
     parser.add_argument(
         "--seeds", type=int, default=1, help="of the microbatches; default: %(default)s"
@@ -265,13 +271,17 @@ def main() -> None:
     cases = QUICK if arguments.quick else CASES
     if arguments.cases:
         cases = tuple(case for case in cases if case.recipe in arguments.cases)
-    rows = [
-        row
-        for case in cases
-        for row in run_case(case, arguments.sizes, arguments.seeds, arguments.pictures)
-    ]
+    if arguments.gpus:
+        cases = tuple(case for case in cases if case.gpus in arguments.gpus)
+    rows: list[Row] = []
+    for case in cases:
+        for found in run_case(case, arguments.sizes, arguments.seeds, arguments.pictures):
+            rows += found
+            if arguments.json is not None:  # hours of work: what is done is done
+                others = kept_rows(arguments.json, {row.case for row in rows})
+                write_rows(others + rows, arguments.json)
     machine = describe_machine(torch.device("cpu"))
-    report(f"Head to head, simulated; {machine}", rows, arguments.json)
+    report(f"Head to head, simulated; {machine}", rows, None)
 
 
 if __name__ == "__main__":

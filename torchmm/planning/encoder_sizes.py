@@ -6,10 +6,15 @@
 Every combination of pipeline sizes that divide the LLM's, with every tensor-parallel size that does
 (§4.1; with several encoders first one tensor-parallel size for all), is first held against the
 memory of the rank that needs most, optimizer state included (`bubbles.encoder_sizes`). Of those
-that fit, the first step is planned and simulated, activations included; the fastest that still fits
-is taken, of equally fast ones the leanest. Then other tensor-parallel sizes of single encoders,
-images at once and stages of encoders that the recipe leaves open are tried with it. It is a pure
-function of the recipe, so every rank finds the same.
+that fit, the bubble scheduler promises a step's time; the best promises are planned and simulated,
+activations included, and the fastest that still fits is taken, of equally fast ones the leanest.
+Then other tensor-parallel sizes of single encoders, images at once and stages of encoders that the
+recipe leaves open are tried with it. It is a pure function of the recipe, so every rank finds the
+same.
+
+Rejected: simulating all sizes. On 1,536 devices that is fourteen steps of up to a minute each, of
+encoders unsplit and so with eight times as many ranks to simulate, which promises exclude in one
+or two seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 from typing import Any, NamedTuple, get_args
 
 from torchmm.balance.bubbles.encoder_sizes import (
@@ -30,6 +36,7 @@ from torchmm.common.module_names import LLM
 from torchmm.planning.executions import parameter_states
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.step import plan_layout
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import LlmSchedule
 
@@ -38,6 +45,8 @@ VIRTUAL_STAGES = (1, 2, 4)
 IMAGES_AT_ONCE = (4, 2, 1)
 LAYERS_PER_STAGE = (2, 4)
 """Of encoders, other than one."""
+PROMISE_MARGIN = 1.05
+"""What is simulated may be promised to take this much longer than the best."""
 
 
 def encoder_combinations(forecaster: Forecaster) -> Iterator[dict[str, int]]:
@@ -131,9 +140,12 @@ def refined(forecaster: Forecaster, start: Colocated, *, of_llm: bool = True) ->
     best = start
     first = (_virtual_stages, _llm_schedules) if of_llm else (_tensors,)
     for vary in (*first, _images_at_once, _slices):
+        varied = list(vary(forecaster, best.recipe))
+        limit_ms = PROMISE_MARGIN * forecaster.promised_ms(best.recipe.parallel) if varied else 0.0
         tried = [
             Colocated(recipe, forecaster.forecast_parallel(recipe.parallel), (*best.words, words))
-            for recipe, words in vary(forecaster, best.recipe)
+            for recipe, words in varied
+            if forecaster.promised_ms(recipe.parallel) <= limit_ms
         ]
         best = min([best, *tried], key=lambda found: found.rank)
     return best
@@ -225,12 +237,14 @@ class EncoderChoice:
         recipe: with the sizes chosen.
         tried: all sizes that were simulated, the chosen ones first.
         left_out: combinations whose states alone do not fit.
+        promised_longer: combinations that were not simulated, for that reason.
         refined: the chosen sizes with images at once and stages of encoders that are faster.
     """
 
     recipe: Recipe
     tried: tuple[Tried, ...]
     left_out: int
+    promised_longer: int = 0
     refined: Colocated | None = None
 
     def lines(self) -> Iterator[str]:
@@ -248,6 +262,8 @@ class EncoderChoice:
             yield f"pipeline ranks of {sizes}: {words}"
         if self.refined is not None and (step := self.refined.forecast.step) is not None:
             yield f"the first with {', '.join(self.refined.words)}: {step.makespan_ms:,.1f} ms"
+        if self.promised_longer:
+            yield f"{self.promised_longer} more that the bubble scheduler expects to be slower"
         if self.left_out:
             yield f"{self.left_out} more whose parameters and optimizer state do not fit"
 
@@ -272,9 +288,10 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     def sized(sizes: dict[str, int], tensor: int) -> Recipe:
         return with_pipelines(recipe, sizes, tensor=tensor if len(tensors) > 1 else None)
 
+    every = [sized(sizes, tensor).parallel for sizes, tensor in fitting]
     tried = [
-        Tried(sizes, forecaster.forecast_parallel(sized(sizes, tensor).parallel), tensor)
-        for sizes, tensor in fitting
+        Tried(fitting[index][0], forecast, fitting[index][1])
+        for index, forecast in promising(forecaster, every)
     ]
 
     def rank(found: Tried) -> tuple[Any, ...]:
@@ -285,7 +302,8 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
 
     tried.sort(key=rank)
     left_out = len(combinations) * len(tensors) - len(fitting)
-    choice = EncoderChoice(sized(tried[0].pipelines, tried[0].tensor), tuple(tried), left_out)
+    chosen = sized(tried[0].pipelines, tried[0].tensor)
+    choice = EncoderChoice(chosen, tuple(tried), left_out, len(fitting) - len(tried))
     step = tried[0].forecast.step
     if step is None or not step.fits:
         choices = "; ".join(choice.lines())
@@ -295,6 +313,23 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
         )
     best = refined(forecaster, Colocated(choice.recipe, tried[0].forecast), of_llm=False)
     return replace(choice, recipe=best.recipe, refined=best) if best.words else choice
+
+
+def promising(
+    forecaster: Forecaster, sections: Sequence[ParallelConfig]
+) -> Iterator[tuple[int, Forecast]]:
+    """First steps with several sections of colocated encoders, by index, the shortest promise
+    first; once one fits, only those promised to take at most `PROMISE_MARGIN` times as long as
+    it."""
+    promises_ms = [forecaster.promised_ms(section) for section in sections]
+    limit_ms = inf
+    for index in sorted(range(len(sections)), key=promises_ms.__getitem__):
+        if promises_ms[index] > limit_ms:
+            return
+        forecast = forecaster.forecast_parallel(sections[index])
+        if limit_ms == inf and forecast.step is not None and forecast.step.fits:
+            limit_ms = PROMISE_MARGIN * promises_ms[index]
+        yield index, forecast
 
 
 def _fitting(

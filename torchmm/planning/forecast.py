@@ -25,7 +25,7 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.costs.step_costs import slowest_update_ms
-from torchmm.balance.planners import PLANNERS, plan_by_costs
+from torchmm.balance.planners import PLANNERS, plan_by_costs, promised_ms
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -47,7 +47,7 @@ from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
 from torchmm.planning.reordering import arrangement, reordered
 from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
-from torchmm.planning.step import plan_layout, plan_step, searched_costs
+from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
@@ -260,14 +260,11 @@ class Forecaster:
             parallel = with_segments(parallel, self.modules, metas, model, tuning)
         dtype = DTYPES[self.recipe.training.dtype]
         specs = partial(message_specs, modules=self.sample.layered, microbatches=metas, dtype=dtype)
-        alone = self.run.llm.pipeline * parallel.mirrors == 1 and not self.run.units
-        layerwise = alone and parallel.reshard_after_forward != "never"
         model = self._costs(parallel)
-        sharded = any(model.execution(module.name).shard > 1 for module in self.modules)
+        sharding, layerwise = self._gathering(parallel, model)
         recipe = self.recipe.model_copy(update={"parallel": parallel})
         tuning = layer_tuning(recipe, self.modules, model, layerwise=layerwise)
         search = None
-        sharding: Gathering = ("layer" if layerwise else "step") if sharded else "none"
         if parallel.schedule in PLANNERS and parallel.pipeline * parallel.mirrors > 1:
 
             def search(graph: StageGraph, _: Durations) -> StepOrder:
@@ -294,6 +291,34 @@ class Forecaster:
         costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
         costs = self._as_measured(costs, plan.graph.layout)
         return self.rate(name, simulate(plan, costs), model)
+
+    def promised_ms(self, parallel: ParallelConfig) -> float:
+        """What the bubble scheduler promises (`planners.promised_ms`) for the first step with
+        another section, of colocated encoders; infinite where the modules cannot be cut like this.
+
+        Raises:
+            ConfigError: as `forecast_parallel`.
+        """
+        parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
+        metas = self.workload.microbatches
+        model = self._costs(parallel)
+        sharding, layerwise = self._gathering(parallel, model)
+        try:
+            graph = step_graph(self._layout(parallel, metas), parallel, metas, sharding)
+        except (ConfigError, PlanError):
+            return inf
+        costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
+        if graph.layout.rank_count == 1:
+            return sum(costs.compute_ms.values())
+        return promised_ms(parallel, graph, costs, sharding)
+
+    def _gathering(self, parallel: ParallelConfig, model: CostModel) -> tuple[Gathering, bool]:
+        """When parameters are gathered, and whether FSDP2 is the one to do it, layer by layer."""
+        alone = self.run.llm.pipeline * parallel.mirrors == 1 and not self.run.units
+        layerwise = alone and parallel.reshard_after_forward != "never"
+        if all(model.execution(module.name).shard == 1 for module in self.modules):
+            return "none", layerwise
+        return ("layer" if layerwise else "step"), layerwise
 
     def _as_measured(self, costs: PlanCosts, layout: StageLayout) -> PlanCosts:
         """Costs with each module's times scaled to what trials of it took, where the recipe has

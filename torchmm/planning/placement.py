@@ -31,6 +31,7 @@ from torchmm.planning.apart.search import (
 from torchmm.planning.encoder_sizes import (
     Colocated,
     encoder_combinations,
+    promising,
     refined,
     with_pipelines,
 )
@@ -231,17 +232,17 @@ def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Rec
 def _colocated(
     recipe: Recipe, forecaster: Forecaster, devices: int, sizes: str, schedule: str
 ) -> Iterator[Candidate]:
-    """Encoders on the LLM's ranks, in all pipelines that they may have there, and the best of them
+    """Encoders on the LLM's ranks, in those pipelines there that promise most, and the best of them
     with what else can be chosen (`refined`)."""
     own = _with_parallel(recipe, schedule=schedule, placement="colocated")
     made: list[Candidate] = []
-    for pipelines in encoder_combinations(forecaster):
-        changed = with_pipelines(own, pipelines)
-        words = [f"{name} pipeline {size}" for name, size in pipelines.items()]
-        forecast = forecaster.forecast_parallel(changed.parallel)
-        candidate = Candidate("colocated", changed, devices, ", ".join([sizes, *words]), forecast)
-        made.append(candidate)
-        yield candidate
+    combinations = list(encoder_combinations(forecaster))
+    every = [with_pipelines(own, pipelines) for pipelines in combinations]
+    for index, forecast in promising(forecaster, [recipe.parallel for recipe in every]):
+        words = [f"{name} pipeline {size}" for name, size in combinations[index].items()]
+        named = ", ".join([sizes, *words])
+        made.append(Candidate("colocated", every[index], devices, named, forecast))
+        yield made[-1]
     first = min(made, key=lambda candidate: candidate.step_ms)
     found = refined(forecaster, Colocated(first.recipe, first.forecast))
     if found.words:

@@ -12,7 +12,12 @@ from simulated_parts import ENCODER, LLM
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.encoder_sizes import choose_encoders, encoder_combinations
+from torchmm.planning.encoder_sizes import (
+    PROMISE_MARGIN,
+    choose_encoders,
+    encoder_combinations,
+    with_pipelines,
+)
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.recipe.recipe import Recipe
@@ -85,6 +90,7 @@ def test_images_at_once_and_stages_are_chosen_where_they_make_the_step_shorter()
         return replace(found, step=times)
 
     forecaster.forecast_parallel = forecast
+    forecaster.promised_ms = lambda parallel: 1.0
     choice = choose_encoders(forecaster)
     found = choice.recipe.parallel
     assert found.sub_microbatch_images("vision") == 2 and found.slices("vision") == 1
@@ -94,6 +100,61 @@ def test_images_at_once_and_stages_are_chosen_where_they_make_the_step_shorter()
         "vision", parallel="vision = {pipeline = 1, sub_microbatch_images = 4, segments = 2}\n"
     )
     assert choose_encoders(forecaster_of(given)).refined is None
+
+
+def test_sizes_that_are_promised_to_take_longer_are_not_simulated():
+    recipe = recipe_of("vision", parallel="tensor = 2\n")
+    forecaster = forecaster_of(recipe)
+    promised_ms, simulated = forecaster.promised_ms, []
+    real = forecaster.forecast_parallel
+
+    def forecast(parallel):
+        simulated.append(promised_ms(parallel))
+        return real(parallel)
+
+    forecaster.forecast_parallel = forecast
+    choice = choose_encoders(forecaster)
+    promises_ms = [
+        promised_ms(with_pipelines(recipe, {"vision": size}, tensor=tensor).parallel)
+        for tensor in (1, 2)
+        for size in (1, 2, 4)
+    ]
+    fine = [ms for ms in sorted(promises_ms) if ms <= PROMISE_MARGIN * min(promises_ms)]
+    assert simulated[: len(choice.tried)] == fine and 1 < len(fine) < len(promises_ms)
+    assert choice.promised_longer == len(promises_ms) - len(fine)
+    assert f"{choice.promised_longer} more that the bubble scheduler" in [*choice.lines()][-1]
+    best_ms = choice.tried[0].forecast.step.makespan_ms
+    forecaster.promised_ms = lambda parallel: 1.0  # the same for all: everything is simulated
+    every = choose_encoders(forecaster)
+    assert len(every.tried) == len(promises_ms) and every.promised_longer == 0
+    assert every.tried[0].forecast.step.makespan_ms == best_ms
+
+
+def test_promises_go_on_until_one_of_them_fits():
+    """The two best promises do not fit; the third does, and bounds what comes after."""
+    recipe = recipe_of("vision", parallel="tensor = 2\n")
+    forecaster = forecaster_of(recipe)
+    promises_ms = {(1, 1): 10.0, (1, 2): 11.0, (1, 4): 20.0, (2, 1): 20.9, (2, 2): 21.1}
+    real = forecaster.forecast_parallel
+
+    def sizes(parallel):
+        own = parallel.sizes_given("vision")
+        return own["tensor"], own["pipeline"]
+
+    def forecast(parallel):
+        found = real(parallel)
+        fits = promises_ms.get(sizes(parallel), 30.0) > 11.0
+        ms = 2.0 if fits else 1.0
+        return replace(
+            found, step=SimpleNamespace(makespan_ms=ms, fits=fits, peak_bytes=found.step.peak_bytes)
+        )
+
+    forecaster.forecast_parallel = forecast
+    forecaster.promised_ms = lambda parallel: promises_ms.get(sizes(parallel), 30.0)
+    choice = choose_encoders(forecaster)
+    tried = [(each.tensor, each.pipelines["vision"]) for each in choice.tried]
+    assert sorted(tried) == [(1, 1), (1, 2), (1, 4), (2, 1)]
+    assert tried[0] in ((1, 4), (2, 1)) and choice.promised_longer == 2
 
 
 def test_given_sizes_stay_and_every_encoder_has_its_own():
@@ -106,8 +167,9 @@ def test_given_sizes_stay_and_every_encoder_has_its_own():
 
 
 def test_tensor_parallel_sizes_are_tried_too():
-    recipe = recipe_of("vision", parallel="tensor = 2\n")
-    choice = choose_encoders(forecaster_of(recipe))
+    forecaster = forecaster_of(recipe_of("vision", parallel="tensor = 2\n"))
+    forecaster.promised_ms = lambda parallel: 1.0
+    choice = choose_encoders(forecaster)
     tried = [(found.tensor, found.pipelines["vision"]) for found in choice.tried]
     assert sorted(tried) == [(tensor, size) for tensor in (1, 2) for size in (1, 2, 4)]
     best = choice.tried[0]
@@ -139,6 +201,7 @@ def test_encoders_may_have_different_tensor_parallel_sizes():
         return replace(found, step=times)
 
     forecaster.forecast_parallel = forecast
+    forecaster.promised_ms = lambda parallel: 1.0
     choice = choose_encoders(forecaster)
     assert choice.refined.words == ("scans tensor 1",)
     found = choice.recipe.parallel

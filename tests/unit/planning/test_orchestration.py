@@ -15,7 +15,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning import placement
 from torchmm.planning.apart.problem import orchestration_problem
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.encoder_sizes import Colocated, refined, with_pipelines
+from torchmm.planning.encoder_sizes import PROMISE_MARGIN, Colocated, refined, with_pipelines
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.open_sizes import orchestrated
 from torchmm.planning.placement import (
@@ -188,6 +188,7 @@ def test_placements_are_simulated_and_sorted(recipe, planned):
 def test_colocated_encoders_are_tried_in_all_pipelines(recipe):
     forecaster = Forecaster(recipe, 4, PROFILE)
     ranks = forecaster.run.llm.pipeline
+    forecaster.promised_ms = lambda parallel: 1.0  # or some would be left out, as promised longer
     found = list(_colocated(recipe, forecaster, 4, "sizes", "optimus"))
     pipelines = [c.recipe.parallel.sizes_given("vision")["pipeline"] for c in found]
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -217,13 +218,26 @@ def test_choices_of_colocated_encoders_are_played_one_after_the_other(recipe):
         step = SimpleNamespace(makespan_ms=100.0 - points, fits=parallel.llm_schedule != "gpipe")
         return Forecast("optimus", cast(SimulatedStep, step))
 
-    forecaster = SimpleNamespace(run=real.run, modules=real.modules, forecast_parallel=forecast)
+    forecaster = SimpleNamespace(
+        run=real.run,
+        modules=real.modules,
+        forecast_parallel=forecast,
+        promised_ms=lambda parallel: 1.0,
+    )
     best = refined(forecaster, Colocated(own, forecast(own.parallel)))
     assert best.words == ("LLM zero_bubble", "2 images at once")
     assert best.recipe.parallel.llm_schedule == "zero_bubble"
     assert best.recipe.parallel.sub_microbatch_images("vision") == 2
     assert best.recipe.parallel.slices("vision") is None
     assert best.forecast.step.makespan_ms == 97
+    # What is promised to take longer is not played.
+    long_ms = 1.01 * PROMISE_MARGIN
+    forecaster.promised_ms = lambda parallel: (
+        long_ms if parallel.llm_schedule == "zero_bubble" else 1.0
+    )
+    assert refined(forecaster, Colocated(own, forecast(own.parallel))).words == (
+        "2 images at once",
+    )
 
 
 @pytest.mark.parametrize(
