@@ -345,7 +345,7 @@ def _fitting(
     llm = ParallelSizes(ranks.data_parallel, ranks.pipeline, ranks.tensor)
     unsplit = {n: {"pipeline": p, "tensor": ranks.tensor} for n, p in combinations[0].items()}
     whole = _with_modules(forecaster.recipe, unsplit).parallel
-    layout = plan_layout(whole, modules, forecaster.workload.microbatches)
+    layout = plan_layout(whole, modules, forecaster.typical)
     encoders = [module for module in modules if module.kind == "encoder"]
     limit_bytes = int(forecaster.profile.device.memory_bytes)
     compute_bytes = 2 if forecaster.recipe.training.dtype == "bfloat16" else 4

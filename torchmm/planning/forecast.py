@@ -198,7 +198,12 @@ class Forecaster:
         self.model = self.sample.model
         self.modules = self.sample.modules
         costs = self._costs(recipe.parallel)  # what is wrong with it, now
-        shares = self._first_shares()
+        self._divisions: dict[str, ParallelConfig] = {}
+        shares = first_microbatches(recipe, self.model, self.run.shares)
+        self.typical = [meta for share in shares for meta in share]
+        """The first step's microbatches as they come, which decide how modules are cut."""
+        if recipe.data.reorder != "none":
+            shares = self._reordered()
         if self.run.units:
             busiest = _busiest(self.modules, shares, self.run.units, costs)
             own = sum(_flops(self.modules, meta) for meta in shares[busiest])
@@ -207,23 +212,37 @@ class Forecaster:
         else:
             self.workload = _heaviest(self.modules, shares)
 
-    def _first_shares(self) -> list[list[MicrobatchMeta]]:
-        """The first step's microbatches, by share of the global batch."""
-        recipe = self.recipe
-        if recipe.data.reorder == "none":
-            return first_microbatches(recipe, self.model, self.run.shares)
-        packs = self.sample.packs
-        parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
-        layout = self._layout(parallel, packs)
-        reorder = arrangement(recipe, self.modules, self._costs(parallel), layout, self.run.shares)
-        return reordered(reorder, packs)
+    def _reordered(self) -> list[list[MicrobatchMeta]]:
+        """The first step's microbatches where reordering puts them, by share of the batch."""
+        parallel = self._divided(self.recipe.parallel)
+        recipe = self.recipe.model_copy(update={"parallel": parallel})
+        costs, layout = self._costs(parallel), self._layout(parallel)
+        reorder = arrangement(recipe, self.modules, costs, layout, self.run.shares)
+        return reordered(reorder, self.sample.packs)
 
-    def _layout(self, parallel: ParallelConfig, metas: Sequence[MicrobatchMeta]) -> StageLayout:
-        """How modules are cut: apart, as the whole global batch says, as in a run."""
-        if not self.run.units:
-            return plan_layout(parallel, self.modules, metas)
+    def _divided(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Another section with the LLM's ranks, and what it leaves open chosen as in a run."""
+        parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
+        if not leaves_segments_open(parallel):
+            return parallel
+        key = parallel.model_dump_json()
+        if key not in self._divisions:
+            model = self._costs(parallel)
+            tuning = layer_tuning(self.recipe, self.modules, model, layerwise=False)
+            found = with_segments(parallel, self.modules, self.typical, model, tuning)
+            self._divisions[key] = found
+        return self._divisions[key]
+
+    def _layout(self, parallel: ParallelConfig) -> StageLayout:
+        """How modules are cut."""
         sample = self.sample
-        return plan_layout(parallel, sample.modules, sample.packs, self.run.units, sample.layers)
+        if self.run.units:
+            return plan_layout(parallel, self.modules, sample.packs, self.run.units, sample.layers)
+        return plan_layout(parallel, self.modules, self.typical, layers=self._layers)
+
+    @cached_property
+    def _layers(self) -> list[ModuleLayers]:
+        return module_layers(self.modules, self.typical)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
         return run_costs(self.run.with_parallel(parallel), self.modules, self.profile)
@@ -236,14 +255,9 @@ class Forecaster:
         """
         name = schedule or self.recipe.parallel.schedule
         stages = 1 if name == "1f1b" else self.recipe.parallel.virtual_stages
-        parallel = self.recipe.parallel.model_copy(
-            update={
-                "schedule": name,
-                "placement": _placement(name, self.recipe.parallel.placement),
-                "virtual_stages": stages,
-            }
-        )
-        return self.forecast_parallel(parallel)
+        placement = _placement(name, self.recipe.parallel.placement)
+        changes = {"schedule": name, "placement": placement, "virtual_stages": stages}
+        return self.forecast_parallel(self.recipe.parallel.model_copy(update=changes))
 
     def forecast_parallel(self, parallel: ParallelConfig) -> Forecast:
         """The first step with another section, whose LLM is on as many ranks.
@@ -252,12 +266,8 @@ class Forecaster:
             ConfigError: own sizes of encoders do not fit.
         """
         name = parallel.schedule
-        parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
+        parallel = self._divided(parallel)
         metas = self.workload.microbatches
-        if leaves_segments_open(parallel):
-            model = self._costs(parallel)
-            tuning = layer_tuning(self.recipe, self.modules, model, layerwise=False)
-            parallel = with_segments(parallel, self.modules, metas, model, tuning)
         dtype = DTYPES[self.recipe.training.dtype]
         specs = partial(message_specs, modules=self.sample.layered, microbatches=metas, dtype=dtype)
         model = self._costs(parallel)
@@ -276,7 +286,7 @@ class Forecaster:
 
         try:
             plan = plan_step(
-                self._layout(parallel, metas),
+                self._layout(parallel),
                 parallel,
                 self.modules,
                 metas,
@@ -304,7 +314,7 @@ class Forecaster:
         model = self._costs(parallel)
         sharding, layerwise = self._gathering(parallel, model)
         try:
-            graph = step_graph(self._layout(parallel, metas), parallel, metas, sharding)
+            graph = step_graph(self._layout(parallel), parallel, metas, sharding)
         except (ConfigError, PlanError):
             return inf
         costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
