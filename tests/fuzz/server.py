@@ -30,7 +30,7 @@ from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
 from torchmm.common.errors import ConfigError, PlanError
-from torchmm.planning.open_sizes import orchestrated
+from torchmm.planning.placement import orchestrated
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.bubbles.choice import StepOrder
 from torchmm.balance.costs.flops import gradients_arrive, microbatch_flops, module_layers
@@ -29,13 +28,12 @@ from torchmm.balance.planners import PLANNERS, plan_by_costs, promised_ms
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
-from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.layers import ModuleDescription
-from torchmm.data.tokenizer import load_tokenizer
+from torchmm.common.processes import without_collection
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -44,6 +42,7 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
+from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.reordering import arrangement, reordered
 from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
@@ -51,7 +50,6 @@ from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_g
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
-from torchmm.recipe.simulation_section import sizes_vary
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 
@@ -216,7 +214,8 @@ class Forecaster:
         """The first step's microbatches where reordering puts them, by share of the batch."""
         parallel = self._divided(self.recipe.parallel)
         recipe = self.recipe.model_copy(update={"parallel": parallel})
-        costs, layout = self._costs(parallel), self._layout(parallel)
+        costs = self._costs(parallel)
+        layout = self._layout(parallel)
         reorder = arrangement(recipe, self.modules, costs, layout, self.run.shares)
         return reordered(reorder, self.sample.packs)
 
@@ -259,6 +258,7 @@ class Forecaster:
         changes = {"schedule": name, "placement": placement, "virtual_stages": stages}
         return self.forecast_parallel(self.recipe.parallel.model_copy(update=changes))
 
+    @without_collection()
     def forecast_parallel(self, parallel: ParallelConfig) -> Forecast:
         """The first step with another section, whose LLM is on as many ranks.
 
@@ -302,6 +302,7 @@ class Forecaster:
         costs = self._as_measured(costs, plan.graph.layout)
         return self.rate(name, simulate(plan, costs), model)
 
+    @without_collection()
     def promised_ms(self, parallel: ParallelConfig) -> float:
         """What the bubble scheduler promises (`planners.promised_ms`) for the first step with
         another section, of colocated encoders; infinite where the modules cannot be cut like this.
@@ -396,70 +397,6 @@ def _placement(schedule: str, given: Placement) -> Placement:
     if schedule in schedules_for("colocated"):
         return "colocated"
     return "interleaved" if given == "colocated" else given
-
-
-def first_microbatches(
-    recipe: Recipe, model: MultimodalModel, shares: int
-) -> list[list[MicrobatchMeta]]:
-    """The first step's, by share of the global batch: from statistics where the recipe has them."""
-    training = recipe.training
-    per_rank = training.global_batch_size // (shares * training.microbatch_size)
-    if recipe.simulation.sequences or not recipe.data.sources:
-        _check_sizes(recipe, model)
-        return [
-            sample_microbatches(
-                recipe.simulation,
-                per_rank,
-                sequence_length=training.sequence_length,
-                microbatch_size=training.microbatch_size,
-                first=rank * per_rank * training.microbatch_size,
-            )
-            for rank in range(shares)
-        ]
-    found = first_step(recipe, model, load_tokenizer(recipe.model), shares)
-    if not found:
-        raise ConfigError(
-            "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
-        )
-    return found
-
-
-def _check_sizes(recipe: Recipe, model: MultimodalModel) -> None:
-    """Images of many sizes need an encoder that reads them.
-
-    Raises:
-        ConfigError: an encoder brings all images to one size.
-    """
-    sizes = recipe.simulation.images
-    problems = [
-        f"simulation.images.{name}: sizes differ, but this encoder brings all images to one; "
-        "give a single number of patches"
-        for name, spec in model.image_specs().items()
-        if spec.inputs == "fixed" and name in sizes and sizes_vary(sizes[name])
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def first_step(
-    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, shares: int
-) -> list[list[MicrobatchMeta]]:
-    """Sizes of the first step's samples, by share of the global batch; nothing is decoded.
-
-    Empty where a streamed source does not know them.
-    """
-    # Late: the libraries of data take seconds to load, and statistics do without them.
-    from torchmm.data.loader import build_loader  # noqa: PLC0415
-
-    loader = build_loader(
-        recipe.data.model_copy(update={"workers": 0}),
-        recipe.training,
-        data_parallel_rank=0,
-        state=None,
-        data_parallel_size=shares,
-        **model.sample_specs(tokenizer),
-    )
-    return [list(share) for share in loader.next_metas() or ()]
 
 
 def _flops(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> float:

@@ -14,7 +14,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.log import working
 from torchmm.planning.forecast import Forecaster
-from torchmm.planning.open_sizes import orchestrated
+from torchmm.planning.placement import orchestrated
 from torchmm.planning.report import forecast_table, write_forecasts
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import SCHEDULES

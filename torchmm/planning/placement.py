@@ -30,7 +30,9 @@ from torchmm.planning.apart.search import (
 )
 from torchmm.planning.encoder_sizes import (
     Colocated,
+    choose_encoders,
     encoder_combinations,
+    leaves_encoders_open,
     promising,
     refined,
     with_pipelines,
@@ -165,6 +167,20 @@ def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
         f"parallel.orchestrate: no plan uses all {world_size} ranks; start {fewer.best.devices} "
         "ranks, or give sizes in [parallel] and [parallel.NAME]"
     )
+
+
+def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
+    """The recipe with sizes of colocated encoders, or of modules apart, chosen if it asks for that.
+
+    Raises:
+        ConfigError: nothing fits into memory, or the device is unknown.
+    """
+    if recipe.parallel.leaves_units_open:
+        return orchestrated_units(recipe, world_size)
+    if not leaves_encoders_open(recipe):
+        return recipe
+    profile = simulated_profile(recipe)
+    return choose_encoders(Forecaster(recipe, world_size, profile)).recipe
 
 
 def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:

@@ -33,6 +33,7 @@ from torchmm.balance.segments import MOST_SEGMENTS, Partition, partition
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
+from torchmm.common.processes import without_collection
 from torchmm.planning.step import plan_layout, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -57,6 +58,7 @@ def leaves_segments_open(parallel: ParallelConfig) -> bool:
     return parallel.schedule == "searched" and parallel.pipeline > 1
 
 
+@without_collection()
 def with_segments(
     parallel: ParallelConfig,
     modules: Sequence[ModuleDescription],

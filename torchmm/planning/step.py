@@ -31,6 +31,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
+from torchmm.common.processes import without_collection
 from torchmm.common.row_slices import most_images
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action
@@ -290,6 +291,7 @@ def modelled_totals(
     return found
 
 
+@without_collection()
 def plan_step(
     layout: StageLayout,
     config: ParallelConfig,

@@ -59,7 +59,7 @@ from torchmm.planning.executions import (
     run_profile,
     run_tuning,
 )
-from torchmm.planning.forecast import first_step
+from torchmm.planning.first_step import first_step
 from torchmm.planning.reordering import dealing, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.segments import leaves_segments_open, with_segments

@@ -35,7 +35,7 @@ from torchmm.parallel.health.preflight import check_own_device
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
-from torchmm.planning.open_sizes import orchestrated
+from torchmm.planning.placement import orchestrated
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_run, build_unfilled_model, cut_model

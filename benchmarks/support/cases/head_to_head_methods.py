@@ -21,6 +21,7 @@ from torchmm.balance.recomputation.tuning import tune_layers
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import ConfigError, PlanError
+from torchmm.common.processes import without_collection
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
@@ -220,6 +221,7 @@ def _start(recipe: Recipe, tried: Tried, note: str, several: bool) -> Start:
     return Start(sized, "; ".join(filter(None, words)))
 
 
+@without_collection()
 def kernels_in_bubbles(
     starts: Sequence[Start], gpus: int, profile: Profile, llm_schedule: str = "interleaved_1f1b"
 ) -> Result | None:

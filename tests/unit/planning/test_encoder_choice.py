@@ -19,7 +19,7 @@ from torchmm.planning.encoder_sizes import (
     with_pipelines,
 )
 from torchmm.planning.forecast import Forecaster
-from torchmm.planning.open_sizes import orchestrated
+from torchmm.planning.placement import orchestrated
 from torchmm.recipe.recipe import Recipe
 
 RECIPE = f"""

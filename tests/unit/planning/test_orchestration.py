@@ -17,11 +17,11 @@ from torchmm.planning.apart.problem import orchestration_problem
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.encoder_sizes import PROMISE_MARGIN, Colocated, refined, with_pipelines
 from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.planning.open_sizes import orchestrated
 from torchmm.planning.placement import (
     _colocated,
     _with_parallel,
     choose_placement,
+    orchestrated,
     plan_recipe,
     usable_devices,
 )

@@ -129,7 +129,6 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/planning/dry_run.py": "train.py imports it only for a dry run",
     "torchmm/planning/forecast_command.py": "its script answers before torch is loaded",
     "torchmm/planning/inspection/pictures.py": "about arrays of pixels alone",
-    "torchmm/planning/open_sizes.py": "the trainer fills in what is open before all else",
     "torchmm/recipe/check_model.py": "checks of the model and its validation",
     "torchmm/training/ablation.py": "what a script does with a trained model, without training",
     "torchmm/training/checkpoint/fetch.py": "how files come; its importer knows nothing of a store",
@@ -144,7 +143,7 @@ LAZY_IMPORTS = {
     "torchmm/data/producers/engine.py": "Ray is installed only where it starts producers",
     "torchmm/data/serve.py": "a bad address or certificate is reported before torch is loaded",
     "torchmm/models/registry.py": "diffusers is installed only where images are drawn",
-    "torchmm/planning/forecast.py": "simulated sequences need no data, and no libraries for them",
+    "torchmm/planning/first_step.py": "simulated sequences need no data, and no libraries for them",
 }
 
 

@@ -12,7 +12,8 @@ from fuzz.recipes import complete
 import torchmm.training.run
 from torchmm.common.errors import ConfigError
 from torchmm.planning.executions import simulated_profile
-from torchmm.planning.forecast import Forecaster, first_microbatches
+from torchmm.planning.first_step import first_microbatches
+from torchmm.planning.forecast import Forecaster
 from torchmm.planning.reordering import reordered, run_arrangement
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe

@@ -32,7 +32,8 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import parameter_states, trial_runner, whole_costs
-from torchmm.planning.forecast import StepSample, first_microbatches
+from torchmm.planning.first_step import first_microbatches
+from torchmm.planning.forecast import StepSample
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, schedules_for
 from torchmm.recipe.sizes import AXES

@@ -37,7 +37,7 @@ from torchmm.balance.recomputation.tuning import Tuner
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import PlanError
 from torchmm.common.files import Handover
-from torchmm.common.processes import ignore_signals, yield_to_others
+from torchmm.common.processes import ignore_signals, without_collection, yield_to_others
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import MessageSpecs
@@ -147,6 +147,7 @@ class StepWork:
         )
 
 
+@without_collection()
 def plan_before_step(
     setup: PlanningSetup, request: PlanRequest, budget: Budget | None = None
 ) -> PlannedStep:
@@ -200,6 +201,7 @@ def plans_in(directory: Path) -> Handover:
     return Handover(directory / "plan.npz")
 
 
+@without_collection()
 def plan_request(
     connection: Connection,
     plans: Handover,
