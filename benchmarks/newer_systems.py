@@ -38,7 +38,8 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.planning.forecast import Forecaster, Workload
+from torchmm.planning.first_step import Workload
+from torchmm.planning.forecast import Forecaster
 from torchmm.planning.step import searched_costs, step_graph
 from torchmm.recipe.read import load_recipe
 
@@ -128,7 +129,7 @@ def bounded_orders(forecaster: Forecaster, evaluations: int) -> Iterator[tuple[s
     """Steps of one batch by how much memory they may use."""
     metas, modules = forecaster.workload.microbatches, forecaster.modules
     parallel = forecaster.recipe.parallel
-    layout = forecaster._layout(parallel, metas)
+    layout = forecaster.layout(parallel)
     graph = step_graph(layout, parallel, metas)
     found = searched_costs(graph, modules, metas, forecaster._costs(parallel))
     costs = replace(found, memory_limit_bytes=None)

@@ -7,15 +7,28 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
+from torchmm.common.layers import ModuleDescription
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.simulation_section import sizes_vary
+
+
+class Workload(NamedTuple):
+    """Microbatches of the data-parallel rank with the most to compute."""
+
+    microbatches: list[MicrobatchMeta]
+    mean_share: float
+    """FLOPs of the mean data-parallel rank as a share of this one's, 0..1."""
 
 
 def first_microbatches(
@@ -64,15 +77,17 @@ def _check_sizes(recipe: Recipe, model: MultimodalModel) -> None:
 def first_step(
     recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, shares: int
 ) -> list[list[MicrobatchMeta]]:
-    """Sizes of the first step's samples, by share of the global batch; nothing is decoded.
+    """Sizes of the first step's samples, by share of the global batch, of a recipe without training
+    data those of its validation data; nothing is decoded.
 
     Empty where a streamed source does not know them.
     """
     # Late: the libraries of data take seconds to load, and statistics do without them.
     from torchmm.data.loader import build_loader  # noqa: PLC0415
 
+    sources = recipe.data.sources or recipe.data.validation
     loader = build_loader(
-        recipe.data.model_copy(update={"workers": 0}),
+        recipe.data.model_copy(update={"workers": 0, "sources": sources}),
         recipe.training,
         data_parallel_rank=0,
         state=None,
@@ -80,3 +95,23 @@ def first_step(
         **model.sample_specs(tokenizer),
     )
     return [list(share) for share in loader.next_metas() or ()]
+
+
+def one_by_one(recipe: Recipe) -> Recipe:
+    """The recipe with each pack as a microbatch of its own."""
+    training = recipe.training.model_copy(update={"microbatch_size": 1})
+    return recipe.model_copy(update={"training": training})
+
+
+def total_flops(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> float:
+    """Of all modules for a microbatch, forward and backward."""
+    return sum(f.forward + f.backward for f in microbatch_flops(modules, meta).values())
+
+
+def heaviest(
+    modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
+) -> Workload:
+    """The share of the global batch with the most to compute, which others wait for."""
+    flops = [sum(total_flops(modules, meta) for meta in share) for share in shares]
+    most = max(flops)
+    return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)

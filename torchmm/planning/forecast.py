@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import transformers
 
 from torchmm.balance.bubbles.choice import StepOrder
-from torchmm.balance.costs.flops import gradients_arrive, microbatch_flops, module_layers
+from torchmm.balance.costs.flops import gradients_arrive, module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
@@ -42,8 +42,14 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
-from torchmm.planning.first_step import first_microbatches
-from torchmm.planning.reordering import arrangement, reordered
+from torchmm.planning.first_step import (
+    Workload,
+    first_microbatches,
+    heaviest,
+    one_by_one,
+    total_flops,
+)
+from torchmm.planning.reordering import dealt
 from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_graph
@@ -51,14 +57,6 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
 from torchmm.recipe.sizes import MeshSizes, replica_groups
-
-
-class Workload(NamedTuple):
-    """Microbatches of the data-parallel rank with the most to compute."""
-
-    microbatches: list[MicrobatchMeta]
-    mean_share: float
-    """FLOPs of the mean data-parallel rank as a share of this one's, 0..1."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,7 @@ class StepSample:
         Raises:
             ConfigError: there is nothing to draw them from.
         """
-        training = self.recipe.training.model_copy(update={"microbatch_size": 1})
-        one_by_one = self.recipe.model_copy(update={"training": training})
-        return first_microbatches(one_by_one, self.model, 1)[0]
+        return first_microbatches(one_by_one(self.recipe), self.model, 1)[0]
 
     @cached_property
     def layers(self) -> list[ModuleLayers]:
@@ -166,7 +162,7 @@ class StepSample:
     @cached_property
     def flops(self) -> float:
         """Of the whole global batch."""
-        return sum(_flops(self.modules, pack) for pack in self.packs)
+        return sum(total_flops(self.modules, pack) for pack in self.packs)
 
 
 class Forecaster:
@@ -197,27 +193,26 @@ class Forecaster:
         self.modules = self.sample.modules
         costs = self._costs(recipe.parallel)  # what is wrong with it, now
         self._divisions: dict[str, ParallelConfig] = {}
-        shares = first_microbatches(recipe, self.model, self.run.shares)
-        self.typical = [meta for share in shares for meta in share]
-        """The first step's microbatches as they come, which decide how modules are cut."""
+        shares = self._as_they_come = first_microbatches(recipe, self.model, self.run.shares)
+        self._shares = shares
         if recipe.data.reorder != "none":
-            shares = self._reordered()
+            parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
+            self._shares = self._dealt(parallel)
+            shares = self._dealt(self._divided(parallel))
         if self.run.units:
             busiest = _busiest(self.modules, shares, self.run.units, costs)
-            own = sum(_flops(self.modules, meta) for meta in shares[busiest])
+            own = sum(total_flops(self.modules, meta) for meta in shares[busiest])
             mean = self.sample.flops / len(shares)
             self.workload = Workload(shares[busiest], mean / own if own else 1.0)
         else:
-            self.workload = _heaviest(self.modules, shares)
+            self.workload = heaviest(self.modules, shares)
 
-    def _reordered(self) -> list[list[MicrobatchMeta]]:
-        """The first step's microbatches where reordering puts them, by share of the batch."""
-        parallel = self._divided(self.recipe.parallel)
+    def _dealt(self, parallel: ParallelConfig) -> list[list[MicrobatchMeta]]:
+        """The first step's microbatches where reordering for a section puts them, by share."""
         recipe = self.recipe.model_copy(update={"parallel": parallel})
         costs = self._costs(parallel)
-        layout = self._layout(parallel)
-        reorder = arrangement(recipe, self.modules, costs, layout, self.run.shares)
-        return reordered(reorder, self.sample.packs)
+        packs = self.sample.packs
+        return dealt(recipe, self.modules, costs, self.layout(parallel), packs, self.run.shares)
 
     def _divided(self, parallel: ParallelConfig) -> ParallelConfig:
         """Another section with the LLM's ranks, and what it leaves open chosen as in a run."""
@@ -228,16 +223,22 @@ class Forecaster:
         if key not in self._divisions:
             model = self._costs(parallel)
             tuning = layer_tuning(self.recipe, self.modules, model, layerwise=False)
-            found = with_segments(parallel, self.modules, self.typical, model, tuning)
+            metas = heaviest(self.modules, self._shares).microbatches
+            found = with_segments(parallel, self.modules, metas, model, tuning)
             self._divisions[key] = found
         return self._divisions[key]
 
-    def _layout(self, parallel: ParallelConfig) -> StageLayout:
+    def layout(self, parallel: ParallelConfig) -> StageLayout:
         """How modules are cut."""
         sample = self.sample
         if self.run.units:
             return plan_layout(parallel, self.modules, sample.packs, self.run.units, sample.layers)
         return plan_layout(parallel, self.modules, self.typical, layers=self._layers)
+
+    @cached_property
+    def typical(self) -> list[MicrobatchMeta]:
+        """The first step's microbatches as they come, which decide how modules are cut."""
+        return [meta for share in self._as_they_come for meta in share]
 
     @cached_property
     def _layers(self) -> list[ModuleLayers]:
@@ -286,7 +287,7 @@ class Forecaster:
 
         try:
             plan = plan_step(
-                self._layout(parallel),
+                self.layout(parallel),
                 parallel,
                 self.modules,
                 metas,
@@ -315,7 +316,7 @@ class Forecaster:
         model = self._costs(parallel)
         sharding, layerwise = self._gathering(parallel, model)
         try:
-            graph = step_graph(self._layout(parallel), parallel, metas, sharding)
+            graph = step_graph(self.layout(parallel), parallel, metas, sharding)
         except (ConfigError, PlanError):
             return inf
         costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
@@ -397,18 +398,6 @@ def _placement(schedule: str, given: Placement) -> Placement:
     if schedule in schedules_for("colocated"):
         return "colocated"
     return "interleaved" if given == "colocated" else given
-
-
-def _flops(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> float:
-    return sum(f.forward + f.backward for f in microbatch_flops(modules, meta).values())
-
-
-def _heaviest(
-    modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
-) -> Workload:
-    flops = [sum(_flops(modules, meta) for meta in share) for share in shares]
-    most = max(flops)
-    return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)
 
 
 def _busiest(

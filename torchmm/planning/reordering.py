@@ -176,6 +176,23 @@ def ordered_layout(
     return OrderedLayout(layout, parallel.schedule, order, searched)
 
 
+def dealt(
+    recipe: Recipe,
+    modules: Sequence[ModuleDescription],
+    model: CostModel,
+    layout: StageLayout,
+    packs: Sequence[MicrobatchMeta],
+    data_parallel_size: int,
+) -> list[list[MicrobatchMeta]]:
+    """What `arrangement` makes of a global batch: microbatches of each share.
+
+    Args:
+        packs: as of `reordered`.
+    """
+    reorder = arrangement(recipe, modules, model, layout, data_parallel_size)
+    return reordered(reorder, packs)
+
+
 def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[list[MicrobatchMeta]]:
     """Microbatches of each share of a global batch.
 

@@ -1,7 +1,8 @@
 """Segments and sub-microbatches of a searched pipeline where the recipe leaves them open.
 
     if leaves_segments_open(parallel):
-        parallel = with_segments(parallel, descriptions, microbatches, costs)
+        metas = heaviest(descriptions, shares).microbatches      # of one pipeline
+        parallel = with_segments(parallel, descriptions, metas, costs)
 
 What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
 `virtual_stages` other than 1, which are the LLM's segments. The rest begins as PipeWeaver's rule
@@ -71,7 +72,7 @@ def with_segments(
     Args:
         parallel: one that `leaves_segments_open`.
         modules: encoders, LLM and generator, whole.
-        microbatches: typical ones.
+        microbatches: of one pipeline, the one with most work.
         model: costs of the modules as they are run (`run_costs`).
         tuning: how plans choose what layers recompute; None: they do not.
 

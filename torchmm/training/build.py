@@ -59,8 +59,8 @@ from torchmm.planning.executions import (
     run_profile,
     run_tuning,
 )
-from torchmm.planning.first_step import first_step
-from torchmm.planning.reordering import dealing, run_arrangement
+from torchmm.planning.first_step import first_step, heaviest, one_by_one
+from torchmm.planning.reordering import dealing, dealt, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout
@@ -183,12 +183,21 @@ def cut_model(
     problems += kernel_problems(run.recipe.training.attention, device)
     if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)
-    microbatches = _typical_microbatches(run, model, tokenizer)
+    # Always of the first step, so that a resumed run is cut as before.
+    shares = first_step(run.recipe, model, tokenizer, run.shares) if run.is_cut else []
+    shares = shares or [[MicrobatchMeta((), run.recipe.training.sequence_length)]]
+    microbatches = [meta for share in shares for meta in share]
     if leaves_segments_open(parallel):
         costs = run_costs(run, descriptions, run_profile(run.recipe, device))
         # By the profile's memory, which all ranks know alike.
         tuning = layer_tuning(run.recipe, descriptions, costs, layerwise=False)
-        parallel = with_segments(parallel, descriptions, microbatches, costs, tuning)
+        deals = run.recipe.data.reorder != "none"
+        packs = first_step(one_by_one(run.recipe), model, tokenizer, 1) if deals else []
+        if packs:  # as they are dealt for the model as it would be cut without a choice
+            layout = plan_layout(parallel, descriptions, microbatches)
+            shares = dealt(run.recipe, descriptions, costs, layout, packs[0], run.shares)
+        metas = heaviest(descriptions, shares).microbatches
+        parallel = with_segments(parallel, descriptions, metas, costs, tuning)
     layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
     stops = [stage.stop for stage in layout.stages if stage.module == LLM]
     if problems := cut_problems(model.llm, parallel.context, stops[:-1]):
@@ -416,24 +425,6 @@ def fill_model(
     dtype = DTYPES[training.dtype]
     pipeline = Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
     return FilledModel(pipeline, compilation)
-
-
-def _typical_microbatches(
-    run: Resolved, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase
-) -> list[MicrobatchMeta]:
-    """Metadata of the first step's microbatches, of all ranks; nothing is decoded.
-
-    Always those of the first step, so that a resumed run is cut as before.
-    """
-    recipe = run.recipe
-    empty = [MicrobatchMeta((), recipe.training.sequence_length)]
-    if not run.is_cut:
-        return empty
-    sources = recipe.data.sources or recipe.data.validation
-    data = recipe.data.model_copy(update={"sources": sources})
-    sampled = recipe.model_copy(update={"data": data})
-    shares = first_step(sampled, model, tokenizer, run.shares)
-    return [meta for share in shares for meta in share] or empty
 
 
 def _quiet_libraries() -> None:

@@ -69,7 +69,7 @@ def job() -> _Job:
     model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
     sizes = {name: message_sizes(module) for name, module in forecaster.sample.layered.items()}
     setup = PlanningSetup(
-        forecaster._layout(parallel, metas),
+        forecaster.layout(parallel),
         parallel,
         tuple(forecaster.modules),
         "step",

@@ -24,7 +24,8 @@ from torchmm.balance.reordering.step import StepReorder
 from torchmm.balance.reordering.window import WindowReorder
 from torchmm.planning.apart.problem import sized_recipe
 from torchmm.planning.executions import run_costs
-from torchmm.planning.forecast import Forecaster, StepSample, Workload
+from torchmm.planning.first_step import Workload
+from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.reordering import arrangement, ordered_layout, reordered
 from torchmm.recipe.read import load_recipe
 
@@ -86,7 +87,7 @@ def window_rows(case: Case, windows: tuple[int, ...]) -> list[Row]:
     many = recipe.training.model_copy(update={"global_batch_size": STEPS * case.batch})
     packs = StepSample(recipe.model_copy(update={"training": many}), forecaster.model).packs
     parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
-    layout = forecaster._layout(parallel, packs)
+    layout = forecaster.layout(parallel)
     model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
     shares = forecaster.run.shares
     reorder = arrangement(recipe, forecaster.modules, model, layout, shares)
@@ -128,7 +129,7 @@ def replica_steps_ms(seed: int, evaluations: int, per_replica: int) -> dict[str,
     forecaster = replica_forecaster(seed, evaluations, per_replica)
     recipe, modules, packs = forecaster.recipe, forecaster.modules, forecaster.sample.packs
     parallel = recipe.parallel
-    layout = forecaster._layout(parallel, packs)
+    layout = forecaster.layout(parallel)
     model = run_costs(forecaster.run, modules, forecaster.profile)
     shares = forecaster.run.shares
     runs = ordered_layout(parallel, layout)
