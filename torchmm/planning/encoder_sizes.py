@@ -223,10 +223,19 @@ def _with_modules(recipe: Recipe, changes: Mapping[str, Mapping[str, int]]) -> R
 class Tried(NamedTuple):
     """A combination and its step."""
 
+    recipe: Recipe
+    """With these sizes."""
     pipelines: dict[str, int]
     forecast: Forecast
-    tensor: int = 1
-    """Tensor-parallel ranks of all encoders to which the recipe gives none."""
+    tensor: int | None = None
+    """Tensor-parallel ranks of all encoders to which the recipe gives none; None where there is
+    nothing to choose."""
+
+    @property
+    def sizes(self) -> str:
+        """In words."""
+        words = [f"{name} {size}" for name, size in self.pipelines.items()]
+        return ", ".join(words + ([f"tensor {self.tensor}"] if self.tensor else []))
 
 
 @dataclass(frozen=True)
@@ -249,10 +258,8 @@ class EncoderChoice:
 
     def lines(self) -> Iterator[str]:
         """One line for each combination, best first."""
-        several = len({tried.tensor for tried in self.tried}) > 1
-        for pipelines, forecast, tensor in self.tried:
-            sizes = ", ".join(f"{name} {size}" for name, size in pipelines.items())
-            sizes += f", tensor {tensor}" if several else ""
+        for tried in self.tried:
+            sizes, forecast = tried.sizes, tried.forecast
             step = forecast.step
             if step is None:
                 yield f"pipeline ranks of {sizes}: {forecast.problem}"
@@ -285,14 +292,11 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
     combinations = list(encoder_combinations(forecaster))
     fitting = _fitting(forecaster, combinations, tensors)
 
-    def sized(sizes: dict[str, int], tensor: int) -> Recipe:
-        return with_pipelines(recipe, sizes, tensor=tensor if len(tensors) > 1 else None)
-
-    every = [sized(sizes, tensor).parallel for sizes, tensor in fitting]
-    tried = [
-        Tried(fitting[index][0], forecast, fitting[index][1])
-        for index, forecast in promising(forecaster, every)
-    ]
+    recipes = [with_pipelines(recipe, sizes, tensor=tensor) for sizes, tensor in fitting]
+    tried = []
+    for index, forecast in promising(forecaster, [sized.parallel for sized in recipes]):
+        sizes, tensor = fitting[index]
+        tried.append(Tried(recipes[index], sizes, forecast, tensor))
 
     def rank(found: Tried) -> tuple[Any, ...]:
         step = found.forecast.step
@@ -302,8 +306,8 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
 
     tried.sort(key=rank)
     left_out = len(combinations) * len(tensors) - len(fitting)
-    chosen = sized(tried[0].pipelines, tried[0].tensor)
-    choice = EncoderChoice(chosen, tuple(tried), left_out, len(fitting) - len(tried))
+    longer = len(fitting) - len(tried)
+    choice = EncoderChoice(tried[0].recipe, tuple(tried), left_out, longer)
     step = tried[0].forecast.step
     if step is None or not step.fits:
         choices = "; ".join(choice.lines())
@@ -334,8 +338,9 @@ def promising(
 
 def _fitting(
     forecaster: Forecaster, combinations: list[dict[str, int]], tensors: list[int]
-) -> list[tuple[dict[str, int], int]]:
-    """Pipelines and tensor-parallel sizes whose states fit on the rank that needs most.
+) -> list[tuple[dict[str, int], int | None]]:
+    """Pipelines and tensor-parallel sizes whose states fit on the rank that needs most; None for
+    the latter where there is nothing to choose.
 
     Raises:
         ConfigError: none does.
@@ -362,7 +367,7 @@ def _fitting(
     }
     given = forecaster.recipe.parallel.sizes_given
     fitting = [
-        (sizes, tensor)
+        (sizes, tensor if len(tensors) > 1 else None)
         for tensor in tensors
         for sizes in combinations
         if tuple((n, given(name).get("tensor", tensor)) for name, n in sizes.items()) in found

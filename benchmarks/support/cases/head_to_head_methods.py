@@ -27,7 +27,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.apart.problem import plan_variants
 from torchmm.planning.apart.search import EFFORT, search_plans
-from torchmm.planning.encoder_sizes import Tried, choose_encoders, with_pipelines
+from torchmm.planning.encoder_sizes import Tried, choose_encoders
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.step import plan_layout, step_graph
@@ -195,8 +195,7 @@ def whole_actions(recipe: Recipe, gpus: int, profile: Profile) -> Filled:
             choice = choose_encoders(Forecaster(own, gpus, profile))
         except ConfigError:  # nothing fits
             continue
-        several = len({tried.tensor for tried in choice.tried}) > 1
-        first, *others = (_start(own, tried, note, several) for tried in choice.tried[:TRIED])
+        first, *others = (_start(tried, note) for tried in choice.tried[:TRIED])
         starts += [first, *others]
         made = choice.tried[0].forecast
         words = first.note
@@ -208,17 +207,10 @@ def whole_actions(recipe: Recipe, gpus: int, profile: Profile) -> Filled:
     return Filled(best(found, OPTIMUS), tuple(starts))
 
 
-def _start(recipe: Recipe, tried: Tried, note: str, several: bool) -> Start:
-    """With sizes that were tried.
-
-    Args:
-        several: whether tensor-parallel sizes were, too.
-    """
-    tensor = tried.tensor if several else None
-    sizes = ", ".join(f"{name} {size}" for name, size in tried.pipelines.items())
-    words = [f"pipeline ranks: {sizes}", note, f"tensor {tensor}" if tensor else ""]
-    sized = with_pipelines(recipe, tried.pipelines, tensor=tensor)
-    return Start(sized, "; ".join(filter(None, words)))
+def _start(tried: Tried, note: str) -> Start:
+    """With sizes that were tried."""
+    words = [f"pipeline ranks: {tried.sizes}", note]
+    return Start(tried.recipe, "; ".join(filter(None, words)))
 
 
 @without_collection()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.planning.encoder_sizes import with_pipelines
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_all_methods_run_the_same_microbatches(benchmark, profile, tmp_path):
 @pytest.mark.slow
 def test_layers_are_tuned_for_the_order_that_is_kept(benchmark, methods):
     case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
-    recipe = methods.with_pipelines(benchmark.loaded(case), {"vision": 2})
+    recipe = with_pipelines(benchmark.loaded(case), {"vision": 2})
     forecaster = methods.Forecaster(recipe, case.gpus, load_profile(recipe.simulation.device))
     step, hidden = methods.Colocated.of(forecaster, recipe).kernels(recipe, "interleaved_1f1b")
     assert step.fits and 0 < hidden < step.timeline.bubble_fraction

@@ -155,6 +155,11 @@ def test_promises_go_on_until_one_of_them_fits():
     tried = [(each.tensor, each.pipelines["vision"]) for each in choice.tried]
     assert sorted(tried) == [(1, 1), (1, 2), (1, 4), (2, 1)]
     assert tried[0] in ((1, 4), (2, 1)) and choice.promised_longer == 2
+    # Where one size alone is left, it is still that one: the recipe's own would be 2.
+    forecaster.promised_ms = lambda parallel: 1.0 if sizes(parallel) == (1, 4) else 9.0
+    (only,) = choose_encoders(forecaster).tried
+    assert only.tensor == 1 and sizes(only.recipe.parallel) == (1, 4)
+    assert "vision 4, tensor 1" in only.sizes
 
 
 def test_given_sizes_stay_and_every_encoder_has_its_own():
@@ -178,7 +183,8 @@ def test_tensor_parallel_sizes_are_tried_too():
     assert all("tensor" in line for line in [*choice.lines()][: len(tried)])
     given = recipe_of("vision", parallel="tensor = 2\nvision = {tensor = 1}\n")
     only = choose_encoders(forecaster_of(given)).tried
-    assert [found.tensor for found in only] == [1, 1, 1]
+    assert len(only) == 3 and {found.tensor for found in only} == {None}
+    assert {found.recipe.parallel.encoder_tensor("vision") for found in only} == {1}
 
 
 def test_encoders_may_have_different_tensor_parallel_sizes():
