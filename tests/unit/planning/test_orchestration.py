@@ -221,6 +221,7 @@ def test_choices_of_colocated_encoders_are_played_one_after_the_other(recipe):
     forecaster = SimpleNamespace(
         run=real.run,
         modules=real.modules,
+        typical=real.typical,
         forecast_parallel=forecast,
         promised_ms=lambda parallel: 1.0,
     )
