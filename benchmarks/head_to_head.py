@@ -242,9 +242,9 @@ def spread_rows(title: str, by_seed: Sequence[Sequence[Result]]) -> list[Row]:
         ratio = median(every[BASELINE] / every[method] for every in both)
         own = f"of {len(own_s)} seeds, {method}"
         rows += [
-            Row(title, f"step, least {own}", "s", min(own_s), better="lower", kind="simulated"),
-            Row(title, f"step, most {own}", "s", max(own_s), better="lower", kind="simulated"),
-            Row(title, f"x balanced, median {own}", "", ratio, kind="simulated"),
+            Row(title, f"least step {own}", "s", min(own_s), better="lower", kind="simulated"),
+            Row(title, f"longest step {own}", "s", max(own_s), better="lower", kind="simulated"),
+            Row(title, f"median x balanced {own}", "", ratio, kind="simulated"),
         ]
     return rows
 

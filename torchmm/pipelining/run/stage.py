@@ -85,6 +85,8 @@ class PipelineStage(ABC):
     ) -> StageOutput:
         """The forward of a task, from what this rank was sent to what it sends; arguments as in
         `forward`, `specs` of the step's messages."""
+        if not graph.layout.tensor:  # nothing travels in slices
+            return self.forward(task, inputs, microbatch, graph)
         rows = self.module.rows if isinstance(self.module, LayeredModule) else None
         given = [
             _all_rows(tensors, specs[message], rows)

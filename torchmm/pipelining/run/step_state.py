@@ -142,11 +142,16 @@ class StepState:
     def handlers(self) -> dict[ActionType, Callable[[Action], torch.cuda.Event | None]]:
         """What runs each kind of action. What goes on beside what follows gives its end."""
         kind = ActionType
+        computing = {
+            kind.F: self._forward,
+            kind.B: self._backward,
+            kind.I: self._backward_input,
+            kind.W: self._backward_weight,
+        }
+        if self._next_waiting:
+            computing = {k: partial(self._bringing, own) for k, own in computing.items()}
         return {
-            kind.F: partial(self._compute, self._forward),
-            kind.B: partial(self._compute, self._backward),
-            kind.I: partial(self._compute, self._backward_input),
-            kind.W: partial(self._compute, self._backward_weight),
+            **computing,
             kind.SEND_F: partial(self._send, False),
             kind.RECV_F: partial(self._receive, False),
             kind.WAIT_F: partial(self._wait, False),
@@ -193,9 +198,9 @@ class StepState:
 
     # Computing.
 
-    def _compute(self, handler: Callable[[Action], None], action: Action) -> None:
-        """While it runs, what the next backward needs first comes from the host, behind what it
-        needs itself."""
+    def _bringing(self, handler: Callable[[Action], None], action: Action) -> None:
+        """Computes; while it does, what the next backward needs first comes from the host, behind
+        what it needs itself."""
         following = self._next_waiting.get(action)
         if following in self._waiting:
             own = None if action.type is ActionType.F else self._waiting.get(action.task)
