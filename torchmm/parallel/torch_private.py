@@ -40,7 +40,6 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import (
     _get_grad_fn_or_grad_acc,
-    stage_backward,
     stage_backward_input,
 )
 from torch.distributed.pipelining._backward import stage_backward_weight as _backward_weight
@@ -59,7 +58,6 @@ __all__ = [
     "initialize_fsdp",
     "is_view",
     "placed_like",
-    "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
     "start_all_gather",

@@ -262,7 +262,8 @@ class EncoderChoice:
     def lines(self) -> Iterator[str]:
         """One line for each combination, best first."""
         for tried in self.tried:
-            sizes, forecast = tried.sizes, tried.forecast
+            sizes = tried.sizes
+            forecast = tried.forecast
             step = forecast.step
             if step is None:
                 yield f"pipeline ranks of {sizes}: {forecast.problem}"

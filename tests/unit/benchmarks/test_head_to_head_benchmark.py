@@ -1,9 +1,11 @@
 """The head-to-head benchmark: every method on the same step, and which one counts as fastest."""
 
 import importlib
+import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,3 +77,41 @@ def test_the_best_combination_is_the_best_of_all_that_it_knows(benchmark, profil
     instant = searched._replace(step=replace(searched.step, records=[]), method="instant")
     again = benchmark.combined(recipe, case.gpus, profile, starts, [instant])
     assert again.note.startswith("instant") and again.step_s == instant.step_s
+
+
+def test_spreads_are_of_the_seeds_that_a_method_runs_with(benchmark):
+    def found(method: str, seconds: float) -> SimpleNamespace:
+        return SimpleNamespace(method=method, step_s=seconds)
+
+    chain = benchmark.BASELINE
+    by_seed = [
+        [found(chain, 4.0), found("Optimus", 2.0)],
+        [found(chain, 6.0)],
+        [found(chain, 9.0), found("Optimus", 3.0)],
+    ]
+    rows = {row.metric: row.ours for row in benchmark.spread_rows("case", by_seed)}
+    assert rows[f"least step of 3 seeds, {chain}"] == 4.0
+    assert rows[f"longest step of 3 seeds, {chain}"] == 9.0
+    assert rows["least step of 2 seeds, Optimus"] == 2.0
+    assert rows["longest step of 2 seeds, Optimus"] == 3.0
+    assert rows["median x balanced of 2 seeds, Optimus"] == 2.5
+
+
+def test_rows_of_earlier_cases_are_in_the_file_when_a_later_one_fails(
+    benchmark, monkeypatch, tmp_path
+):
+    file = tmp_path / "rows.json"
+    kept = benchmark.Row("of another run", "step", "s", 1.0)
+    benchmark.write_rows([kept], file)
+
+    def run_case(case, *_: object):
+        yield [benchmark.Row(f"{case.title}, printed sizes", "step", "s", 2.0)]
+        if case.gpus == 32:
+            raise RuntimeError("out of patience")
+
+    monkeypatch.setattr(benchmark, "run_case", run_case)
+    monkeypatch.setattr("sys.argv", ["head_to_head.py", "--gpus", "16", "32", "--json", str(file)])
+    with pytest.raises(RuntimeError, match="patience"):
+        benchmark.main()
+    cases = [row["case"] for row in json.loads(file.read_text())]
+    assert cases[0] == "of another run" and len(cases) == 3

@@ -64,6 +64,7 @@ def test_the_decision_page_has_the_ratios_of_the_results():
         ("pipeweaver_vlm_m, 32 GPUs, printed sizes", ["Optimus, whole actions", "DistTrain"]),
         ("optimus_model_a, 64 GPUs, printed sizes", ["Optimus, whole actions"]),
         ("optimus_vit22b_gpt175b, 1536 GPUs, printed sizes", ["Optimus, whole actions"]),
+        ("optimus_vit22b_gpt175b, 3072 GPUs, printed sizes", ["Optimus, whole actions"]),
         ("disttrain_mllm_72b, 160 GPUs, printed sizes", ["PipeWeaver", "DistTrain"]),
     ]
     for case, methods in compared:

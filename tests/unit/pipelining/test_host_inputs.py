@@ -67,13 +67,13 @@ def copies(monkeypatch) -> Copies:
     """Of all modules; with the actions that compute among what they are told."""
     found: Any = Copies()
     monkeypatch.setattr(activation, "HostInputs", lambda: HostInputs(lambda device: found))
-    compute = StepState._compute
+    compute = StepState._bringing
 
     def told(self, handler, action):
         found.act(action)
         compute(self, handler, action)
 
-    monkeypatch.setattr(StepState, "_compute", told)
+    monkeypatch.setattr(StepState, "_bringing", told)
     return found
 
 

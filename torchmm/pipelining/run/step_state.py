@@ -27,8 +27,9 @@
 #   neither the number of microbatches nor that of ranks changes what a step computes.
 #
 # How long tensors live, as the memory of validation and simulator counts them:
-# - an output: from its F to the WAIT_SEND_F, or on one rank to the consumer's B. `_Handed` stands
-#   in for it as a root, so that a producer that waits for its backward keeps no output;
+# - an output: from its F to the WAIT_SEND_F, or on one rank to the consumer's B. The edge that it
+#   leaves in autograd's graph is the root (`Root`), so that a producer that waits for its backward
+#   keeps no output;
 # - an input: from the RECV_F, which allocates its buffer, to the consumer's B or I;
 # - what layers saved: from F to B; after an I, what the weights need stays (`_split`) until W;
 # - a gradient: from the B or I that made it to the WAIT_SEND_B, or on one rank to the producer's B.
@@ -44,13 +45,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.fsdp import LayerSharding, StepSharding
 from torchmm.parallel.host_inputs import Waiting
 from torchmm.parallel.p2p import Cut, P2PChannels, PendingTransfer
 from torchmm.parallel.torch_private import (
-    stage_backward,
     stage_backward_input,
     stage_backward_weight,
     supports_weight_split,
@@ -63,6 +64,11 @@ from torchmm.pipelining.schedules.fillers import encoder_stages
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+Root = Tensor | GradientEdge
+"""Where a backward starts: an edge of autograd's graph, which keeps no output; of backwards in
+halves, for which torch wants tensors, a `_Handed`."""
 
 
 class _Handed(torch.autograd.Function):
@@ -96,8 +102,8 @@ class _Kept(NamedTuple):
 
     leaves: list[tuple[Message, tuple[Tensor, ...]]]
     """Inputs that need gradients."""
-    roots: list[tuple[Message, tuple[Tensor, ...]]]
-    """Outputs that get gradients."""
+    roots: list[tuple[Message, tuple[Root | None, ...]]]
+    """Outputs that gradients arrive for; None: of those that need none."""
     loss: Tensor | None
 
 
@@ -133,9 +139,11 @@ class StepState:
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._waiting: dict[Task, Waiting] = {}
         """Inputs of layers in the host's memory."""
-        self._next_waiting = _next_offloaded(plan, plan_rank)
+        self._offloading = {t for t, modes in plan.recompute.items() if "offload" in modes}
+        self._next_waiting = _next_offloaded(plan, plan_rank, self._offloading)
         self._beside = encoder_stages(plan.graph) if plan.fillers else frozenset()
         """Stages that run on a side stream."""
+        self._halves = any(a.type is ActionType.I for a in plan.actions[plan_rank])
         # Stages that are here and nowhere else: no need to ask where each of their tasks runs.
         self._here = {s.index for s in self._graph.layout.stages if s.ranks == (plan_rank,)}
 
@@ -148,7 +156,7 @@ class StepState:
             kind.I: self._backward_input,
             kind.W: self._backward_weight,
         }
-        if self._next_waiting:
+        if self._offloading:
             computing = {k: partial(self._bringing, own) for k, own in computing.items()}
         return {
             **computing,
@@ -241,7 +249,7 @@ class StepState:
 
     def _hand_over(
         self, message: Message, tensors: tuple[Tensor, ...], keep: bool
-    ) -> tuple[Message, tuple[Tensor, ...]]:
+    ) -> tuple[Message, tuple[Root | None, ...]]:
         """Passes an output on; what backward will start from."""
         destination = message.destination
         if destination in self._here or self._runs_here(self._graph.consumer(message)):
@@ -250,8 +258,9 @@ class StepState:
             self._forward_lane.outbox[message] = tuple(t.detach() for t in tensors)
         if not keep or not self._graph.carries_gradient(message):
             return message, ()
+        root: Callable[[Tensor], Root] = _Handed.apply if self._halves else get_gradient_edge
         roots = [
-            _Handed.apply(t) if t.requires_grad else t
+            root(t) if t.requires_grad else None
             for t, spec in zip(tensors, self._specs[message], strict=True)
             if spec.requires_grad
         ]
@@ -318,19 +327,19 @@ class StepState:
         leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
         if isinstance(sharding := self._stages[task.stage].sharding, LayerSharding):
             sharding.before_backward()
-        # No roots: nothing that is trained was used.
-        found = stage_backward(roots, gradients, leaves) if roots else [None] * len(leaves)
-        self._return_gradients(kept, found)
+        if roots:  # else nothing that is trained was used
+            torch.autograd.backward(roots, gradients)
+        self._return_gradients(kept, [leaf.grad for leaf in leaves])
 
-    def _roots(self, kept: _Kept, action: Action) -> tuple[list[Tensor], list[Tensor]]:
+    def _roots(self, kept: _Kept, action: Action) -> tuple[list[Any], list[Tensor]]:
         """What backward starts from, with the gradients that have arrived for it."""
-        roots: list[Tensor] = []
+        roots: list[Root] = []
         gradients: list[Tensor] = []
-        for message, tensors in (root for root in kept.roots if root[1]):
+        for message, own in (root for root in kept.roots if root[1]):
             arrived = _take(self._backward_lane.inbox, message, action)
-            for tensor, gradient in zip(tensors, arrived, strict=True):
-                if tensor.requires_grad:
-                    roots.append(tensor)
+            for root, gradient in zip(own, arrived, strict=True):
+                if root is not None:
+                    roots.append(root)
                     gradients.append(gradient)
                     if self._plan.fillers and gradient.is_cuda:  # may be of another stream
                         gradient.record_stream(torch.cuda.current_stream())
@@ -439,10 +448,9 @@ class StepState:
         own += other
 
 
-def _next_offloaded(plan: PipelinePlan, rank: int) -> dict[Action, Task]:
-    """By action that computes: the task whose backward is the next that does, if inputs of its
-    layers are in the host's memory."""
-    offloading = {task for task, modes in plan.recompute.items() if "offload" in modes}
+def _next_offloaded(plan: PipelinePlan, rank: int, offloading: set[Task]) -> dict[Action, Task]:
+    """By action that computes: the task whose backward is the next that does, if it is one of those
+    with inputs of layers in the host's memory."""
     if not offloading:
         return {}
     graph = plan.graph
