@@ -86,7 +86,7 @@ CASES = (
     Case("pipeweaver_vlm_s", 16, choose=True),
     Case("pipeweaver_vlm_m", 32, choose=True),
     Case("optimus_model_a", 64, choose=True),
-    Case("optimus_vit22b_gpt175b", 1536, choose=True),
+    Case("optimus_vit22b_gpt175b", 1536),
     Case("optimus_vit22b_gpt175b", 2048),
     Case("optimus_vit22b_gpt175b", 3072),
     Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),

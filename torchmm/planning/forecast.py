@@ -51,7 +51,7 @@ from torchmm.planning.first_step import (
 )
 from torchmm.planning.reordering import dealt
 from torchmm.planning.resolved import recipe_model, resolve
-from torchmm.planning.segments import leaves_segments_open, with_segments
+from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
@@ -193,12 +193,13 @@ class Forecaster:
         self.modules = self.sample.modules
         costs = self._costs(recipe.parallel)  # what is wrong with it, now
         self._divisions: dict[str, ParallelConfig] = {}
-        shares = self._as_they_come = first_microbatches(recipe, self.model, self.run.shares)
-        self._shares = shares
-        if recipe.data.reorder != "none":
+        if recipe.data.reorder == "none":
+            shares = self._shares = self._as_they_come
+        else:
             parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
-            self._shares = self._dealt(parallel)
-            shares = self._dealt(self._divided(parallel))
+            shares = self._shares = self._dealt(parallel)
+            if leaves_segments_open(parallel):  # they choose, and are dealt again for the choice
+                shares = self._dealt(self._divided(parallel))
         if self.run.units:
             busiest = _busiest(self.modules, shares, self.run.units, costs)
             own = sum(total_flops(self.modules, meta) for meta in shares[busiest])
@@ -221,10 +222,8 @@ class Forecaster:
             return parallel
         key = parallel.model_dump_json()
         if key not in self._divisions:
-            model = self._costs(parallel)
-            tuning = layer_tuning(self.recipe, self.modules, model, layerwise=False)
-            metas = heaviest(self.modules, self._shares).microbatches
-            found = with_segments(parallel, self.modules, metas, model, tuning)
+            costs = self._costs(parallel)
+            found = chosen_segments(self.recipe, parallel, self.modules, self._shares, costs)
             self._divisions[key] = found
         return self._divisions[key]
 
@@ -234,6 +233,10 @@ class Forecaster:
         if self.run.units:
             return plan_layout(parallel, self.modules, sample.packs, self.run.units, sample.layers)
         return plan_layout(parallel, self.modules, self.typical, layers=self._layers)
+
+    @cached_property
+    def _as_they_come(self) -> list[list[MicrobatchMeta]]:
+        return first_microbatches(self.recipe, self.model, self.run.shares)
 
     @cached_property
     def typical(self) -> list[MicrobatchMeta]:

@@ -1,8 +1,6 @@
 """Segments and sub-microbatches of a searched pipeline where the recipe leaves them open.
 
-    if leaves_segments_open(parallel):
-        metas = heaviest(descriptions, shares).microbatches      # of one pipeline
-        parallel = with_segments(parallel, descriptions, metas, costs)
+    parallel = chosen_segments(recipe, parallel, descriptions, shares, costs)
 
 What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
 `virtual_stages` other than 1, which are the LLM's segments. The rest begins as PipeWeaver's rule
@@ -35,8 +33,11 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import without_collection
+from torchmm.planning.executions import layer_tuning
+from torchmm.planning.first_step import heaviest
 from torchmm.planning.step import plan_layout, searched_costs, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
 
 STAGES = ("separated", "megatron", "balanced")
 """What "auto" chooses from; of equally fast ones the first."""
@@ -57,6 +58,33 @@ Divided = dict[tuple[str, str], int]
 def leaves_segments_open(parallel: ParallelConfig) -> bool:
     """Whether the partitioner decides anything."""
     return parallel.schedule == "searched" and parallel.pipeline > 1
+
+
+def chosen_segments(
+    recipe: Recipe,
+    parallel: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    shares: Sequence[list[MicrobatchMeta]],
+    model: CostModel,
+) -> ParallelConfig:
+    """The section as it runs, in runs and forecasts of them: with what it leaves open.
+
+    Args:
+        recipe: the rest of it.
+        modules: encoders, LLM and generator, whole.
+        shares: the first step's microbatches, by share of the global batch; the one with most work
+            counts.
+        model: costs of the modules as they are run (`run_costs`).
+
+    Raises:
+        ConfigError: a module has fewer layers than ranks.
+    """
+    if not leaves_segments_open(parallel):
+        return parallel
+    # By the profile's memory, which all ranks know alike.
+    tuning = layer_tuning(recipe, modules, model, layerwise=False)
+    metas = heaviest(modules, shares).microbatches
+    return with_segments(parallel, modules, metas, model, tuning)
 
 
 @without_collection()

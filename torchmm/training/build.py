@@ -53,16 +53,15 @@ from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.executions import (
-    layer_tuning,
     module_executions,
     run_costs,
     run_profile,
     run_tuning,
 )
-from torchmm.planning.first_step import first_step, heaviest, one_by_one
+from torchmm.planning.first_step import first_step, one_by_one
 from torchmm.planning.reordering import dealing, dealt, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
-from torchmm.planning.segments import leaves_segments_open, with_segments
+from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -189,15 +188,12 @@ def cut_model(
     microbatches = [meta for share in shares for meta in share]
     if leaves_segments_open(parallel):
         costs = run_costs(run, descriptions, run_profile(run.recipe, device))
-        # By the profile's memory, which all ranks know alike.
-        tuning = layer_tuning(run.recipe, descriptions, costs, layerwise=False)
         deals = run.recipe.data.reorder != "none"
         packs = first_step(one_by_one(run.recipe), model, tokenizer, 1) if deals else []
         if packs:  # as they are dealt for the model as it would be cut without a choice
             layout = plan_layout(parallel, descriptions, microbatches)
             shares = dealt(run.recipe, descriptions, costs, layout, packs[0], run.shares)
-        metas = heaviest(descriptions, shares).microbatches
-        parallel = with_segments(parallel, descriptions, metas, costs, tuning)
+        parallel = chosen_segments(run.recipe, parallel, descriptions, shares, costs)
     layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
     stops = [stage.stop for stage in layout.stages if stage.module == LLM]
     if problems := cut_problems(model.llm, parallel.context, stops[:-1]):
