@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from slowed import HEAVY, IMPORTS, SILENT
+from slowed import HEAVY, IMPORTS, SILENT, owner_of
 from tiny_recipe import arguments
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ MOST_S = 15.0
 BEFORE_STEPS = (
     "torchmm.training.run:resolve",
     "torchmm.training.build:recipe_model",
-    "torchmm.training.build:_typical_microbatches",
+    "torchmm.training.build:plan_layout",
     "torch.distributed:init_process_group",
     "torchmm.training.build:check_ranks",
     "torchmm.training.build:find_samples",
@@ -156,6 +156,15 @@ def tell(notes: Path, functions: Sequence[str], command: Sequence[str | Path]) -
     assert {name for name, *_ in found.notes} == {*functions, SILENT}, text
     assert SILENT in found.silent(), "what nobody tells was not found"
     return found
+
+
+@pytest.mark.parametrize(
+    "function", [*BEFORE_STEPS, *STEPS, *AT_THE_END, *EXPORT, *GENERATE, *EVALUATE, *INSPECT, *PLAN]
+)
+def test_what_takes_long_exists(function):
+    """Seen in every run of the tests; the programs run in campaigns only."""
+    owner, name = owner_of(function)
+    assert callable(getattr(owner, name))
 
 
 @pytest.mark.slow

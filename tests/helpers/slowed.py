@@ -43,13 +43,19 @@ class SlowImports:
             raise SystemExit
 
 
-def slow(function: str, file: Path, seconds: float) -> None:
-    """Lets the first call of a function take longer."""
+def owner_of(function: str) -> tuple[object, str]:
+    """The module or class that has a function, and its name there."""
     module, _, path = function.partition(":")
     *owners, name = path.split(".")
     owner = importlib.import_module(module)
     for part in owners:
         owner = getattr(owner, part)
+    return owner, name
+
+
+def slow(function: str, file: Path, seconds: float) -> None:
+    """Lets the first call of a function take longer."""
+    owner, name = owner_of(function)
     wrapped = getattr(owner, name)
     called = []
 
