@@ -12,9 +12,9 @@ fitted, and no device was measured. Models and data are those of the papers' rec
 
 Sizes: "printed" are the recipe's pipeline and tensor-parallel sizes, the same for all but
 DistTrain, which chooses sizes itself. "chosen" lets the others choose too: the fastest that fits of
-several pipeline and tensor-parallel sizes, on as many devices. Encoder plans, and DistTrain's, are
-chosen by simulation in both, by the planners of runs. All may recompute, see
-`head_to_head_methods`.
+several pipeline and tensor-parallel sizes and stages per rank, on as many devices. Encoder plans,
+PipeWeaver's segments and DistTrain's plans are chosen by simulation in both, by the planners of
+runs. All may recompute, see `head_to_head_methods`.
 
 A step that does not fit into memory is shown, but not counted as the fastest.
 """
@@ -22,6 +22,7 @@ A step that does not fit into memory is shown, but not counted as the fastest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -29,16 +30,14 @@ from typing import Any, NamedTuple
 
 import torch
 from support.cases.head_to_head_methods import (
-    OPTIMUS,
     Result,
     Start,
-    best,
     combined,
     disttrain,
     forecast,
-    kernels_in_bubbles,
+    in_bubbles,
     key,
-    whole_actions,
+    noted,
 )
 from support.harness import (
     Row,
@@ -61,8 +60,9 @@ RECIPES = Path(__file__).parent.parent / "recipes" / "papers"
 BASELINE, WHOLE = "Megatron-LM balanced", "Optimus, whole actions"
 WHICH = ("printed", "chosen")
 METHODS = ("Megatron-LM", BASELINE, WHOLE, "Optimus", "PipeWeaver", "DistTrain")
-SIZES = tuple(product((1, 2, 4, 8), (4, 8, 16)))
-"""Tensor-parallel and pipeline sizes that are tried where sizes are chosen."""
+TENSOR, PIPELINE, VIRTUAL_STAGES = (1, 2, 4, 8), (4, 8, 16), (1, 2, 4)
+"""Tensor-parallel and pipeline sizes, and stages per rank of the chain or of the LLM, to choose
+from, the recipe's own besides."""
 
 
 class Case(NamedTuple):
@@ -86,10 +86,10 @@ CASES = (
     Case("pipeweaver_vlm_s", 16, choose=True),
     Case("pipeweaver_vlm_m", 32, choose=True),
     Case("optimus_model_a", 64, choose=True),
-    Case("optimus_vit22b_gpt175b", 1536),
-    Case("optimus_vit22b_gpt175b", 2048),
-    Case("optimus_vit22b_gpt175b", 3072),
-    Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",)),
+    Case("optimus_vit22b_gpt175b", 1536, choose=True),
+    Case("optimus_vit22b_gpt175b", 2048, choose=True),
+    Case("optimus_vit22b_gpt175b", 3072, choose=True),
+    Case("disttrain_mllm_72b", 160, ("--training.global_batch_size=64",), choose=True),
 )
 QUICK = (Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=2",), effort=EFFORT / 50),)
 
@@ -108,47 +108,72 @@ def loaded(case: Case, gpus: int | None = None, **parallel: Any) -> Recipe:
 
 
 class Found(NamedTuple):
-    """Methods that share devices, on the same ones, and what their best combination begins with."""
+    """Methods that share devices, and what their best combination begins with."""
 
     results: list[Result]
     starts: tuple[Start, ...]
+    """Of encoders in bubbles."""
+    recipe: Recipe
+    """Of searched orders."""
 
 
-def results(case: Case, profile: Profile, **parallel: Any) -> Found:
-    """All methods that share devices, with the recipe's sizes, or some others."""
-    recipe = loaded(case, case.gpus, **parallel)
-    one = loaded(case, case.gpus, **{**parallel, "virtual_stages": 1})  # papers print no other
-    filled = whole_actions(recipe, case.gpus, profile)
-    kernels = kernels_in_bubbles(filled.starts, case.gpus, profile)  # or not, if that is longer
+def printed(case: Case, profile: Profile) -> Found:
+    """All methods that share devices, with the recipe's sizes."""
+    recipe = loaded(case, case.gpus)
+    one = loaded(case, case.gpus, virtual_stages=1)  # papers print no other
+    filled = in_bubbles([recipe], case.gpus, profile)
     every = (
         forecast("Megatron-LM", one, case.gpus, profile, "megatron"),
         forecast(BASELINE, recipe, case.gpus, profile, "megatron_balanced"),
         None if filled.whole is None else filled.whole._replace(method=WHOLE),
-        best([kernels, filled.whole], OPTIMUS),
+        filled.kernels,
         forecast("PipeWeaver", recipe, case.gpus, profile, "searched"),
     )
-    return Found([found for found in every if found is not None], filled.starts)
+    return Found([found for found in every if found is not None], filled.starts, recipe)
 
 
-def chosen(case: Case, profile: Profile) -> tuple[Found, Recipe]:
-    """Each method with its fastest sizes that fit; the recipe with those of the fastest of all."""
-    fastest: dict[str, tuple[Result, dict[str, Any], tuple[Start, ...]]] = {}
-    for tensor, pipeline in SIZES:
-        if case.gpus % (tensor * pipeline):
-            continue
+def sizes_to_choose_from(case: Case) -> Iterator[Recipe]:
+    """The case's recipe with sizes that the model can be cut for on so many devices."""
+    own = loaded(case).parallel
+    pipelines = sorted({own.pipeline, *PIPELINE})
+    every_stages = sorted({own.virtual_stages, *VIRTUAL_STAGES})
+    for tensor, pipeline, stages in product(TENSOR, pipelines, every_stages):
         sizes = {"pipeline": pipeline, "tensor": tensor, "sequence_parallel": tensor > 1}
-        try:
-            every, starts = results(case, profile, **sizes)
-        except ConfigError:  # sizes the model cannot be cut for
-            continue
-        for found in every:
-            own = f"pipeline {pipeline}, tensor {tensor}"
-            mine = found._replace(note=f"{own}; {found.note}" if found.note else own)
-            if found.method not in fastest or key(mine) < key(fastest[found.method][0]):
-                fastest[found.method] = mine, sizes, starts
-    ordered = [fastest[name] for name in METHODS if name in fastest]
-    _, sizes, starts = min(ordered, key=lambda each: key(each[0]))
-    return Found([found for found, *_ in ordered], starts), loaded(case, case.gpus, **sizes)
+        if case.gpus % (tensor * pipeline) == 0:
+            try:
+                yield loaded(case, case.gpus, virtual_stages=stages, **sizes)
+            except ConfigError:
+                continue
+
+
+def chosen(case: Case, profile: Profile) -> Found:
+    """Each method that shares devices with its fastest sizes that fit."""
+    recipes = list(sizes_to_choose_from(case))
+    filled = in_bubbles(recipes, case.gpus, profile)
+    # One stage per rank leaves segments open, which a searched order's planner chooses itself.
+    stages = {1, loaded(case).parallel.virtual_stages}
+    searched = [recipe for recipe in recipes if recipe.parallel.virtual_stages in stages]
+    order, of_order = _fastest("PipeWeaver", searched, case, profile, "searched")
+    every = (
+        _fastest("Megatron-LM", recipes, case, profile, "megatron")[0],
+        _fastest(BASELINE, recipes, case, profile, "megatron_balanced")[0],
+        None if filled.whole is None else filled.whole._replace(method=WHOLE),
+        filled.kernels,
+        order,
+    )
+    return Found([found for found in every if found is not None], filled.starts, of_order)
+
+
+def _fastest(
+    method: str, recipes: Sequence[Recipe], case: Case, profile: Profile, schedule: str
+) -> tuple[Result | None, Recipe]:
+    """Of all sizes, the fastest that fits, with the sizes in its note; and its recipe."""
+    best, of_best = None, recipes[0]
+    for recipe in recipes:
+        found = forecast(method, recipe, case.gpus, profile, schedule)
+        if found is not None and (best is None or key(found) < key(best)):
+            best, of_best = found._replace(note=noted(recipe, found.note)), recipe
+    return best, of_best
 
 
 def case_rows(case: Case, title: str, every: list[Result]) -> list[Row]:
@@ -220,15 +245,19 @@ def _seeded(case: Case, seed: int) -> Case:
 def every_method(case: Case, sizes: str) -> list[Result]:
     """All methods, the best combination last."""
     profile = load_profile(loaded(case).simulation.device)
-    if sizes == "chosen":
-        found, recipe = chosen(case, profile)
-    else:
-        found, recipe = results(case, profile), loaded(case, case.gpus)
-    plain, apart = disttrain(loaded(case), case.gpus, profile, case.effort)
+    found = (chosen if sizes == "chosen" else printed)(case, profile)
+    plain, apart = _modules_apart(case)
     every = [*found.results, *([plain] if plain else [])]
     own = [each for each in every if not each.method.startswith("Megatron")]
-    together = combined(recipe, case.gpus, profile, found.starts, [*own, apart])
+    together = combined(found.recipe, case.gpus, profile, found.starts, [*own, apart])
     return [*every, *([together] if together else [])]
+
+
+@cache
+def _modules_apart(case: Case) -> tuple[Result | None, Result | None]:
+    """The same whoever else chooses sizes."""
+    recipe = loaded(case)
+    return disttrain(recipe, case.gpus, load_profile(recipe.simulation.device), case.effort)
 
 
 def spread_rows(title: str, by_seed: Sequence[Sequence[Result]]) -> list[Row]:
@@ -268,7 +297,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    cases = QUICK if arguments.quick else CASES
+    cases: tuple[Case, ...] = QUICK if arguments.quick else CASES
     if arguments.cases:
         cases = tuple(case for case in cases if case.recipe in arguments.cases)
     if arguments.gpus:

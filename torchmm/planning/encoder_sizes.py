@@ -292,14 +292,11 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
         ConfigError: nothing fits into memory; the message says what comes nearest.
     """
     recipe = forecaster.recipe
-    tensors = encoder_tensors(forecaster)
-    combinations = list(encoder_combinations(forecaster))
-    fitting = _fitting(forecaster, combinations, tensors)
-
-    recipes = [with_pipelines(recipe, sizes, tensor=tensor) for sizes, tensor in fitting]
+    fitting = _fitting(forecaster)
+    recipes = [with_pipelines(recipe, sizes, tensor=tensor) for sizes, tensor in fitting.sizes]
     tried = []
     for index, forecast in promising(forecaster, [sized.parallel for sized in recipes]):
-        sizes, tensor = fitting[index]
+        sizes, tensor = fitting.sizes[index]
         tried.append(Tried(recipes[index], sizes, forecast, tensor))
 
     def rank(found: Tried) -> tuple[Any, ...]:
@@ -309,9 +306,8 @@ def choose_encoders(forecaster: Forecaster) -> EncoderChoice:
         return False, not step.fits, round(step.makespan_ms, 6), max(step.peak_bytes)
 
     tried.sort(key=rank)
-    left_out = len(combinations) * len(tensors) - len(fitting)
-    longer = len(fitting) - len(tried)
-    choice = EncoderChoice(tried[0].recipe, tuple(tried), left_out, longer)
+    longer = len(fitting.sizes) - len(tried)
+    choice = EncoderChoice(tried[0].recipe, tuple(tried), fitting.left_out, longer)
     step = tried[0].forecast.step
     if step is None or not step.fits:
         choices = "; ".join(choice.lines())
@@ -340,15 +336,36 @@ def promising(
         yield index, forecast
 
 
-def _fitting(
-    forecaster: Forecaster, combinations: list[dict[str, int]], tensors: list[int]
-) -> list[tuple[dict[str, int], int | None]]:
-    """Pipelines and tensor-parallel sizes whose states fit on the rank that needs most; None for
-    the latter where there is nothing to choose.
+def least_promise_ms(forecaster: Forecaster) -> float:
+    """The shortest step that the bubble scheduler promises of all that `choose_encoders` tries.
+
+    Raises:
+        ConfigError: the states of none fit into memory.
+    """
+    return min(
+        forecaster.promised_ms(with_pipelines(forecaster.recipe, sizes, tensor=tensor).parallel)
+        for sizes, tensor in _fitting(forecaster).sizes
+    )
+
+
+class _Fitting(NamedTuple):
+    """Sizes of encoders whose states fit on the rank that needs most."""
+
+    sizes: list[tuple[dict[str, int], int | None]]
+    """Pipeline ranks by encoder, and tensor-parallel ranks of all to which the recipe gives none;
+    None for the latter where there is nothing to choose."""
+    left_out: int
+    """Combinations that do not fit."""
+
+
+def _fitting(forecaster: Forecaster) -> _Fitting:
+    """Of all combinations.
 
     Raises:
         ConfigError: none does.
     """
+    tensors = encoder_tensors(forecaster)
+    combinations = list(encoder_combinations(forecaster))
     ranks = forecaster.run.llm
     modules = forecaster.modules
     llm = ParallelSizes(ranks.data_parallel, ranks.pipeline, ranks.tensor)
@@ -381,4 +398,4 @@ def _fitting(
             f"parallel.orchestrate: none of {combinations} pipeline ranks of encoders fits into "
             f"{limit_bytes / 2**30:.1f} GiB; leave their sizes open, or use more ranks"
         )
-    return fitting
+    return _Fitting(fitting, len(combinations) * len(tensors) - len(fitting))

@@ -193,6 +193,7 @@ class Forecaster:
         self.modules = self.sample.modules
         costs = self._costs(recipe.parallel)  # what is wrong with it, now
         self._divisions: dict[str, ParallelConfig] = {}
+        self._promises_ms: dict[str, float] = {}
         if recipe.data.reorder == "none":
             shares = self._shares = self._as_they_come
         else:
@@ -315,6 +316,12 @@ class Forecaster:
             ConfigError: as `forecast_parallel`.
         """
         parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
+        key = parallel.model_dump_json()
+        if key not in self._promises_ms:
+            self._promises_ms[key] = self._promised_ms(parallel)
+        return self._promises_ms[key]
+
+    def _promised_ms(self, parallel: ParallelConfig) -> float:
         metas = self.workload.microbatches
         model = self._costs(parallel)
         sharding, layerwise = self._gathering(parallel, model)

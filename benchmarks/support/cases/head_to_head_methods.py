@@ -27,7 +27,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.apart.problem import plan_variants
 from torchmm.planning.apart.search import EFFORT, search_plans
-from torchmm.planning.encoder_sizes import Tried, choose_encoders
+from torchmm.planning.encoder_sizes import Tried, choose_encoders, least_promise_ms
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.step import plan_layout, step_graph
@@ -40,6 +40,9 @@ EVALUATIONS = 32
 ROUNDS = 2
 """Of orders found and layers tuned."""
 OPTIMUS = "Optimus"
+KERNELS_LEAST = 0.9
+"""Of what whole actions are promised to take, kernels take at least this (0.91 with printed sizes):
+what is bounded by it is not tried. A margin, no bound."""
 TRIED = 2
 """Sizes of encoders that kernels begin with, for each way to recompute."""
 
@@ -213,6 +216,60 @@ def _start(tried: Tried, note: str) -> Start:
     return Start(tried.recipe, "; ".join(filter(None, words)))
 
 
+class Bubbles(NamedTuple):
+    """Encoders in bubbles, with the fastest sizes that fit."""
+
+    whole: Result | None
+    """By whole actions."""
+    kernels: Result | None
+    """By kernels, or by whole actions where those are no longer."""
+    starts: tuple[Start, ...]
+    """Of the latter."""
+
+
+def in_bubbles(recipes: Sequence[Recipe], gpus: int, profile: Profile) -> Bubbles:
+    """Of recipes that differ in sizes, those of the shortest promises first (`promised_ms`), until
+    what was found is faster than what is promised.
+
+    Sizes are told in notes where there is more than one recipe.
+    """
+    promises_ms: list[tuple[float, int]] = []
+    for index, recipe in enumerate(recipes if len(recipes) > 1 else ()):
+        try:  # with all that is kept: recomputing takes longer
+            lean = tuned(colocated(recipe))
+            promises_ms.append((least_promise_ms(Forecaster(lean, gpus, profile)), index))
+        except ConfigError:  # its states do not fit
+            continue
+    found = Bubbles(None, None, ())
+    for promise_ms, index in sorted(promises_ms) or [(0.0, 0)]:
+        limits_ms = (found.whole, promise_ms), (found.kernels, KERNELS_LEAST * promise_ms)
+        if all(own and own.step.fits and own.step_s * 1e3 < ms for own, ms in limits_ms):
+            break
+        recipe = recipes[index]
+        filled = whole_actions(recipe, gpus, profile)
+        kernels = best([kernels_in_bubbles(filled.starts, gpus, profile), filled.whole], OPTIMUS)
+        sized = [
+            made and made._replace(note=noted(recipe, made.note) if len(recipes) > 1 else made.note)
+            for made in (filled.whole, kernels)
+        ]
+        starts = filled.starts
+        if found.kernels is not None and (kernels is None or key(kernels) >= key(found.kernels)):
+            starts = found.starts
+        found = Bubbles(
+            best([found.whole, sized[0]], OPTIMUS), best([found.kernels, sized[1]], OPTIMUS), starts
+        )
+    return found
+
+
+def noted(recipe: Recipe, note: str) -> str:
+    """A note that begins with sizes."""
+    parallel = recipe.parallel
+    sizes = f"pipeline {parallel.pipeline}, tensor {parallel.tensor}"
+    if parallel.virtual_stages > 1:
+        sizes += f", {parallel.virtual_stages} stages per rank"
+    return f"{sizes}; {note}" if note else sizes
+
+
 @without_collection()
 def kernels_in_bubbles(
     starts: Sequence[Start], gpus: int, profile: Profile, llm_schedule: str = "interleaved_1f1b"
@@ -294,9 +351,11 @@ def combined(
         except (ConfigError, PlanError, ValueError):  # an order the model or its memory cannot have
             continue
         if each is not None:
-            found.append(each._replace(method=f"Optimus' encoders, LLM {name}, reordered"))
+            words = noted(starts[0].recipe, each.note)
+            method = f"Optimus' encoders, LLM {name}, reordered"
+            found.append(each._replace(method=method, note=words))
     each = forecast("searched, reordered", reordered, gpus, profile, "searched")
-    found += [each] if each is not None else []
+    found += [each._replace(note=noted(recipe, each.note))] if each is not None else []
     least = min(found, key=key)
     words = "; ".join(word for word in (least.method, least.note) if word)
     return least._replace(method="best combination", note=words)

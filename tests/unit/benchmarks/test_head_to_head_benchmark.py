@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.errors import ConfigError
 from torchmm.planning.encoder_sizes import with_pipelines
 
 
@@ -33,7 +34,7 @@ def profile():
 @pytest.mark.campaign
 def test_all_methods_run_the_same_microbatches(benchmark, profile, tmp_path):
     case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
-    every, starts = benchmark.results(case, profile)
+    every, starts, _ = benchmark.printed(case, profile)
     assert [found.method for found in every] == list(benchmark.METHODS[:5])
     flops = [found.step.model_flops for found in every]
     assert flops == pytest.approx([flops[0]] * 5, rel=1e-6)
@@ -77,6 +78,65 @@ def test_the_best_combination_is_the_best_of_all_that_it_knows(benchmark, profil
     instant = searched._replace(step=replace(searched.step, records=[]), method="instant")
     again = benchmark.combined(recipe, case.gpus, profile, starts, [instant])
     assert again.note.startswith("instant") and again.step_s == instant.step_s
+
+
+def test_every_method_chooses_from_the_same_sizes(benchmark):
+    case = next(case for case in benchmark.CASES if case.recipe == "optimus_model_a")
+    sizes = {
+        (own.parallel.tensor, own.parallel.pipeline, own.parallel.virtual_stages)
+        for own in benchmark.sizes_to_choose_from(case)
+    }
+    # The recipe's own 6 too, and no 16 x 6 stages of 80 layers.
+    assert {(8, 4, 6), (8, 4, 1), (4, 8, 2), (1, 16, 4)} <= sizes
+    assert {stages for *_, stages in sizes} == {1, 2, 4, 6}
+
+
+def test_sizes_are_tried_until_what_was_found_is_faster_than_what_is_promised(
+    benchmark, methods, monkeypatch
+):
+    """Whole actions of the fourth promise cannot be the fastest, but kernels of it could; those of
+    the fifth could neither."""
+    promises_ms = {1: 90.0, 2: 100.0, 4: 110.0, 8: 118.0, 16: 150.0, 32: 80.0}
+    takes_s = {1: (0.2, 0.19), 2: (0.112, 0.112), 4: (0.115, 0.109), 8: (0.13, 0.107)}
+    recipe = benchmark.loaded(benchmark.Case("pipeweaver_vlm_s", 16))
+    tried = []
+
+    def sized(stages: int):
+        section = recipe.parallel.model_copy(update={"virtual_stages": stages})
+        return recipe.model_copy(update={"parallel": section})
+
+    def step(stages: int, kind: int):
+        own = SimpleNamespace(makespan_ms=takes_s[stages][kind] * 1e3, fits=stages != 1)
+        return methods.Result("any", own, 0.5, "layers tuned")
+
+    def whole_actions(own, *_):
+        stages = own.parallel.virtual_stages
+        tried.append(stages)
+        return methods.Filled(step(stages, 0), (methods.Start(own, str(stages)),))
+
+    def promise(own):
+        if own.parallel.virtual_stages == 32:
+            raise ConfigError("its states do not fit")
+        return promises_ms[own.parallel.virtual_stages]
+
+    monkeypatch.setattr(methods, "Forecaster", lambda own, *_: own)
+    monkeypatch.setattr(methods, "least_promise_ms", promise)
+    monkeypatch.setattr(methods, "whole_actions", whole_actions)
+    monkeypatch.setattr(
+        methods, "kernels_in_bubbles", lambda starts, *_: step(int(starts[0].note), 1)
+    )
+    found = methods.in_bubbles([sized(stages) for stages in (32, 16, 8, 4, 2, 1)], 16, None)
+    assert tried == [1, 2, 4, 8]
+    assert (
+        found.whole.step_s == pytest.approx(0.112)
+        and "2 stages per rank; layers tuned" in found.whole.note
+    )
+    assert (
+        found.kernels.step_s == pytest.approx(0.107) and "8 stages per rank" in found.kernels.note
+    )
+    assert [start.note for start in found.starts] == ["8"]
+    only = methods.in_bubbles([sized(2)], 16, None)
+    assert only.whole.note == only.kernels.note == "layers tuned"
 
 
 def test_spreads_are_of_the_seeds_that_a_method_runs_with(benchmark):

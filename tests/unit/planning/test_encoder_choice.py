@@ -16,6 +16,7 @@ from torchmm.planning.encoder_sizes import (
     PROMISE_MARGIN,
     choose_encoders,
     encoder_combinations,
+    least_promise_ms,
     with_pipelines,
 )
 from torchmm.planning.forecast import Forecaster
@@ -123,6 +124,7 @@ def test_sizes_that_are_promised_to_take_longer_are_not_simulated():
     assert simulated[: len(choice.tried)] == fine and 1 < len(fine) < len(promises_ms)
     assert choice.promised_longer == len(promises_ms) - len(fine)
     assert f"{choice.promised_longer} more that the bubble scheduler" in [*choice.lines()][-1]
+    assert least_promise_ms(forecaster) == min(promises_ms)
     best_ms = choice.tried[0].forecast.step.makespan_ms
     forecaster.promised_ms = lambda parallel: 1.0  # the same for all: everything is simulated
     every = choose_encoders(forecaster)
