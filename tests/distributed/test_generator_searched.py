@@ -10,7 +10,7 @@ import pytest
 import torch
 from launch import run_distributed
 from shared_reference import on_first_rank
-from test_generator_equality import WEIGHTS, GeneratorReference, a_model, filled, references
+from test_generator_equality import WEIGHTS, GeneratorReference, Shape, a_model, filled, references
 from test_schedule_equality import _gradient_problems
 from tuned_limits import half_way
 
@@ -29,7 +29,7 @@ from torchmm.training.step import TrainStep
 pytest.importorskip("diffusers")
 
 CPU = torch.device("cpu")
-SHAPE = (True, False)
+SHAPE = Shape(deep=True, tied=False)
 """Deep, and not tied."""
 SPEEDS = 4
 """Of modules, with which each step is planned."""

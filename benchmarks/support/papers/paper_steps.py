@@ -20,13 +20,14 @@ from functools import cache
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from support.papers import paper_figures as paper
 from support.papers.paper_cells import Comparison, Section, in_one_chain, recipe_named
 from support.papers.paper_figures import Figure
 from torchmm.balance.costs.operators import COMPUTE_KINDS, Curve, Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.simulation.simulator import SimulatedStep
-from torchmm.common.batch import MicrobatchMeta
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.planning.forecast import Forecaster
@@ -70,8 +71,9 @@ def scaled(profile: Profile, factor: float) -> Profile:
 class WholeMessages(Forecaster):
     """Tensor-parallel ranks each send all of a message."""
 
-    def _layout(self, parallel: ParallelConfig, metas: Sequence[MicrobatchMeta]) -> StageLayout:
-        return replace(super()._layout(parallel, metas), tensor={})
+    @override  # or nothing would tell that it has another name by now
+    def layout(self, parallel: ParallelConfig) -> StageLayout:
+        return replace(super().layout(parallel), tensor={})
 
 
 class Simulated(NamedTuple):
