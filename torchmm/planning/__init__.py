@@ -1,8 +1,8 @@
 """From a recipe to sizes, layouts and plans, still without a process group.
 
 Imports everything above. Begin with `resolved.py` (a recipe on a number of devices), `step.py`
-(from microbatches to a plan) and `dry_run.py` (what `--dry-run` prints); `placement.py` and
-`encoder_sizes.py` fill in sizes that a recipe leaves open.
+(from microbatches to a plan) and `dry_run.py` (what `--dry-run` prints); `placement.py` fills in
+sizes that a recipe leaves open, found in `apart/` and `together/`.
 """
 
 from torchmm.common.faces import public

@@ -10,9 +10,8 @@ recipe, which says what was found and can be changed by hand. DistTrain §3, §5
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.orchestration.baselines import ratio_shares, rigid_plan
@@ -24,24 +23,14 @@ from torchmm.planning.apart.search import (
     EFFORT_AT_START,
     Candidate,
     JudgedPlans,
-    fits,
     judge,
     search_plans,
 )
-from torchmm.planning.encoder_sizes import (
-    Colocated,
-    choose_encoders,
-    encoder_combinations,
-    leaves_encoders_open,
-    promising,
-    refined,
-    with_pipelines,
-)
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.planning.together.encoder_sizes import choose_encoders, leaves_encoders_open
+from torchmm.planning.together.search import search_together
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import schedules_for
-from torchmm.recipe.sizes import AXES
 
 RIGID_TENSOR = 8
 BASELINE_SHARE = 0.25
@@ -184,11 +173,8 @@ def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
 
 
 def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> list[Candidate]:
-    """All placements, the fastest first: the plans that were found, and every schedule of others,
-    colocated encoders in all of their pipelines.
-
-    Those share all ranks among all modules: with the recipe's sizes, or with better ones, which
-    1F1B tells. Candidates that cannot be planned or do not fit come last.
+    """All placements, the fastest first: the plans that were found, and those of modules that share
+    all ranks, of every schedule. Candidates that cannot be planned or do not fit come last.
 
     Args:
         planned: for the recipe.
@@ -196,21 +182,19 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
     Raises:
         ConfigError: none can be run.
     """
-    candidates = list(planned.judged.candidates)
-    together = _best_together(recipe, planned, profile)
-    usable = 0 if together is None else usable_devices(together, planned.problem.devices)
-    if together is not None:
-        forecaster = Forecaster(together, usable, profile)
-        alone = together.parallel.pipeline == 1  # then all schedules do the same
-        ranks = forecaster.run.llm
-        sizes = f"{ranks.tensor}x{ranks.data_parallel}x{ranks.pipeline}"
-        for forecast in [forecaster.forecast()] if alone else forecaster.forecast_all():
-            if forecast.schedule in schedules_for("colocated"):
-                candidates += _colocated(together, forecaster, usable, sizes, forecast.schedule)
-                continue
-            changes = {"schedule": forecast.schedule, "placement": "interleaved"}
-            changed = _with_parallel(together, **changes)
-            candidates.append(Candidate("interleaved", changed, usable, sizes, forecast))
+    problem = planned.problem
+    layers = min(unit.layers for unit in problem.units)
+    candidates = [
+        *planned.judged.candidates,
+        *search_together(
+            recipe,
+            problem.devices,
+            profile,
+            StepSample(recipe),
+            tensors=sorted(set.intersection(*(set(unit.seconds) for unit in problem.units))),
+            pipelines=[2**n for n in range(layers.bit_length()) if 2**n <= layers],
+        ),
+    ]
     candidates.sort(key=lambda candidate: candidate.step_ms)
     if candidates[0].step_ms == float("inf"):
         raise ConfigError(
@@ -218,70 +202,3 @@ def choose_placement(recipe: Recipe, planned: PlannedRun, profile: Profile) -> l
             + "; ".join(f"{c.placement} {c.forecast.schedule}" for c in candidates)
         )
     return candidates
-
-
-def _best_together(recipe: Recipe, planned: PlannedRun, profile: Profile) -> Recipe | None:
-    """The recipe with the best sizes for all modules on the same ranks; None if none can be run."""
-    layers = min(unit.layers for unit in planned.problem.units)
-    tensors = set.intersection(*(set(unit.seconds) for unit in planned.problem.units))
-    pipelines = [2**n for n in range(layers.bit_length()) if 2**n <= layers]
-    found: list[tuple[float, int, Recipe]] = []
-    model = StepSample(recipe).model
-    plain = _with_parallel(recipe, placement="interleaved", schedule="1f1b", virtual_stages=1)
-    tried = [plain] + [
-        _with_parallel(plain, tensor=tensor, pipeline=pipeline, replicate=1, shard=-1)
-        for tensor in sorted(tensors)
-        for pipeline in pipelines
-    ]
-    for number, candidate in enumerate(tried):
-        usable = usable_devices(candidate, planned.problem.devices)
-        if not usable or (number and 2 * usable < planned.problem.devices):
-            continue
-        simulation = candidate.simulation.model_copy(update={"gpus": usable})
-        sized = candidate.model_copy(update={"simulation": simulation})
-        step = Forecaster(sized, usable, profile, model).forecast().step
-        if step is not None:
-            found.append((step.makespan_ms if fits(step) else float("inf"), number, sized))
-    return min(found)[2] if found else None
-
-
-def _colocated(
-    recipe: Recipe, forecaster: Forecaster, devices: int, sizes: str, schedule: str
-) -> Iterator[Candidate]:
-    """Encoders on the LLM's ranks, in those pipelines there that promise most, and the best of them
-    with what else can be chosen (`refined`)."""
-    own = _with_parallel(recipe, schedule=schedule, placement="colocated")
-    made: list[Candidate] = []
-    combinations = list(encoder_combinations(forecaster))
-    every = [with_pipelines(own, pipelines) for pipelines in combinations]
-    for index, forecast in promising(forecaster, [recipe.parallel for recipe in every]):
-        words = [f"{name} pipeline {size}" for name, size in combinations[index].items()]
-        named = ", ".join([sizes, *words])
-        made.append(Candidate("colocated", every[index], devices, named, forecast))
-        yield made[-1]
-    first = min(made, key=lambda candidate: candidate.step_ms)
-    found = refined(forecaster, Colocated(first.recipe, first.forecast))
-    if found.words:
-        words = [first.sizes, *found.words]
-        yield Candidate("colocated", found.recipe, devices, ", ".join(words), found.forecast)
-
-
-def _with_parallel(recipe: Recipe, **changes: object) -> Recipe:
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
-
-
-def usable_devices(recipe: Recipe, devices: int) -> int:
-    """How many of these devices the recipe's [parallel] can use at most; 0: none."""
-    parallel = recipe.parallel
-    training = recipe.training
-    sizes = {name: getattr(parallel, name) for name in AXES}
-    fixed = prod(size for size in sizes.values() if size > 0)
-    own = sizes["replicate"] * sizes["shard"]
-    fixed_data = prod(sizes[name] for name in ("replicate", "shard") if sizes[name] > 0)
-    if own > 0:
-        return fixed if fixed <= devices else 0
-    for count in range(devices // fixed, 0, -1):
-        chunk = count * fixed_data * training.microbatch_size
-        if training.global_batch_size % chunk == 0:
-            return count * fixed
-    return 0

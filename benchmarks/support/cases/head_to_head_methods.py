@@ -27,10 +27,10 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.apart.problem import plan_variants
 from torchmm.planning.apart.search import EFFORT, search_plans
-from torchmm.planning.encoder_sizes import Tried, choose_encoders, least_promise_ms
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.step import plan_layout, step_graph
+from torchmm.planning.together.encoder_sizes import Tried, choose_encoders, least_promise_ms
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import ActivationCheckpointConfig

@@ -12,15 +12,15 @@ from simulated_parts import ENCODER, LLM
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.encoder_sizes import (
+from torchmm.planning.forecast import Forecaster
+from torchmm.planning.placement import orchestrated
+from torchmm.planning.together.encoder_sizes import (
     PROMISE_MARGIN,
     choose_encoders,
     encoder_combinations,
     least_promise_ms,
     with_pipelines,
 )
-from torchmm.planning.forecast import Forecaster
-from torchmm.planning.placement import orchestrated
 from torchmm.recipe.recipe import Recipe
 
 RECIPE = f"""

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -13,19 +14,25 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.errors import ConfigError
 from torchmm.planning import placement
-from torchmm.planning.apart.problem import orchestration_problem
+from torchmm.planning.apart.problem import orchestration_problem, with_recompute
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.encoder_sizes import PROMISE_MARGIN, Colocated, refined, with_pipelines
-from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.planning.placement import (
-    _colocated,
-    _with_parallel,
-    choose_placement,
-    orchestrated,
-    plan_recipe,
-    usable_devices,
-)
+from torchmm.planning.forecast import Forecast, Forecaster, StepSample
+from torchmm.planning.placement import choose_placement, orchestrated, plan_recipe
 from torchmm.planning.placement_report import recipe_text
+from torchmm.planning.together.encoder_sizes import (
+    PROMISE_MARGIN,
+    Colocated,
+    refined,
+    with_pipelines,
+)
+from torchmm.planning.together.search import (
+    Sized,
+    _Search,
+    _sizes,
+    search_together,
+    usable_devices,
+    with_parallel,
+)
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import load_recipe
@@ -185,29 +192,80 @@ def test_placements_are_simulated_and_sorted(recipe, planned):
         assert candidate.recipe.parallel.schedule == candidate.forecast.schedule
 
 
-def test_colocated_encoders_are_tried_in_all_pipelines(recipe):
-    forecaster = Forecaster(recipe, 4, PROFILE)
-    ranks = forecaster.run.llm.pipeline
-    forecaster.promised_ms = lambda parallel: 1.0  # or some would be left out, as promised longer
-    found = list(_colocated(recipe, forecaster, 4, "sizes", "optimus"))
-    pipelines = [c.recipe.parallel.sizes_given("vision")["pipeline"] for c in found]
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    assert pipelines[: len(divisors)] == divisors and len(divisors) > 1
-    assert all(c.forecast.step and c.recipe.parallel.placement == "colocated" for c in found)
-    assert found[0].sizes == "sizes, vision pipeline 1"
-    # One more, if anything else than their pipelines makes the step shorter.
-    plain, more = found[: len(divisors)], found[len(divisors) :]
-    best = min(plain, key=lambda c: c.step_ms)
-    assert len(more) <= 1
-    for candidate in more:
-        assert candidate.step_ms < best.step_ms and candidate.sizes.startswith(f"{best.sizes}, ")
+def test_every_family_is_tried_and_fits_as_it_says(recipe):
+    sample = StepSample(recipe)
+    found = search_together(recipe, 4, PROFILE, sample, tensors=(1, 2), pipelines=(1, 2, 4))
+    schedules = {candidate.forecast.schedule for candidate in found}
+    assert {"1f1b", "interleaved_1f1b", "zero_bubble", "searched", "optimus"} <= schedules
+    assert {c.recipe.parallel.virtual_stages for c in found} >= {1, 2, 4}
+    for candidate in found:
+        own = candidate.recipe
+        assert own.parallel.placement == candidate.placement and candidate.devices == 4
+        tensor, data, pipeline = map(int, candidate.sizes.partition(",")[0].split("x"))
+        assert (tensor, pipeline) == (own.parallel.tensor, own.parallel.pipeline)
+        assert tensor * data * pipeline == 4
+        again = Forecaster(own, 4, PROFILE, sample=sample).forecast_parallel(own.parallel)
+        assert again.step is not None and again.iteration_ms == candidate.forecast.iteration_ms
+    # Everything is kept where that fits, so no schedule but one that is searched is tuned.
+    assert all(
+        own.forecast.schedule in ("searched", "optimus")
+        for own in found
+        if own.recipe.activation_checkpoint.mode == "tuned"
+    )
+
+
+def test_layers_are_tuned_to_what_counts_as_fitting(recipe):
+    """A recipe may tune to more; a plan that takes it would not count."""
+
+    def limit(given: str) -> str:
+        own = recipe.activation_checkpoint.model_copy(update={"memory_limit": given})
+        asked = recipe.model_copy(update={"activation_checkpoint": own})
+        tuned = with_recompute(asked, "tuned").activation_checkpoint
+        assert tuned.mode == "tuned"
+        return tuned.memory_limit
+
+    assert [limit(given) for given in ("97%", "90%", "85%", "60 GiB")] == [
+        "90%", "90%", "85%", "60 GiB",
+    ]  # fmt: skip
+
+
+def test_sizes_are_tried_by_their_surveys(recipe):
+    """The best by its survey does not fit; three others are tried, or fewer where the survey says
+    that they take longer than what was found."""
+    surveys_ms = {"a": 10.0, "b": 11.0, "c": 12.0, "d": 13.0, "e": 14.0, "f": float("inf")}
+    steps_ms = {"a": float("inf"), "b": 12.0, "c": 11.9, "d": 30.0, "e": 1.0}
+    sizes = [Sized(recipe, 4, words) for words in reversed(surveys_ms)]
+
+    def tried(family: str) -> tuple[list[str], float]:
+        search, order = _Search(PROFILE, StepSample(recipe), 1), []
+
+        def plans(sized: Sized):
+            order.append(sized.words)
+            yield SimpleNamespace(step_ms=steps_ms[sized.words])
+
+        search.run(family, sizes, lambda sized: surveys_ms[sized.words], plans)
+        return order, search.best_ms
+
+    assert tried("chains") == (["a", "b", "c", "d"], 11.9)
+    assert tried("bubbles") == (["a", "b", "c"], 11.9)
+
+
+def test_layers_are_tuned_where_keeping_everything_does_not_fit(recipe):
+    small = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=2 * 2**30))
+    (sized,) = _sizes(recipe, 4, (), ())
+    of_all = list(_Search(PROFILE, StepSample(recipe), 1).chains(sized))
+    of_small = list(_Search(small, StepSample(recipe), 1).chains(sized))
+    modes = [(c.forecast.schedule, c.recipe.activation_checkpoint.mode) for c in of_small]
+    assert {c.recipe.activation_checkpoint.mode for c in of_all} == {"none"}
+    assert ("1f1b", "none") in modes and ("1f1b", "tuned") in modes
+    assert min(c.step_ms for c in of_all) < min(c.step_ms for c in of_small) < float("inf")
 
 
 def test_choices_of_colocated_encoders_are_played_one_after_the_other(recipe):
     """By a simulator to which each of some changes makes the step shorter, and others longer."""
     real = Forecaster(recipe, 4, PROFILE)
     own = with_pipelines(
-        _with_parallel(recipe, schedule="optimus", placement="colocated"), {"vision": 1}
+        with_parallel(recipe, schedule="optimus", placement="colocated"), {"vision": 1}
     )
 
     def forecast(parallel: ParallelConfig) -> Forecast:

@@ -112,8 +112,13 @@ def recompute_modes(recipe: Recipe) -> list[str]:
 
 
 def with_recompute(recipe: Recipe, mode: str) -> Recipe:
-    """The recipe with another mode for the modules that have none of their own."""
-    section = recipe.activation_checkpoint.model_copy(update={"mode": mode})
+    """The recipe with another mode for the modules that have none of their own, tuned to no larger
+    a share of memory than what is planned may take (`MEMORY_SHARE`)."""
+    own = recipe.activation_checkpoint
+    limit = own.memory_limit
+    if limit.endswith("%") and float(limit[:-1]) > 100 * MEMORY_SHARE:
+        limit = f"{MEMORY_SHARE:.0%}"
+    section = own.model_copy(update={"mode": mode, "memory_limit": limit})
     return recipe.model_copy(update={"activation_checkpoint": section})
 
 
@@ -283,6 +288,5 @@ def sized_recipe(
     table["parallel"] = parallel
     table["data"]["reorder"] = "both"
     table["simulation"]["gpus"] = sum(size.devices for size in sizes.values())
-    if recompute is not None:
-        table["activation_checkpoint"]["mode"] = recompute
-    return Recipe.model_validate(table)
+    found = Recipe.model_validate(table)
+    return found if recompute is None else with_recompute(found, recompute)
