@@ -1,10 +1,10 @@
-"""Composites that recipes are drawn with, and what Hugging Face's own models take of a sample.
+"""Composite models for random recipes, and the inputs of the Hugging Face model for one sample.
 
-Towers, connectors and LLM are one config here, and one plain model in the reference: its own
-forward finds placeholders, counts positions in three dimensions, adds deepstack's features. Images
-and sounds of a sample go to it as its processor would arrange them.
+A composite is one config in the recipe and one plain Hugging Face model in the reference. The
+Hugging Face forward finds the placeholders, computes M-RoPE positions and adds deepstack features.
+Images, videos and audio of a sample have the layout of the Hugging Face processor.
 
-Shape legend: N images or sounds of a sample, P patches, F mel frames, M mel bins.
+Shape legend: N images or audio inputs of a sample, P patches, F mel frames, M mel bins.
 """
 
 from __future__ import annotations
@@ -39,7 +39,19 @@ CLASSES = {
     "qwen2_audio": "Qwen2AudioForConditionalGeneration",
     "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",
 }
-"""Hugging Face's, by model_type."""
+"""Hugging Face classes by model_type. New entries go into `LATER_CLASSES`."""
+LATER_CLASSES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+}
+"""Classes that replace a drawn composite with probability `LATER`, so that old seeds keep most of
+their draws."""
+LATER = 0.5
+VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Composites that are also drawn with videos."""
 OMNI = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 """Which hear, too."""
 SPEECH = {
@@ -70,8 +82,11 @@ DELTA_NETS = {
 
 
 def draw_composite(rng: Random) -> Table:
-    """Keys of [model]: `config`, and `processor` for images of a few tokens."""
+    """Draw the [model] keys `config` and `processor`; the latter gives images of a few tokens."""
     model_type = rng.choice(list(CLASSES))
+    later = Random(f"{rng.random()}")
+    if later.random() < LATER:
+        model_type = later.choice(list(LATER_CLASSES))
     config: Table = {
         "model_type": model_type,
         "text_config": _text(rng, model_type),
@@ -83,7 +98,9 @@ def draw_composite(rng: Random) -> Table:
     config["vision_config"] = _vision(rng, model_type)
     size = {"shortest_edge": (2 * PATCH_PX) ** 2, "longest_edge": (4 * PATCH_PX) ** 2}
     processor: Table = {"size": size}
-    if model_type == "mistral3":
+    if model_type == "gemma3":
+        processor = {"size": {"height": 4 * PATCH_PX, "width": 4 * PATCH_PX}}
+    elif model_type == "mistral3":
         config |= {"spatial_merge_size": 2, "vision_feature_layer": -1}
         processor = {"size": {"longest_edge": 4 * PATCH_PX}}
     elif model_type == "gemma4":
@@ -114,27 +131,42 @@ def _text(rng: Random, model_type: str) -> Table:
         "max_position_embeddings": 512,
         "pad_token_id": SPECIAL.index("<pad>"),
     }
-    rope: Table = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    if model_type == "qwen3_5":
-        rope |= {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
-        config |= {"head_dim": 16, **delta_layers(layers), "rope_parameters": rope}
-    elif model_type == "qwen3_vl":
-        config |= {"head_dim": 8, "rope_parameters": rope}
-    elif model_type == "qwen3_omni_moe_thinker":
-        config |= {**_EXPERTS, "rope_parameters": rope}
-    elif model_type == "qwen2_5_omni_thinker":
-        config["rope_parameters"] = rope
-    elif model_type == "glm4v":
-        config["rope_parameters"] = {**rope, "mrope_section": [1, 2, 1]}
-    elif model_type == "glm4v_moe":
-        rope |= {"mrope_section": [1, 2, 1], "partial_rotary_factor": 0.5}
-        config |= {**_SHARED_EXPERTS, "head_dim": 16, "rope_parameters": rope}
-    elif model_type == "mistral3":
-        config |= {"model_type": "mistral", "sliding_window": rng.choice((8, 24))}
-    elif model_type in SPEECH:
-        config["model_type"] = "llama" if model_type == "voxtral" else "qwen2"
-    else:
-        config |= _gemma4(rng, layers)
+    # The sections of height and width decide which rotary pairs belong to which position.
+    sections = Random(repr(config)).choice(([2, 1, 1], [1, 1, 2], [1, 2, 1]))
+    delta = {"head_dim": 16, **delta_layers(layers)}
+    delta_rope = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+    glm_rope = {"mrope_section": [1, 2, 1]}
+    keys: dict[str, tuple[Table, Table | None]] = {  # of the text model and of its RoPE
+        "qwen2_vl": ({}, {"mrope_section": sections}),
+        "qwen2_5_vl": ({}, {"mrope_section": sections}),
+        "qwen3_vl": ({"head_dim": 8}, {}),
+        "qwen3_vl_moe": ({"head_dim": 8, **_EXPERTS}, {}),
+        "qwen3_5": (delta, delta_rope),
+        "qwen3_5_moe": (delta | _EXPERTS | {"shared_expert_intermediate_size": 16}, delta_rope),
+        "qwen3_omni_moe_thinker": (_EXPERTS, {}),
+        "qwen2_5_omni_thinker": ({}, {}),
+        "glm4v": ({}, glm_rope),
+        "glm4v_moe": (
+            {**_SHARED_EXPERTS, "head_dim": 16},
+            {**glm_rope, "partial_rotary_factor": 0.5},
+        ),
+        "mistral3": ({"model_type": "mistral"}, None),
+        "gemma3": ({"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 24}, None),
+        "voxtral": ({"model_type": "llama"}, None),
+        "qwen2_audio": ({"model_type": "qwen2"}, None),
+        "audioflamingo3": ({"model_type": "qwen2"}, None),
+    }
+    if model_type == "gemma4":
+        return config | _gemma4(rng, layers)
+    own, scaled = keys[model_type]
+    config |= own
+    if scaled is not None:
+        default = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        config["rope_parameters"] = default | scaled
+    if model_type == "mistral3":
+        config["sliding_window"] = rng.choice((8, 24))
+    if model_type == "qwen3_5_moe":
+        del config["intermediate_size"]
     return config
 
 
@@ -167,18 +199,28 @@ def _vision(rng: Random, model_type: str) -> Table:
             return {"model_type": "pixtral", **config, "image_size": 4 * PATCH_PX}
         own = {"num_key_value_heads": 4, "head_dim": 8, "pooling_kernel_size": 2}
         return {"model_type": "gemma4_vision", **config, **own, "position_embedding_size": 64}
+    if model_type == "gemma3":
+        own = {"image_size": 4 * PATCH_PX, "vision_use_head": False}
+        config = {**sizes, "num_hidden_layers": layers, "num_attention_heads": 4}
+        return {"model_type": "siglip_vision_model", **config, **own}
     config = {**sizes, "depth": layers, "num_heads": 4, "out_hidden_size": 32}
+    if model_type == "qwen2_vl":
+        config = {"depth": layers, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2}
+        return {**config, "num_heads": 4, "patch_size": PATCH_PX, "model_type": "qwen2_vl_vision"}
     if model_type.startswith("glm4v"):
         return {**config, "model_type": f"{model_type}_vision", "image_size": 5 * PATCH_PX}
-    if model_type == "qwen2_5_omni_thinker":
-        whole = sorted(rng.sample(range(layers), rng.choice((0, 1))))
-        windows = {"window_size": 2 * PATCH_PX, "fullatt_block_indexes": whole}
-        return {**config, **windows, "model_type": "qwen2_5_omni_vision_encoder"}
+    if model_type in ("qwen2_5_omni_thinker", "qwen2_5_vl"):
+        full = sorted(rng.sample(range(layers), rng.choice((0, 1))))
+        windows = {"window_size": 2 * PATCH_PX, "fullatt_block_indexes": full}
+        omni = model_type == "qwen2_5_omni_thinker"
+        name = "qwen2_5_omni_vision_encoder" if omni else "qwen2_5_vl_vision"
+        return {**config, **windows, "model_type": name}
     config["num_position_embeddings"] = 25
-    if model_type == "qwen3_5":
-        return {**config, "model_type": "qwen3_5_vision"}
+    if model_type in ("qwen3_5", "qwen3_5_moe"):
+        return {**config, "model_type": f"{model_type}_vision"}
     taps = sorted(rng.sample(range(layers), rng.choice((1, 2))))
-    name = "qwen3_vl_vision" if model_type == "qwen3_vl" else "qwen3_omni_moe_vision_encoder"
+    omni = model_type == "qwen3_omni_moe_thinker"
+    name = "qwen3_omni_moe_vision_encoder" if omni else f"{model_type}_vision"
     return {**config, "model_type": name, "deepstack_visual_indexes": taps}
 
 
@@ -213,9 +255,12 @@ def _listener(rng: Random, model_type: str) -> Table:
 
 
 def spare_tokens(model: Table) -> int:
-    """How much longer than others sequences have to be for the tokens of an image or of sounds."""
-    if model.get("config", {}).get("model_type") == "voxtral":
+    """Return the additional sequence length that images, videos or audio need."""
+    model_type = model.get("config", {}).get("model_type")
+    if model_type == "voxtral":
         return 2 * 25
+    if model_type in VIDEO:
+        return 48  # four pairs of frames, each with a timestamp
     return model.get("processor", {}).get("max_soft_tokens", 0)
 
 
@@ -228,6 +273,9 @@ def _marks(model_type: str) -> Table:
     if model_type == "mistral3":
         return {"image_token_index": image}
     marks = {"image_token_id": image, "video_token_id": video}
+    if model_type == "gemma3":
+        ends = {"boi_token_index": start, "eoi_token_index": stop}
+        return {"image_token_index": image, **ends, "mm_tokens_per_image": 4}
     if model_type == "gemma4":
         return marks | {"boi_token_id": start, "eoi_token_id": stop, "audio_token_id": video}
     if model_type in OMNI:
@@ -264,7 +312,7 @@ class CompositeReference(nn.Module):
     def __init__(self, config: Table, names: Mapping[str, str]) -> None:
         super().__init__()
         self.kind = config["model_type"]
-        kind: Any = getattr(transformers, CLASSES[self.kind])
+        kind: Any = getattr(transformers, (CLASSES | LATER_CLASSES)[self.kind])
         self.plain: Any = kind._from_config(
             AutoConfig.for_model(**config), attn_implementation="eager"
         )
@@ -284,21 +332,27 @@ class CompositeReference(nn.Module):
         return {ours: self.plain.get_parameter(theirs) for ours, theirs in self.names.items()}
 
     def _arguments(self, sample: Sample) -> Table:
+        """Return the keyword arguments of the Hugging Face forward for a sample."""
         ids = sample.ids[None]
         given: Table = {"input_ids": ids, "use_cache": False}
+        images, videos = (ids == TOKEN_IDS[name] for name in ("<image>", "<video>"))
         if self.kind in OMNI:
             given["attention_mask"] = torch.ones_like(ids)
-        elif self.kind != "mistral3" and self.kind not in SPEECH:
-            given["mm_token_type_ids"] = (ids == TOKEN_IDS["<image>"]).int()
+        elif self.kind not in ("mistral3", *SPEECH):
+            key = "token_type_ids" if self.kind == "gemma3" else "mm_token_type_ids"
+            given[key] = images.int() + 2 * videos.int()
         if "vision" in sample.read:
-            pixels, grids, _ = sample.read["vision"]
-            sizes = [rows * columns for _, rows, columns in grids]
-            images = list(pixels.split(sizes))
-            shapes = [(rows, columns) for _, rows, columns in grids]
-            if self.kind == "mistral3":
-                given |= _pictures(images, shapes)
-            elif self.kind == "gemma4":
-                given |= _placed(images, shapes)
+            pixels, grids, places = sample.read["vision"]
+            if self.kind in VIDEO:
+                is_video = videos[0, places].tolist()
+                given |= _images_and_videos(pixels, grids, is_video)
+            elif self.kind == "gemma3":
+                given["pixel_values"] = pixels
+            elif self.kind in ("mistral3", "gemma4"):
+                parts = list(pixels.split([rows * columns for _, rows, columns in grids]))
+                shapes = [(rows, columns) for _, rows, columns in grids]
+                arrange = _pictures if self.kind == "mistral3" else _placed
+                given |= arrange(parts, shapes)
             else:
                 given |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
         if "audio" in sample.read:
@@ -309,6 +363,27 @@ class CompositeReference(nn.Module):
             else:
                 given |= _heard([_frames(sound, self.kind) for sound in sounds])
         return given
+
+
+def _images_and_videos(
+    pixels: Tensor, grids: list[tuple[int, int, int]], is_video: list[bool]
+) -> Table:
+    """Split patches into the arguments of images and of videos with one grid per second.
+
+    Args:
+        is_video: for every placeholder token; a token has four patches.
+    """
+    sizes = [frames * rows * columns for frames, rows, columns in grids]
+    first_tokens = [sum(sizes[:n]) // 4 for n in range(len(sizes))]
+    parts, given = pixels.split(sizes), {}
+    for key, grid, video in (("", "image", False), ("_videos", "video", True)):
+        chosen = [n for n, token in enumerate(first_tokens) if is_video[token] == video]
+        if chosen:
+            given[f"pixel_values{key}"] = torch.cat([parts[n] for n in chosen])
+            given[f"{grid}_grid_thw"] = torch.tensor([grids[n] for n in chosen])
+    if "video_grid_thw" in given:
+        given["second_per_grid_ts"] = torch.ones(len(given["video_grid_thw"]))
+    return given
 
 
 def _pictures(images: list[Tensor], shapes: list[tuple[int, int]]) -> Table:

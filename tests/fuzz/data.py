@@ -1,7 +1,7 @@
-"""What recipes train on: texts of random words with images and sounds of noise, and a tokenizer.
+"""Training data of random recipes: random words with images, videos and audio of noise.
 
 Everything is a function of fixed seeds and needs no download. Samples have 0 to 4 images, so some
-microbatches have none; a third of them is text only.
+microbatches have none; a third of the samples is text only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+
+from torchmm.data.prepare.clip_files import write_clip
 
 WORDS = 80
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
@@ -32,6 +34,7 @@ TOKEN_IDS = {
 SAMPLES = 48
 IMAGES = 12
 SOUNDS = 8
+VIDEOS, VIDEO_FPS = 4, 2
 SAMPLING_RATE = 16000
 SOURCES = (
     "text",
@@ -42,8 +45,9 @@ SOURCES = (
     "drawn_images",
     "drawn_sounds",
     "drawn_both",
+    "videos",
 )
-"""File names: what its samples hold besides text."""
+"""File names: the media of the samples. "videos" also has images."""
 
 
 def make_data(directory: Path) -> None:
@@ -60,6 +64,13 @@ def make_data(directory: Path) -> None:
         with wave.open(str(directory / f"sound-{number}.wav"), "wb") as file:
             file.setparams((1, 2, SAMPLING_RATE, len(samples), "NONE", ""))
             file.writeframes(samples.tobytes())
+    rng = np.random.default_rng(3)
+    for number in range(VIDEOS):
+        width, height = 2 * rng.integers(8, 14, 2)  # the codec needs even sides
+        frames = 2 * int(rng.integers(2, 5))  # two or more pairs of frames, one pair per second
+        pixels = rng.integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+        video = write_clip([Image.fromarray(frame) for frame in pixels], fps=VIDEO_FPS)
+        (directory / f"video-{number}.mp4").write_bytes(video)
     for name in SOURCES:
         rng = np.random.default_rng([2, SOURCES.index(name)])
         lines = [json.dumps(_sample(name, rng)) for _ in range(SAMPLES)]
@@ -81,7 +92,14 @@ def _make_tokenizer(directory: Path) -> None:
 
 
 def _sample(source: str, rng: np.random.Generator) -> dict:
-    """A record in the interleaved format."""
+    """Return an interleaved record; for "videos" a caption, whose media come first."""
+    if source == "videos":
+        count = int(rng.integers(0, 3))
+        return {
+            "images": [f"image-{rng.integers(IMAGES)}.png" for _ in range(int(rng.integers(0, 3)))],
+            "videos": [f"video-{rng.integers(VIDEOS)}.mp4"] if count else [],
+            "text": _text(rng, 14),
+        }
     images = sounds = 0
     if not rng.random() < 1 / 3:
         images = int(rng.integers(0, 5)) if "image" in source or "both" in source else 0

@@ -100,6 +100,7 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         sections["optimizer"] = {"max_grad_norm": 0.05}
     _optimizer(Random(f"{seed}-{index}-optimizer"), sections, is_sharp(model))
     _float8(Random(f"{seed}-{index}-float8"), sections, layers)
+    _compile(Random(f"{seed}-{index}-compile"), sections, layers)
     if (averages := Random(f"{seed}-{index}-averages")).random() < AVERAGED:
         sections["training"]["ema_decay"] = averages.choice((0.5, 0.9))
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
@@ -138,6 +139,15 @@ def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:
             table["name"] = "muon"
     elif "dtype" not in sections["training"] and rng.random() < 0.5:
         table |= {"name": "muon", "momentum": rng.choice((0.95, 0.9))}
+
+
+def _compile(rng: Random, sections: Table, layers: dict[str, int]) -> None:
+    """Compile layers in one of ten recipes, without Inductor, whose code takes minutes."""
+    if rng.random() > 0.1:
+        return
+    sections["compile"] = {"enabled": True, "backend": rng.choice(("eager", "aot_eager"))}
+    if rng.random() < 0.3:
+        sections["compile"]["modules"] = [rng.choice([*layers])]
 
 
 def _float8(rng: Random, sections: Table, layers: dict[str, int]) -> None:

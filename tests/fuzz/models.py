@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from fuzz.composites import delta_layers, draw_composite, layers_of
+from fuzz.composites import VIDEO, delta_layers, draw_composite, layers_of
 from fuzz.data import SPECIAL
 
 Table = dict[str, Any]
@@ -42,6 +42,10 @@ LLM_FAMILIES: dict[str, Table] = {
 """By model_type: keys beside those of `_llm`."""
 LLM_WEIGHTS = (8, 8, 2, 2, 2, 1, 2, 2, 2, 2, 3, 0, 0)
 """0: see `draw_model`."""
+SCALED_ROPE = (
+    *("llama", "qwen3", "qwen2", "mistral", "olmo2", "phi3", "starcoder2", "granite", "qwen3_moe"),
+)
+"""Families that are also drawn with scaled RoPE types."""
 COMPOSITES, DELTA_NETS, CONVOLUTIONS = 0.2, 0.06, 0.03
 """Shares of models."""
 
@@ -80,12 +84,43 @@ def draw_model(rng: Random) -> tuple[Table, str]:
     elif kind < COMPOSITES + DELTA_NETS + CONVOLUTIONS:
         model["llm"] = {"config": _llm(later, "lfm2")}
     model["chunked_loss"] = chunked
+    if "llm" in model:
+        _scale_rope(Random(f"rope {model!r}"), model["llm"]["config"])
     return model, source_of(model)
+
+
+def _scale_rope(rng: Random, config: Table) -> None:
+    """Give a third of the LLMs with plain rotary embeddings a scaled RoPE type.
+
+    Lengths of samples are on both sides of the original maximum, at which "longrope" switches its
+    factors.
+    """
+    if config["model_type"] not in SCALED_ROPE or rng.random() > 1 / 3:
+        return
+    rope_type = rng.choice(("linear", "yarn", "llama3", "longrope", "longrope", "dynamic"))
+    original = rng.choice((16, 24))
+    rope: Table = {"rope_type": rope_type, "rope_theta": 1e4}
+    if rope_type in ("linear", "dynamic", "yarn", "llama3"):
+        rope["factor"] = 256 / original
+    if rope_type in ("yarn", "llama3", "longrope"):
+        rope["original_max_position_embeddings"] = original
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if rope_type == "dynamic":
+        config["max_position_embeddings"] = original
+    if rope_type == "longrope":
+        heads = config["num_attention_heads"]
+        pairs = config.get("head_dim", config["hidden_size"] // heads) // 2
+        rope["short_factor"] = [1.0 + 0.1 * pair for pair in range(pairs)]
+        rope["long_factor"] = [2.0 + 1.5 * pair for pair in range(pairs)]
+    config["rope_parameters"] = rope
 
 
 def source_of(model: Table) -> str:
     """The source that fits a model (`data.SOURCES`)."""
     if "config" in model:
+        if model["config"]["model_type"] in VIDEO:
+            return "videos"
         sees, hears = (f"{kind}_config" in model["config"] for kind in ("vision", "audio"))
         return ("both" if sees else "sounds") if hears else "images"
     modalities = {encoder["modality"] for encoder in model.get("encoders", {}).values()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fuzz.data import VIDEO_FPS
 from fuzz.draw import merged
 from fuzz.models import is_sharp
 
@@ -38,7 +39,12 @@ def complete(table: Table, source: str, data: Path, directory: Path, steps: int)
         "name": "run",
         "output_dir": str(directory),
         "model": {"tokenizer": str(data / "tokenizer")},
-        "data": {"sources": [entry], "workers": 0, "index_cache": str(data / "index")},
+        "data": {
+            "sources": [entry],
+            "workers": 0,
+            "index_cache": str(data / "index"),
+            "video": {"fps": VIDEO_FPS, "min_frames": 4},
+        },
         "training": {"steps": steps, "device": "cpu"},
         "optimizer": OPTIMIZER | (SMALL_STEPS if sways else {}),
         "checkpoint": {"interval": 2, "export_hf": False},

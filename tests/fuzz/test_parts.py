@@ -7,14 +7,20 @@ import pytest
 from torch import Tensor, arange, ones
 
 from fuzz.compare import BOUNDS, differences
+from fuzz.composites import CLASSES, LATER_CLASSES
 from fuzz.draw import Draw, Layout, draw_recipe
 from fuzz.judge import Verdict
+from fuzz.models import source_of
 from fuzz.refusals import page
 from fuzz.shrink import shrink
 from fuzz.wording import names_a_key, refusal
 from torchmm.recipe.model_section import AdapterConfig
 from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig, SearchConfig
-from torchmm.recipe.training_section import ActivationCheckpointConfig, Float8Config
+from torchmm.recipe.training_section import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Float8Config,
+)
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "refused.md"
 NOT_DRAWN = {
@@ -51,12 +57,23 @@ def test_every_key_that_decides_a_layout_is_drawn():
     wanted |= {f"optimizer.{key}" for key in of_optimizer} | {"training.parameter_dtype"}
     wanted |= {"training.ema_decay"}
     wanted |= {f"float8.{key}" for key in Float8Config.model_fields}
+    wanted |= {f"compile.{key}" for key in CompileConfig.model_fields}
     wanted |= {f"adapters.NAME.{key}" for key in AdapterConfig.model_fields}
     drawn = set()
     for index in range(DRAWN):
         draw = draw_recipe(7, index)
         drawn |= keys(draw.table(draw.first))
     assert wanted - drawn == NOT_DRAWN.keys()
+
+
+def test_draws_cover_rope_types_videos_and_composites():
+    models = [draw_recipe(7, index).sections["model"] for index in range(3 * DRAWN)]
+    llms = [model["llm"]["config"] for model in models if "llm" in model]
+    ropes = {config.get("rope_parameters", {}).get("rope_type", "default") for config in llms}
+    assert ropes >= {"linear", "yarn", "llama3", "longrope", "dynamic"}
+    composites = {model["config"]["model_type"] for model in models if "config" in model}
+    assert composites == {*CLASSES, *LATER_CLASSES}
+    assert "videos" in map(source_of, models)
 
 
 def test_a_failure_shrinks_to_what_it_needs():
