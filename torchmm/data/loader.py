@@ -333,7 +333,9 @@ class Loader:
     def _log_stream_counts(self, batch: StepBatch) -> None:
         """Log filtered and truncated samples of streams, first and whenever their number is ten
         times higher. Those of indexed sources are logged at the start of the run."""
-        for kind, text in (("filtered", "filtered"), ("dropped", "dropped from samples in use")):
+        kinds: Sequence[Literal["filtered", "dropped"]] = ("filtered", "dropped")
+        for kind in kinds:
+            text = "filtered" if kind == "filtered" else "dropped from samples in use"
             for source, counts in batch.stream_counts(kind).items():
                 for content, count in counts.items():
                     if count >= 10 * self._logged_counts.get((source, content), 0):

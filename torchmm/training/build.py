@@ -66,7 +66,6 @@ from torchmm.planning.step import plan_layout
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import dump_recipe
-from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
@@ -245,7 +244,7 @@ def build_run(
     decay = recipe.training.ema_decay
     average = None if decay is None else WeightAverage(model, decay)
     restored = checkpoints.resume(model, optimizer, restarted, average)
-    step = _step_after(restored, recipe, mesh, logger)
+    step = _step_after(restored, run, mesh, logger)
     recorder = _recorder(run, run_dir, step, console, logger) if mesh.rank == 0 else None
     reorder = run_arrangement(run, pipeline.descriptions, *cut, mesh.device)
     loader = build_data(
@@ -265,12 +264,13 @@ def build_run(
 
 
 def _step_after(
-    restored: Restored | None, recipe: Recipe, mesh: ParallelMesh, logger: logging.Logger
+    restored: Restored | None, run: Resolved, mesh: ParallelMesh, logger: logging.Logger
 ) -> int:
     """Return the last finished step, and seed the random numbers after it."""
     if restored is None:
         return 0
     logger.info("resumed from %s", restored.path)
+    recipe = run.recipe
     steps = recipe.training.steps
     saved_steps = restored.recipe.get("training", {}).get("steps", steps)
     change = describe_schedule_change(restored.step, saved_steps, steps, recipe.optimizer)
