@@ -368,10 +368,10 @@ def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
         messages = [f"{name}[{i}]: {reason}" for i, reason in skipped]
         raise nothing_usable(name, f"none of its {total} samples: {counts}{found}", messages)
     if kept < total:
-        level = logging.WARNING if index.filtered else logging.INFO
-        logger.log(level, "source %r gives %d of its %d samples: %s", name, kept, total, counts)
+        # Not a warning: every rank would write it to its own log file.
+        logger.info("source %r gives %d of its %d samples: %s", name, kept, total, counts)
     if index.dropped:
-        logger.warning(
+        logger.info(
             "source %r: dropped from samples in use: %s",
             name,
             ", ".join(describe_dropped(index.dropped, usable_count)),
