@@ -151,7 +151,7 @@ def test_limit_images_truncates_before_extra_image():
 def test_assign_encoders_rejects_unread_evidence():
     image, audio = ImageSegment(data=b"i"), AudioSegment(data=b"a")
     readers = {"image": ["vision"], "audio": []}
-    with pytest.raises(BeyondLimitError, match="an audio that no encoder of the model reads"):
+    with pytest.raises(BeyondLimitError, match="an audio file that no encoder of the model reads"):
         assign_encoders(Sample((image, audio, text("what is said"))), readers)
     after = assign_encoders(Sample((image, text("a"), audio)), readers)
     assert after.segments == (replace(image, encoder="vision"), text("a"))

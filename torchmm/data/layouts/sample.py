@@ -202,8 +202,8 @@ def assign_encoders(sample: Sample, readers: Mapping[str, Sequence[str]]) -> Sam
             if any(isinstance(other, TextSegment) and other.loss for other in after):
                 raise BeyondLimitError(
                     f"{segment.kind} without an encoder",
-                    f"the sample has {_article(segment.kind)} that no encoder of the model reads, "
-                    "and text in the loss after it; add an encoder of this modality to "
+                    f"the sample has {_article(segment.kind)} file that no encoder of the model "
+                    "reads, and text in the loss after it; add an encoder of this modality to "
                     "model.encoders, or remove the column",
                 )
             names = readers.get(segment.kind, ())

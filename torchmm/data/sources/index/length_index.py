@@ -206,10 +206,12 @@ class LengthIndex:
                     yield shard.first + place, reason
 
     def beyond_limits(self) -> Iterator[tuple[int, str]]:
-        """Yield the first sample beyond each limit of every shard, with the reason."""
-        for shard in self.shards:
-            for _, index, reason in shard.filtered.values():
-                yield index, reason
+        """Yield the first sample beyond each limit, with the reason."""
+        first = {
+            limit: found for shard in self.shards[::-1] for limit, found in shard.filtered.items()
+        }
+        for _, index, reason in first.values():
+            yield index, reason
 
     def has(self, index: int) -> bool:
         """Whether there is such a sample, and a usable one."""
