@@ -202,7 +202,14 @@ class Inspector:
             counts = f"nothing: none of its {found.read} records that were read is usable"
             skipped = [*found.first_filtered.values(), *found.refused]
             raise nothing_usable(
-                name, counts, [f"{r.where or r.name}: {r.reason}" for r in skipped]
+                name,
+                counts,
+                [
+                    r.reason
+                    if r.where and r.reason.startswith(r.where)
+                    else f"{r.name}: {r.reason}"
+                    for r in skipped
+                ],
             )
         found.packs = self._pack(found)
         return found
