@@ -354,7 +354,7 @@ class ImageSpec:
     modality: Literal["image", "audio"] = "image"
     """What the encoder reads."""
     max_patches: int = 0
-    """Most patches of a sound; longer ones are cut."""
+    """Maximum number of patches of an audio clip; samples with longer audio are filtered."""
     pooled: int = 1
     """Consecutive patches of a sound that its tower averages into one; what remains behind the last
     of such groups is left out."""

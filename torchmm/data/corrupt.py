@@ -1,4 +1,4 @@
-"""Corrupt samples: the exception that marks one, and the limit on how many a run accepts.
+"""Samples that a run skips: corrupt ones, with a limit on their number, and ones beyond a limit.
 
 Samples come from outside and any of them may be broken. A broken one is skipped and named, never
 repaired. Rejected: a limit per rank (the run would stop at a point that depends on the number of
@@ -34,6 +34,22 @@ class CorruptSampleError(ValueError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(_printable(reason))
+
+
+class BeyondLimitError(CorruptSampleError):
+    """A valid sample that exceeds a limit of the model or the recipe.
+
+    Such samples are filtered and counted per source. They are not counted as corrupt, so they do
+    not stop a run.
+
+    Args:
+        limit: the exceeded limit, equal for all samples that exceed it.
+        reason: the details of this sample.
+    """
+
+    def __init__(self, limit: str, reason: str) -> None:
+        super().__init__(reason)
+        self.limit = limit
 
 
 def _printable(text: str) -> str:
@@ -73,7 +89,10 @@ def naming_place(where: str) -> Iterator[None]:
     except CorruptSampleError as error:
         if not where or str(error).startswith(where):
             raise
-        raise CorruptSampleError(f"{where}: {error}") from error
+        reason = f"{where}: {error}"
+        if isinstance(error, BeyondLimitError):
+            raise BeyondLimitError(error.limit, reason) from error
+        raise CorruptSampleError(reason) from error
     except Exception as error:  # counted by CorruptLimit
         logger.debug("unexpected in %s", where, exc_info=True)
         reason = f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import torch
@@ -68,8 +68,8 @@ class StepBatch:
     skipped: list[str] = field(default_factory=list)
     """One "source[index]: reason" per corrupt sample, the first time this rank meets it; what all
     ranks find while planning is listed by rank 0 only."""
-    epoch: int = 0
-    """Completed passes over the data."""
+    epoch: float = 0.0
+    """See `StepSamples`."""
     torn: dict[str, str] = field(default_factory=dict)
     """Reasons by "source[index]" of samples that this rank could not decode, and has made blank.
     Ranks with the same samples may have found others, until all have told (`Loader.settle`)."""
@@ -78,6 +78,18 @@ class StepBatch:
     decoded_images: int = 0
     """See `DecodedStep`."""
     read_bytes: int = 0
+
+    def stream_counts(self, kind: Literal["filtered", "dropped"]) -> dict[str, Counter[str]]:
+        """Return the counts of `StreamFeed` since the run began, by name of the stream."""
+        window = self.state.get("window")
+        state = (window["before"] or {}) if window else self.state
+        feeds = state.get("feeds", {}).items()
+        return {name: Counter(feed[kind]) for name, feed in feeds if kind in feed}
+
+    def stream_total(self, kind: Literal["filtered", "dropped"]) -> int | None:
+        """Return the sum of these counts over all streams. None without streams."""
+        counts = self.stream_counts(kind)
+        return sum(count.total() for count in counts.values()) if counts else None
 
 
 class StepQueue(Sampler[list[list[PackItems]]]):
@@ -174,6 +186,8 @@ class Loader:
         self._known_corrupt: set[str] = set()
         self._corrupt: Counter[str] = Counter()
         """By source."""
+        self._logged_counts: dict[tuple[str, str], int] = {}
+        """Logged counts of samples of streams, by source and description."""
         self._workers = data.workers
         self._timeout_s = data.timeout_s
         if remote is not None:  # which itself reports producers that do not answer
@@ -234,7 +248,7 @@ class Loader:
                     raise DataError(step.failure)
                 plan = self._queue.pop()
                 number += 1
-                yield StepBatch(
+                batch = StepBatch(
                     step.microbatches,
                     plan.state,
                     self._report(plan.skipped) if self._rank == 0 else [],
@@ -244,6 +258,9 @@ class Loader:
                     step.decoded_images,
                     step.read_bytes,
                 )
+                if self._rank == 0:
+                    self._log_stream_counts(batch)
+                yield batch
         finally:
             waiting.close()
             self._queue.close()
@@ -312,6 +329,20 @@ class Loader:
                     source,
                 )
         return new
+
+    def _log_stream_counts(self, batch: StepBatch) -> None:
+        """Log filtered and truncated samples of streams, first and whenever their number is ten
+        times higher. Those of indexed sources are logged at the start of the run."""
+        kinds: Sequence[Literal["filtered", "dropped"]] = ("filtered", "dropped")
+        for kind in kinds:
+            text = "filtered" if kind == "filtered" else "dropped from samples in use"
+            for source, counts in batch.stream_counts(kind).items():
+                for content, count in counts.items():
+                    if count >= 10 * self._logged_counts.get((source, content), 0):
+                        self._logged_counts[source, content] = count
+                        logger.warning(
+                            "source %r, %d samples so far: %s: %s", source, count, text, content
+                        )
 
     def _awaited(self) -> str:
         """The samples of the step that comes next."""

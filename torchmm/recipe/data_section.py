@@ -256,7 +256,7 @@ class DataConfig(Section):
     in checkpoints: a resumed run goes on in it, on any ranks. Losses of single steps are those of
     other sequences; after each window the same samples were seen."""
     max_images_per_sample: int = Field(default=64, ge=1)
-    """Further images of a sample are dropped, with their placeholders."""
+    """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)
     """Pictures that a checkpoint's processor cuts into tiles get lower resolutions, down to one
     tile each, until those of a sample have no more tiles than this together; default: as many as

@@ -71,7 +71,7 @@ from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
-from torchmm.training.optim import build_optimizer
+from torchmm.training.optim import build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.pipeline import Pipeline
@@ -244,7 +244,7 @@ def build_run(
     decay = recipe.training.ema_decay
     average = None if decay is None else WeightAverage(model, decay)
     restored = checkpoints.resume(model, optimizer, restarted, average)
-    step = _step_after(restored, recipe.training.seed, mesh, logger)
+    step = _step_after(restored, run, mesh, logger)
     recorder = _recorder(run, run_dir, step, console, logger) if mesh.rank == 0 else None
     reorder = run_arrangement(run, pipeline.descriptions, *cut, mesh.device)
     loader = build_data(
@@ -264,14 +264,20 @@ def build_run(
 
 
 def _step_after(
-    restored: Restored | None, seed: int, mesh: ParallelMesh, logger: logging.Logger
+    restored: Restored | None, run: Resolved, mesh: ParallelMesh, logger: logging.Logger
 ) -> int:
-    """The last finished step; random numbers go on after it."""
+    """Return the last finished step, and seed the random numbers after it."""
     if restored is None:
         return 0
     logger.info("resumed from %s", restored.path)
+    recipe = run.recipe
+    steps = recipe.training.steps
+    saved_steps = restored.recipe.get("training", {}).get("steps", steps)
+    change = describe_schedule_change(restored.step, saved_steps, steps, recipe.optimizer)
+    if change is not None and mesh.rank == 0:
+        logger.warning("%s", change)
     if restored.rng is None:  # of another number of ranks
-        seed_everything(seed, *_random_stream(mesh), restored.step)
+        seed_everything(recipe.training.seed, *_random_stream(mesh), restored.step)
     return restored.step
 
 

@@ -159,7 +159,7 @@ def make_record(
     step: int,
     ranks: Sequence[RankStep],
     *,
-    epoch: int,
+    epoch: float,
     loss: float,
     grad_norm: float,
     lr: float,

@@ -147,6 +147,31 @@ def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def describe_schedule_change(
+    step: int, saved_steps: int, steps: int, config: OptimizerConfig
+) -> str | None:
+    """Return how another `training.steps` changes the learning rate of a resumed run.
+
+    Args:
+        step: last finished step.
+        saved_steps: `training.steps` of the run that saved the checkpoint.
+        steps: `training.steps` of this run.
+
+    Returns:
+        None if the next step has the learning rate that it would have had.
+    """
+    planned, changed = (lr_factor(step + 1, total, config) for total in (saved_steps, steps))
+    if step >= steps or math.isclose(planned, changed, rel_tol=1e-9):
+        return None
+    last = config.lr * lr_factor(step, saved_steps, config)
+    return (
+        f"training.steps {saved_steps} -> {steps} changes the {config.schedule!r} learning rate "
+        f"schedule, which depends on the number of steps: the learning rate jumps from {last:.3e} "
+        f"in step {step} to {config.lr * changed:.3e} in step {step + 1}. To avoid the jump, set "
+        'optimizer.schedule = "constant" and optimizer.lr to the last learning rate'
+    )
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Sets every group to `factor` times its peak."""
     for group in optimizer.param_groups:

@@ -345,7 +345,13 @@ class Trainer:
             lr=lr,
             peak_flops=self._peak_flops,
         )
-        record = replace(record, **asdict(self._planner.figures), expert_load=losses.expert_load)
+        record = replace(
+            record,
+            **asdict(self._planner.figures),
+            expert_load=losses.expert_load,
+            filtered_samples=batch.stream_total("filtered"),
+            truncated_samples=batch.stream_total("dropped"),
+        )
         if parts.model.generator is not None:
             record = replace(record, loss_text=losses.text, loss_image=losses.image)
         return record, agreed.stopping

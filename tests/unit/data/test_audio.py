@@ -14,7 +14,7 @@ from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from torchmm.common.batch import ImageSpec
 from torchmm.common.errors import ConfigError
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.loader import build_loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.medium import ImageMedia, open_media
@@ -82,9 +82,14 @@ def test_waveforms_are_normalized_and_then_padded() -> None:
     assert ours.meta(sound(90.0)).duration_ms == 90_000  # no encoder's end
 
 
-def test_long_sounds_are_cut_where_the_encoder_ends() -> None:
-    ours = AudioPreprocessor(SPEECH)
-    data = sound(20.0)
+def test_audio_longer_than_encoder_is_filtered() -> None:
+    ours = AudioPreprocessor(SPEECH)  # reads 0.6 s
+    with pytest.raises(BeyondLimitError, match=r"audio of 20\.0 s, .* reads 0\.6 s") as raised:
+        ours.meta(sound(20.0))
+    assert raised.value.limit == "audio longer than the 0.6 s that encoder 'speech' reads"
+    with pytest.raises(BeyondLimitError):
+        ours.meta(sound(0.72))
+    data = sound(0.69)  # within the tolerance
     meta = ours.meta(data)
     assert (meta.patches, meta.duration_ms) == (28, 560)  # whole groups below 30
     assert ours.pixels(data, meta).shape == (28, 16)

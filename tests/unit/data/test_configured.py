@@ -22,6 +22,7 @@ from data_cases import (
 from torchmm.common.errors import CheckpointError, ConfigError, DataError
 from torchmm.data.loader import build_loader
 from torchmm.data.sources.local_and_hub import load, open_map_source
+from torchmm.data.sources.reader import TRUNCATED
 from torchmm.recipe.data_section import LengthFilter, SourceConfig
 
 TEXTS = [" ".join(caption(i + j) for j in range(1 + i % 4)) for i in range(24)]
@@ -114,6 +115,44 @@ def test_samples_outside_of_the_filter_are_left_out_and_told(make, texts, stream
     assert metas(take(again, 4)) == metas(batches[4:])
     with pytest.raises(CheckpointError, match=r"filter of source 's'"):
         make(texts, batches[3].state, streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_samples_beyond_limits_are_counted(make, tmp_path, streaming, caplog):
+    prompt = " ".join(TEXTS)  # longer than a sequence: the answer would be cut off
+    rows = [{"text": "a red dog"}] * 6 + [{"text": prompt}] * 2
+    rows += [{"prompt": prompt, "completion": "red"}] * 3
+    path = write_jsonl(tmp_path / "long.jsonl", rows)
+    caplog.set_level(logging.INFO, "torchmm")
+    loader = make(path, streaming=streaming, data={"max_corrupt_samples": 0})
+    batches = take(loader, 6)
+    assert {s.index for s in metas(batches)} <= set(range(8))
+    assert not any(b.skipped for b in batches)
+    limit = "no text in the loss within training.sequence_length"
+    if not streaming:
+        assert "gives 8 of its 11 samples: 0 are corrupt, 0 are outside" in caplog.text
+        assert f"3 (27.3%): {limit}" in caplog.text
+        assert f"2 {TRUNCATED} (25.0%)" in caplog.text
+        assert batches[-1].stream_total("filtered") is None
+        return
+    assert f"samples so far: filtered: {limit}" in caplog.text
+    assert f"dropped from samples in use: {TRUNCATED}" in caplog.text
+    counts = [batch.stream_total("filtered") for batch in batches]
+    assert counts[-1] >= 3 and counts == sorted(counts)
+    resumed = take(make(path, batches[2].state, streaming=True), 3)
+    assert [b.state for b in resumed] == [b.state for b in batches[3:]]
+    assert [b.stream_total("dropped") for b in resumed] == [
+        b.stream_total("dropped") for b in batches[3:]
+    ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_source_beyond_limits_ends_the_run(make, tmp_path, streaming):
+    row = {"prompt": " ".join(TEXTS), "completion": "red"}
+    path = write_jsonl(tmp_path / "long.jsonl", [row] * 3)
+    with pytest.raises(DataError, match=r"3 \(100.0%\): no text in the loss") as raised:
+        make(path, streaming=streaming)
+    assert "training.sequence_length = 64; raise it" in str(raised.value)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -53,6 +53,36 @@ def test_bad_headers_are_refused_without_memory(kind):
     assert peak_bytes < 5e6  # decoding 100 megapixels takes 300 MB
 
 
+def long_header(kind, megabytes):
+    """An image whose header has comments or metadata of this size."""
+    if kind == "PPM comment":
+        return b"P6\n#" + b"x" * (megabytes * 10**6) + b"\n2 2 255\n" + bytes(12)
+    if kind == "PNG eXIf":
+        plain, chunk = png(8, 8), b"eXIf" + b"MM\0*\0\0\0\x08" + bytes(megabytes * 10**6)
+        sums = struct.pack(">I", len(chunk) - 4), struct.pack(">I", zlib.crc32(chunk))
+        return plain[:33] + sums[0] + chunk + sums[1] + plain[33:]
+    plain, exif = encode(Image.new("RGB", (8, 8)), "JPEG"), b"Exif\0\0" + bytes(60_000)
+    segment = b"\xff\xe1" + struct.pack(">H", len(exif) + 2) + exif
+    return plain[:2] + segment * (megabytes * 10**6 // len(segment)) + plain[2:]
+
+
+@pytest.mark.parametrize("kind", ["PPM comment", "PNG eXIf", "JPEG Exif"])
+def test_images_with_huge_headers_are_corrupt(kind):
+    with pytest.raises(CorruptSampleError, match="its header has more than 16 MiB, or 100,000"):
+        read_size(long_header(kind, 20), LIMIT)
+
+
+@pytest.mark.parametrize("kind", ["PNG eXIf", "JPEG Exif"])
+def test_images_with_large_metadata_are_read(kind):
+    assert decode_rgb(long_header(kind, 2), LIMIT).size == (8, 8)
+
+
+@pytest.mark.parametrize("fmt", ["PNG", "WEBP", "BMP", "TIFF"])
+def test_pixels_do_not_count_as_header(fmt, monkeypatch):
+    monkeypatch.setattr("torchmm.data.media.images.MAX_HEADER_BYTES", 10_000)
+    assert decode_rgb(encode(Image.open(io.BytesIO(png(200, 200))), fmt), LIMIT).size == (200, 200)
+
+
 @pytest.mark.parametrize("fmt", ["PNG", "JPEG", "WEBP"])
 def test_truncated_files_pass_the_header_and_fail_when_decoded(fmt):
     data = encode(Image.effect_noise((64, 64), 50).convert("RGB"), fmt)

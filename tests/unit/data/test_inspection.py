@@ -108,3 +108,16 @@ def test_counts_are_those_of_the_samples(inspect, tmp_path, tokenizer, capsys):
     read = 1 + 16  # <s> and the placeholders of the quickstart's encoder
     assert f"{said / (said + read):.1%}" in printed and f"most {said + read}" in printed
     assert "mean 1.00, most 1, 16 tokens each" in printed
+
+
+def test_inspection_counts_filtered_and_dropped_content(inspect, tmp_path, capsys):
+    long = "dogs in the sun " * 20
+    prompt = [{"role": "user", "content": long}, {"role": "assistant", "content": "red"}]
+    _, page = inspect([*rows(tmp_path, 2), {"text": long}, {"messages": prompt}])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4 (of 4 records), 0 refused" in printed
+    limit = "no text in the loss within training.sequence_length"
+    assert f"filtered 1 (25.0%): {limit}" in printed and limit in page
+    assert "rows.jsonl:4) filtered: " in printed and "raise it, or shorten the prompt" in printed
+    dropped = "1 samples truncated at training.sequence_length (33.3%)"
+    assert dropped in printed and dropped in page

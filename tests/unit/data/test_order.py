@@ -8,7 +8,7 @@ from index_cases import index_of
 from order_oracles import turns
 
 from torchmm.data.steps import order
-from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage, permutation
+from torchmm.data.steps.order import Drawn, FeedOptions, IndexFeed, Mixture, Stage, permutation
 from torchmm.recipe.data_section import LengthFilter
 
 
@@ -143,6 +143,6 @@ def test_every_stage_hits_its_weights_from_its_first_step_on():
 def test_a_source_of_a_later_stage_does_not_hold_up_the_count_of_epochs():
     mixture = Mixture([feed(0), feed(1)], [Stage([1.0, 0.0], 1), Stage([1.0, 1.0])])
     take(mixture, 25)
-    assert mixture.epoch == 2
+    assert mixture.epoch(Drawn.of([])) == 2.5
     mixture.begin_step(2)
-    assert mixture.epoch == 0
+    assert mixture.epoch(Drawn.of([])) == 0

@@ -6,9 +6,9 @@ import pytest
 from data_cases import CLIP, QWEN, png
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.reader import EXTRA_IMAGES, TRUNCATED, UNREAD_FILES, SampleReader
 from torchmm.recipe.data_section import DataConfig
 
 
@@ -42,9 +42,43 @@ def test_images_cut_off_are_neither_measured_nor_decoded(make):
     assert len(sample.images) == len(sample.files) == len(sample.text.image_starts) == 2
 
 
-def test_five_hundred_images_are_limited(make):
-    sample = make({"vision": CLIP}, length=4096, max_images_per_sample=3).read(document(*[8] * 500))
-    assert len(sample.images) == 3 and len(sample.text.ids) > 500
+def test_read_truncates_before_extra_images(make):
+    reader = make({"vision": CLIP}, length=4096, max_images_per_sample=3)
+    sample = reader.read(document(*[8] * 500))
+    assert sample.dropped == {EXTRA_IMAGES: 497}
+    whole = reader.read(document(*[8] * 3))
+    assert len(sample.images) == 3 and sample.images == whole.images
+    assert sample.text.ids == whole.text.ids[:-1] and whole.dropped == {}  # without its end
+
+
+def test_chat_without_its_images_is_filtered(make):
+    reader = make({"vision": CLIP}, length=4096, max_images_per_sample=2)
+    asked = [{"type": "image"}] * 3 + [{"type": "text", "text": "what is it"}]
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": "red"}]
+    record = Record({"messages": turns, "images": [png(8, 8)] * 3})
+    with pytest.raises(BeyondLimitError, match=r"data\.max_images_per_sample = 2") as raised:
+        reader.read(record)
+    assert "max_images_per_sample" in raised.value.limit
+
+
+def test_unfitting_image_names_tokens_and_keys(make):
+    record = Record({"image": png(96, 96), "text": "a red dog"}, where="rows.jsonl:1")
+    with pytest.raises(BeyondLimitError) as raised:
+        make({"vision": QWEN}, length=4).read(record)
+    assert str(raised.value).startswith("rows.jsonl:1: nothing to predict in its first 1 tokens")
+    assert "the next image has 4 tokens with its markers" in str(raised.value)
+    assert "training.sequence_length = 4" in str(raised.value)
+    assert "size.longest_edge of its image processor" in str(raised.value)
+
+
+def test_read_counts_truncated_text(make):
+    sample = make({"vision": CLIP}, length=8).read(Record({"text": "dogs in the sun " * 9}))
+    assert sample.dropped == {TRUNCATED: 1} and len(sample.text.ids) == 8
+
+
+def test_read_counts_images_without_encoders(make):
+    sample = make({}).read(Record({"image": png(8, 8), "text": "a red dog"}))
+    assert sample.dropped == {UNREAD_FILES: 1} and sample.images == []
 
 
 def test_the_limit_on_pixels_is_the_recipes(make):

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import pytest
 
 from torchmm.common.errors import DataError
-from torchmm.data.corrupt import CorruptLimit, CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptLimit, CorruptSampleError
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import (
     AudioSegment,
@@ -15,6 +16,7 @@ from torchmm.data.layouts.sample import (
     SampleOptions,
     TextSegment,
     VideoSegment,
+    assign_encoders,
     limit_images,
 )
 
@@ -138,11 +140,23 @@ def test_missing_image_file_is_corrupt(tmp_path):
         ImageSegment(path=str(tmp_path / "none.png")).read(10**6)
 
 
-def test_images_over_the_limit_are_dropped():
+def test_limit_images_truncates_before_extra_image():
     images = [ImageSegment(data=bytes([i])) for i in range(3)]
     sample = Sample((images[0], text("a"), images[1], images[2], text("b")), add_bos=False)
-    assert limit_images(sample, 1) == Sample((images[0], text("a"), text("b")), add_bos=False)
-    assert limit_images(sample, 0).segments == (text("a"), text("b"))
+    kept = Sample((images[0], text("a")), add_bos=False, add_eos=False)
+    assert limit_images(sample, 1) == (kept, 2)
+    assert limit_images(sample, 3) == (sample, 0)
+
+
+def test_assign_encoders_rejects_unread_evidence():
+    image, audio = ImageSegment(data=b"i"), AudioSegment(data=b"a")
+    readers = {"image": ["vision"], "audio": []}
+    with pytest.raises(BeyondLimitError, match="an audio file that no encoder of the model reads"):
+        assign_encoders(Sample((image, audio, text("what is said"))), readers)
+    after = assign_encoders(Sample((image, text("a"), audio)), readers)
+    assert after.segments == (replace(image, encoder="vision"), text("a"))
+    alone = assign_encoders(Sample((image, text("a"))), {"image": [], "audio": []})
+    assert alone.segments == (text("a"),)
 
 
 # Limit

@@ -6,15 +6,18 @@ import csv
 import gzip
 import io
 import json
+import os
 import random
 import re
 
+import pyarrow as pa
 import pytest
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.sources import text_files
 from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.data.sources.packed import unpacked
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import SourceConfig
 
@@ -161,12 +164,57 @@ def test_a_deep_line_is_corrupt(read):
 
 def test_packed_files_are_unpacked_once_and_again_when_they_change(read, tmp_path):
     assert read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n')) == [{"n": 1}]
-    copy = next((tmp_path / "unpacked").iterdir())
+    copy = next((tmp_path / "unpacked").glob("*.jsonl"))
     written = copy.stat().st_mtime_ns
     source = open_map_source(SourceConfig(path=str(tmp_path / "a.jsonl.gz")), str(tmp_path))
     assert source.read(0).where == f"{tmp_path}/a.jsonl.gz:1"
     assert copy.stat().st_mtime_ns == written
     assert read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n{"n": 2}\n')) == [{"n": 1}, {"n": 2}]
+
+
+@pytest.mark.parametrize("harm", ["tail", "replaced", "no record", "bad record"])
+def test_damaged_copy_is_unpacked_again(tmp_path, harm, caplog):
+    lines = b"".join(b'{"n": %d}\n' % n for n in range(60))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    copy = unpacked(path, tmp_path)
+    times = copy.stat().st_atime_ns, copy.stat().st_mtime_ns
+    record = copy.with_name(f"{copy.name}.record")
+    if harm == "tail":
+        copy.write_bytes(lines[: len(lines) * 2 // 3])
+    elif harm == "replaced":  # same size and time of the last change
+        copy.write_bytes(lines[:-3] + b"7}\n")
+    elif harm == "no record":
+        record.unlink()
+    else:
+        record.write_text("[]")
+    os.utime(copy, ns=times)
+    assert unpacked(path, tmp_path) == copy and copy.read_bytes() == lines
+    assert f"{copy} is not the text that was unpacked from {path}" in caplog.text
+
+
+def test_moved_copy_is_hashed_and_kept(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"n": 1}\n'))
+    copy = unpacked(path, tmp_path)
+    copy.rename(tmp_path / "moved")
+    (tmp_path / "moved").rename(copy)
+    os.utime(copy, ns=(0, 0))
+    before = copy.stat().st_ino
+    assert unpacked(path, tmp_path) == copy and copy.stat().st_ino == before
+    record = json.loads(copy.with_name(f"{copy.name}.record").read_text())
+    assert record["state"][1] == 0  # not hashed at the next start
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_unpacking_stops_beyond_the_limit(read, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("torchmm.data.sources.packed.MIN_LIMIT_BYTES", 1 << 20)
+    text = b'{"n": "' + b"0" * (8 << 20) + b'"}\n'
+    codec = {"gz": "gzip", "zst": "zstd"}[kind]
+    content = pa.compress(text, codec, asbytes=True)
+    with pytest.raises(DataError, match=rf"a\.jsonl\.{kind} has .* bytes and more than 1,048,576"):
+        read(f"a.jsonl.{kind}", content)
+    assert not any((tmp_path / "unpacked").iterdir())
 
 
 def test_damaged_packed_files_and_full_caches_are_named(read, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import logging
 import tarfile
 
@@ -11,6 +12,7 @@ import pytest
 from data_cases import caption_rows
 
 from torchmm.common.errors import DataError
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import SourceConfig
@@ -84,3 +86,24 @@ def test_whole_shards_are_read_without_a_word(shard, streaming, caplog):
     with caplog.at_level(logging.WARNING, "torchmm"):
         assert len(read_all(shard[0].parent, streaming)) == 12
     assert not caplog.records
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("part", ["json", "txt"])
+def test_large_text_members_are_corrupt(tmp_path, monkeypatch, streaming, part):
+    monkeypatch.setattr("torchmm.data.sources.tar_samples.MAX_RECORD_BYTES", 1000)
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, text in (("a", "dog"), ("b", "dog " * 999)):
+            body = json.dumps({"text": text}).encode()
+            info = tarfile.TarInfo(f"{name}.{part}")
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    config = SourceConfig(path=str(tmp_path))
+    if streaming:
+        _, error = iter(open_stream("shards", config).next, None)
+    else:
+        with pytest.raises(CorruptSampleError) as raised:
+            open_map_source(config).read(1)
+        error = raised.value
+    assert isinstance(error, CorruptSampleError)
+    assert f"b.{part} has 4008 bytes, at most 1000" in str(error)

@@ -326,3 +326,13 @@ def test_folders_of_clips_and_webdatasets_are_read(load, tmp_path) -> None:
             assert not batch.skipped
             metas = [m.meta.images_read_by("vision") for m in batch.microbatches]
             assert {image.frames for images in metas for image in images} == {2}
+
+
+def test_frames_beyond_the_limits_are_counted() -> None:
+    clip = Clip(clip_of(20, fps=10), PIXELS)  # 2 s
+    assert media(CLIP, fps=10, max_frames=64).count_dropped_frames(clip) == 0
+    assert media(CLIP, fps=10, max_frames=6).count_dropped_frames(clip) == 14
+    assert media(CLIP, fps=100, max_frames=6).count_dropped_frames(clip) == 14  # of 20 in the file
+    frame_px = media(CLIP).parts(clip)[0].meta.patches * CLIP.patch_size_px**2
+    assert media(CLIP, fps=10, max_pixels=3 * frame_px).count_dropped_frames(clip) == 17
+    assert media(QWEN, fps=10, max_pixels=1).count_dropped_frames(clip) == 0  # smaller frames

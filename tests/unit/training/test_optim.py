@@ -10,6 +10,7 @@ from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import (
     build_optimizer,
     clip_factor,
+    describe_schedule_change,
     global_grad_norm,
     lr_factor,
     scale_gradients,
@@ -98,6 +99,24 @@ def test_wsd_is_flat_then_linear_to_the_floor():
     factors = [lr_factor(s, 10, config) for s in range(1, 11)]
     assert factors[:8] == [1.0] * 8
     assert factors[8:] == pytest.approx([0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "steps", "rates"),
+    [
+        ("cosine", 10, 20, "from 1.000e-02 in step 10 to 4.796e-02 in step 11"),
+        ("cosine", 4, 20, "from 6.891e-02 in step 4 to 8.682e-02 in step 5"),
+        ("wsd", 10, 15, "from 1.000e-02 in step 10 to 1.000e-01 in step 11"),
+        ("wsd", 4, 20, None),  # both are on the plateau
+        ("cosine", 10, 10, None),
+        ("cosine", 10, 5, None),  # nothing is trained
+        ("constant", 10, 20, None),
+    ],
+)
+def test_schedule_change_names_both_learning_rates(schedule, step, steps, rates):
+    config = OptimizerConfig(lr=0.1, schedule=schedule, min_lr_ratio=0.1)
+    change = describe_schedule_change(step, 10, steps, config)
+    assert (change is None) if rates is None else f"jumps {rates}." in change
 
 
 def test_global_norm_and_clipping():

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.sample_files import InnerFile, open_regular
 from torchmm.data.storage.remote_files import RemoteFolder, RemoteName
 from torchmm.recipe.data_section import SourceConfig
@@ -165,35 +165,56 @@ class Sample:
     add_eos: bool = True
 
 
-def limit_images(sample: Sample, max_images: int) -> Sample:
-    """The sample without the images and clips after the first `max_images`; 0 leaves text and
-    sounds."""
-    kept: list[Segment] = []
-    images = 0
-    for segment in sample.segments:
-        if isinstance(segment, ImageSegment | VideoSegment):
-            images += 1
-            if images > max_images:
-                continue
-        kept.append(segment)
-    return Sample(tuple(kept), sample.add_bos, sample.add_eos)
+def limit_images(sample: Sample, max_images: int) -> tuple[Sample, int]:
+    """Truncate a sample before the first image or video beyond `max_images`.
+
+    The text after that image is dropped with it, because it may describe the image.
+
+    Returns:
+        the sample, and the number of dropped images and videos.
+    """
+    positions = [
+        position
+        for position, segment in enumerate(sample.segments)
+        if isinstance(segment, ImageSegment | VideoSegment)
+    ]
+    if len(positions) <= max_images:
+        return sample, 0
+    kept = sample.segments[: positions[max_images]]
+    return Sample(kept, sample.add_bos, add_eos=False), len(positions) - max_images
 
 
 def assign_encoders(sample: Sample, readers: Mapping[str, Sequence[str]]) -> Sample:
-    """The sample with a file for every encoder that reads it, one after another.
+    """Return the sample with one file for every encoder that reads it, one after another.
 
     Args:
-        readers: names of encoders by kind, "image", "video" and "audio"; files without any are
-            left out.
+        readers: names of encoders by file type, "image", "video" and "audio". Without any encoder
+            in the model, files are dropped.
+
+    Raises:
+        BeyondLimitError: the model has encoders, but none for a file that text in the loss follows.
     """
     segments: list[Segment] = []
-    for segment in sample.segments:
+    for number, segment in enumerate(sample.segments):
         if isinstance(segment, FileSegment):
+            unread = any(readers.values()) and not readers.get(segment.kind)
+            after = sample.segments[number:] if unread else ()
+            if any(isinstance(other, TextSegment) and other.loss for other in after):
+                raise BeyondLimitError(
+                    f"{segment.kind} without an encoder",
+                    f"the sample has {_article(segment.kind)} file that no encoder of the model "
+                    "reads, and text in the loss after it; add an encoder of this modality to "
+                    "model.encoders, or remove the column",
+                )
             names = readers.get(segment.kind, ())
             segments.extend(replace(segment, encoder=name) for name in names)
         else:
             segments.append(segment)
     return replace(sample, segments=tuple(segments))
+
+
+def _article(kind: str) -> str:
+    return f"a {kind}" if kind == "video" else f"an {kind}"
 
 
 def without_generated(sample: Sample) -> Sample:

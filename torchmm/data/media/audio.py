@@ -26,10 +26,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from torchmm.common.batch import ImageMeta, ImageSpec, SoundChunks
 from torchmm.common.errors import ConfigError
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 
 MAX_RATE = 768_000
 """Samples per second accepted as plausible."""
+TOLERANCE_S = 0.1
+"""Audio longer than the encoder reads by at most this time is cut: files of "30 s" often have a few
+milliseconds more, and no word fits into them."""
 
 
 class AudioPreprocessor:
@@ -73,10 +76,12 @@ class AudioPreprocessor:
             )
 
     def meta(self, data: bytes) -> ImageMeta:
-        """What planning needs to know of a sound.
+        """Return the sizes of an audio file, from its header.
 
         Raises:
-            CorruptSampleError: no sound in a known format, or an empty one.
+            CorruptSampleError: the file is not audio in a known format, or empty.
+            BeyondLimitError: the audio is longer than the encoder reads. Its transcript would
+                contain words that the model does not hear.
         """
         import soundfile  # noqa: PLC0415 - an extra
 
@@ -93,6 +98,13 @@ class AudioPreprocessor:
         group = self.spec.patches_per_token
         patches = self._patches(samples)
         most = self.spec.max_patches
+        if most and samples > self._samples(most) + TOLERANCE_S * self._rate:
+            limit_s = self._samples(most) / self._rate
+            raise BeyondLimitError(
+                f"audio longer than the {limit_s:g} s that encoder {self.spec.encoder!r} reads",
+                f"audio of {samples / self._rate:.1f} s, but encoder {self.spec.encoder!r} reads "
+                f"{limit_s:g} s; split the file, with its transcript, into shorter ones",
+            )
         if self._chunks.padding == "patch":  # nobody says how sounds end: with a whole token
             pooled = max(1, patches // self.spec.pooled)
             patches = ceil(pooled / self.spec.merge**2) * group

@@ -40,6 +40,10 @@ from torchmm.data.media.stored_pixels import (
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Pillow decoders that may see untrusted bytes (EPS, for one, would start a PostScript process)."""
+MAX_HEADER_BYTES = 16 << 20
+MAX_HEADER_READS = 100_000
+"""Limits on what Pillow reads before an image is decoded. Color profiles, thumbnails and depth maps
+have a few MB. Pillow reads PPM comments byte by byte, and copies repeated EXIF segments."""
 MAX_ASPECT_RATIO = 200
 """Same bound as Qwen2-VL's processor."""
 EXIF_ORIENTATION = 0x0112
@@ -165,19 +169,52 @@ def _scale_to_8_bit(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(scaled_HW).astype(np.uint8))
 
 
+class _ImageFile(io.BytesIO):
+    """An image file in memory that limits what Pillow reads of its header.
+
+    Args:
+        data: the file.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._size = len(data)
+        # Pillow passes WebP files to the decoder in one piece, when it opens them.
+        self.in_header = not (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
+        self._bytes = self._reads = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read bytes of the file. Raises CorruptSampleError beyond a limit."""
+        if self.in_header:
+            left = self._size - self.tell()
+            self._bytes += left if size is None or size < 0 else min(size, left)
+            self._reads += 1
+            if self._bytes > MAX_HEADER_BYTES or self._reads > MAX_HEADER_READS:
+                raise CorruptSampleError(
+                    f"image of {self._size:,} bytes: its header has more than "
+                    f"{MAX_HEADER_BYTES >> 20} MiB, or {MAX_HEADER_READS:,} parts; save the image "
+                    "without comments and metadata"
+                )
+        return super().read(size)
+
+
 def _open(data: bytes, max_pixels: int) -> tuple[Image.Image, int]:
-    """Header only: (image not yet loaded, EXIF orientation still to be applied)."""
+    """Read the header and return the image, not yet loaded, and its EXIF orientation."""
+    file = _ImageFile(data)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
+            image = Image.open(file, formats=FORMATS)
         # Pillow turns TIFF upright itself. PNG's getexif() would decode the pixels to look for
         # EXIF after them; EXIF before them is in `info` by now.
         has_exif = image.format != "TIFF" and "exif" in image.info
         orientation = image.getexif().get(EXIF_ORIENTATION, 1) if has_exif else 1
+    except CorruptSampleError:
+        raise
     except Exception as error:  # as above
         kind = f"{len(data)} bytes starting with {data[:12]!r}"
         raise CorruptSampleError(f"not an image ({kind}): {_describe(error)}") from error
+    file.in_header = False
     width, height = image.size
     if width < 1 or height < 1:
         raise CorruptSampleError(f"image of {width}x{height} pixels")
@@ -357,6 +394,14 @@ def make_processor(encoder: str, processor_class: str, settings: Mapping[str, An
             f"encoder {encoder!r}: transformers {transformers.__version__}: {reason} Install it, "
             "or transformers 5.18 or newer"
         ) from error
+
+
+def resolution_settings(processor: Any) -> list[str]:
+    """Return the settings of a Hugging Face image processor that limit the tokens of an image."""
+    size = getattr(processor, "size", None) or {}
+    found = ["size.longest_edge"] if dict(size).get("longest_edge") else []
+    keys = ("max_pixels", "max_patches", "max_num_patches", "image_grid_pinpoints")
+    return found + [key for key in keys if getattr(processor, key, None)]
 
 
 def png_thumbnail(picture: Image.Image, side_px: int) -> bytes:

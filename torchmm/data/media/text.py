@@ -15,7 +15,7 @@ Shape legend: L tokens of one sample.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -74,6 +74,10 @@ class EncodedSample:
     """Position of the first placeholder of every image (or tile) that was kept."""
     generated_at: list[int] = field(default_factory=list)
     """Tokens before every image to be drawn that was kept."""
+    truncated: bool = False
+    """Whether tokens beyond `sequence_length` were dropped."""
+    unfitting_tokens: int = 0
+    """Tokens of the image, video or audio before which the sample was truncated, with markers."""
 
     @property
     def targets_L(self) -> np.ndarray:
@@ -109,7 +113,7 @@ class TextEncoder:
     def encode(
         self, sample: Sample, image_tokens: Sequence[int], columns: Sequence[int] = ()
     ) -> EncodedSample:
-        """Tokenise, expand images to placeholders and truncate, never inside an image.
+        """Tokenize a sample, expand images to placeholders and truncate, never inside an image.
 
         Args:
             sample: segments in order.
@@ -130,16 +134,18 @@ class TextEncoder:
                 _extend(out, self._encode_text(piece), piece.loss)
                 if len(out.ids) > limit:
                     del out.ids[limit:], out.loss[limit:]
-                    return out
+                    return replace(out, truncated=True)
             elif isinstance(piece, GeneratedSegment):
                 out.generated_at.append(len(out.ids))
             else:
                 block, starts = self._image_block(piece, counts)
                 if len(out.ids) + len(block) > limit:
-                    return out
+                    return replace(out, truncated=True, unfitting_tokens=len(block))
                 out.image_starts.extend(len(out.ids) + start for start in starts)
                 _extend(out, block, loss=False)
-        if sample.add_eos and spec.eos_token_id is not None and len(out.ids) < limit:
+        if sample.add_eos and spec.eos_token_id is not None:
+            if len(out.ids) == limit:
+                return replace(out, truncated=True)
             _extend(out, [spec.eos_token_id], loss=out.loss[-1:] == [True])
         return out
 

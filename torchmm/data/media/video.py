@@ -268,11 +268,7 @@ class ClipMedia:
         config = self._config
         size = (clip.width_px, clip.height_px)
         fixed = self.spec.inputs == "fixed"
-        most = None
-        if fixed:  # its frames cannot become smaller
-            grid = self._images.grid(*size)
-            frame_px = grid.rows * grid.columns * self.spec.patch_size_px**2
-            most = max(1, config.max_pixels // frame_px)
+        most = self._max_frames(clip)
         numbers = sampled_frames(clip.frames, clip.duration_s, config, self._group, most)
         groups = -(-len(numbers) // self._group)
         limit_px = 0 if fixed else max(1, config.max_pixels // (groups * self._group))
@@ -291,6 +287,20 @@ class ClipMedia:
             self._part(clip, shown, meta, shown[0] == numbers[0], shown[-1] == numbers[-1])
             for shown in _groups(numbers, self._group)
         ]
+
+    def count_dropped_frames(self, clip: Clip) -> int:
+        """Return the number of frames at `fps` that are not read because of the other limits."""
+        at_rate = int(min(clip.duration_s * self._config.fps, clip.frames))
+        return max(0, at_rate - self._max_frames(clip))
+
+    def _max_frames(self, clip: Clip) -> int:
+        config = self._config
+        if self.spec.inputs != "fixed":
+            return config.max_frames
+        # Frames of a fixed size cannot become smaller.
+        grid = self._images.grid(clip.width_px, clip.height_px)
+        frame_px = grid.rows * grid.columns * self.spec.patch_size_px**2
+        return min(config.max_frames, max(1, config.max_pixels // frame_px))
 
     def _part(
         self, clip: Clip, shown: Sequence[int], meta: ImageMeta, first: bool, last: bool

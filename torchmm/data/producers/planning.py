@@ -238,7 +238,7 @@ def _read_part(names: list[str], values: Mapping[str, Any]) -> StepPart | Except
     }
     state = dict(values["state"])
     skipped = list(map(str, values["skipped"]))
-    return StepPart(packs, skipped, state, int(values["epoch"]), str(values["notice"]))
+    return StepPart(packs, skipped, state, float(values["epoch"]), str(values["notice"]))
 
 
 def _read_texts(values: list[str]) -> tuple[str, ...]:

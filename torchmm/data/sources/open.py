@@ -128,7 +128,10 @@ class Samples:
         counts = [f"{s.name} {index.usable(s.config.filter).sum():,}" for s, index in indexed]
         counts += [f"{s.name} (a stream)" for s in self.sources if s.index is None]
         refused = sum(index.corrupt_count for _, index in indexed)
+        filtered = sum(index.filtered.total() for _, index in indexed)
         samples = f"samples: {', '.join(counts)}; {refused:,} corrupt"
+        if filtered:
+            samples += f", {filtered:,} beyond a limit"
         if not indexed:
             return samples, "sizes: known as streams are read"
         described = [index.described(source.config.filter) for source, index in indexed]

@@ -4,24 +4,37 @@ Records of packed files cannot be reached without unpacking all before them. So 
 when it is first read, and found again as long as its size and time stay the same. So are, from
 elsewhere, tables and arrays, which can only be searched as a whole. Copies are never removed; they
 take as much room as the unpacked files.
+
+A record beside each copy stores its size, its times and its SHA-256. A copy with another size is
+unpacked again, and so is one with other times and another hash.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 import pyarrow as pa
 
 from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.files import replace_atomically, sync_directory
 from torchmm.data.sample_files import open_regular
 from torchmm.data.storage.remote_files import AnyFile, RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
+MAX_RATIO = 50
+MIN_LIMIT_BYTES = 1 << 30
+"""A file is unpacked to at most MAX_RATIO times its size, or MIN_LIMIT_BYTES if that is more. Texts
+compress to a tenth; a file of a few MB that fills the disk is damaged or hostile."""
 _CHUNK_BYTES = 4 << 20
+
+logger = logging.getLogger(__name__)
 
 
 def plain_suffix(path: AnyFile) -> str:
@@ -31,18 +44,18 @@ def plain_suffix(path: AnyFile) -> str:
 
 
 def unpacked(path: AnyFile, cache: Path, whole: bool = False) -> AnyFile:
-    """Where the text of a file is: the file itself, unless it is packed.
+    """Return the path of the text of a file: the file itself, unless it is packed.
+
+    Ranks that start at the same time each unpack and rename, so no lock is needed.
 
     Args:
         path: the file.
         cache: directory for copies.
-        whole: whether it has to be on this machine.
-
-    Ranks that come at the same time each unpack and rename, so no lock is needed.
+        whole: whether the text has to be on this machine.
 
     Raises:
         ConfigError: nothing can be written into the cache.
-        DataError: the file is damaged.
+        DataError: the file is damaged, or is much larger once it is unpacked.
     """
     kind = PACKED.get(path.suffix.lower())
     if kind is None and not (whole and isinstance(path, RemoteFile)):
@@ -54,8 +67,11 @@ def unpacked(path: AnyFile, cache: Path, whole: bool = False) -> AnyFile:
         named = f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
     digest = hashlib.sha256(named.encode()).hexdigest()[:32]
     copy = cache / "unpacked" / f"{digest}-{path.stem}"
-    if copy.exists():
+    if _is_intact(copy):
         return copy
+    if copy.exists():
+        logger.warning("%s is not the text that was unpacked from %s: unpacking again", copy, path)
+    sha256 = hashlib.sha256()
     with naming_the_cache(cache):
         copy.parent.mkdir(parents=True, exist_ok=True)
         partial = copy.with_name(f".{copy.name}.{uuid4().hex}")
@@ -63,16 +79,69 @@ def unpacked(path: AnyFile, cache: Path, whole: bool = False) -> AnyFile:
             with partial.open("xb") as stream:
                 for piece in _pieces(path, kind):
                     stream.write(piece)
+                    sha256.update(piece)
+                stream.flush()
+                os.fsync(stream.fileno())
             partial.replace(copy)
         finally:
             partial.unlink(missing_ok=True)
+        sync_directory(copy.parent)
+        _write_record(copy, sha256.hexdigest())
     return copy
 
 
+def _is_intact(copy: Path) -> bool:
+    """Return True if a copy has the content that was written.
+
+    The copy is hashed only if its times have changed since it was written or hashed: a copy may
+    have 100 GB, and every rank opens it.
+    """
+    try:
+        record = json.loads(_record_of(copy).read_bytes())
+        state = _state_of(copy)
+        if record["state"] == state:
+            return True
+        if record["state"][0] != state[0]:
+            return False
+        with copy.open("rb") as stream:
+            if hashlib.file_digest(stream, "sha256").hexdigest() != record["sha256"]:
+                return False
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return False
+    with suppress(OSError):  # a read-only cache is hashed at every start
+        _write_record(copy, record["sha256"])
+    return True
+
+
+def _write_record(copy: Path, sha256: str) -> None:
+    record = {"state": _state_of(copy), "sha256": sha256}
+    replace_atomically(_record_of(copy), json.dumps(record).encode())
+
+
+def _record_of(copy: Path) -> Path:
+    return copy.with_name(f"{copy.name}.record")
+
+
+def _state_of(file: Path) -> list[int]:
+    """Return the size and the times of a file. Unlike the others, `st_ctime` cannot be set."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
 def _pieces(path: AnyFile, kind: str | None) -> Iterator[bytes]:
+    size_bytes = path.stat().st_size
+    limit_bytes = size_bytes if kind is None else max(MIN_LIMIT_BYTES, MAX_RATIO * size_bytes)
+    unpacked_bytes = 0
     try:
         with open_regular(path) as file, pa.input_stream(file, compression=kind) as stream:
             while piece := stream.read(_CHUNK_BYTES):
+                unpacked_bytes += len(piece)
+                if unpacked_bytes > limit_bytes:
+                    raise DataError(
+                        f"{path} has {size_bytes:,} bytes and more than {limit_bytes:,} bytes of "
+                        f"text: over {MAX_RATIO} times as many. If that is right, unpack it, and "
+                        "use the unpacked file as the source"
+                    )
                 yield piece
     except (OSError, NotImplementedError) as error:
         raise DataError(

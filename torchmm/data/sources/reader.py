@@ -8,6 +8,7 @@ that are cut into tiles, and clips, say in their files how they are written.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
-from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import (
     FileSegment,
@@ -35,6 +36,7 @@ from torchmm.data.layouts.sample import (
 )
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor, Key
+from torchmm.data.media.images import resolution_settings
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
 from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
@@ -44,6 +46,13 @@ from torchmm.recipe.data_section import DataConfig
 EncodedFile = bytes | FileSegment | ClipFrames | Tile
 """What becomes one image of an encoder."""
 CHANGED = "changed since it was measured"
+
+# Content that is dropped from samples in use (`MeasuredSample.dropped`).
+TRUNCATED = "samples truncated at training.sequence_length"
+EXTRA_IMAGES = "images or videos beyond data.max_images_per_sample"
+EXTRA_FRAMES = "video frames beyond data.video.max_frames or data.video.max_pixels"
+UNREAD_FILES = "files that the model has no encoder for"
+UNREAD_TARGETS = "images to generate that the model has no generator for"
 
 
 def data_of(file: bytes | FileSegment) -> bytes:
@@ -78,6 +87,8 @@ class MeasuredSample:
     generated: list[GeneratedMeta] = field(default_factory=list)
     """Images to be drawn."""
     generated_files: list[bytes | FileSegment] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Number of dropped items by description, for example `EXTRA_IMAGES`."""
 
 
 def placeholders(files: Sequence[EncodedFile], images: Sequence[ImageMeta]) -> list[int]:
@@ -150,7 +161,7 @@ class SampleReader:
     def read(
         self, record: Record, known: SampleMeta | None = None, opened: Opened | None = None
     ) -> MeasuredSample:
-        """Parse, check headers of files, tokenise, truncate.
+        """Parse a record, check headers of files, tokenize and truncate.
 
         Args:
             record: what a source gave.
@@ -161,28 +172,88 @@ class SampleReader:
         Raises:
             ConfigError: it has clips, and no library reads them.
             CorruptSampleError: the sample cannot be used, with place and reason.
+            BeyondLimitError: the sample is valid, but exceeds a limit.
         """
         with naming_place(record.where):
             return self._read(record, known, opened or Opened())
 
     def _read(self, record: Record, known: SampleMeta | None, opened: Opened) -> MeasuredSample:
-        sample = limit_images(parse_record(record, self._chat), self._max_images)
+        dropped: Counter[str] = Counter()
+        sample, dropped[EXTRA_IMAGES] = limit_images(
+            parse_record(record, self._chat), self._max_images
+        )
+        if not self.encoders:
+            dropped[UNREAD_FILES] = sum(isinstance(s, FileSegment) for s in sample.segments)
         sample = assign_encoders(sample, self._readers)
         if self.drawings is None:
+            targets = sum(isinstance(s, GeneratedSegment) for s in sample.segments)
+            dropped[UNREAD_TARGETS] = targets
             sample = without_generated(sample)
-        sample, files, metas = self._open_files(sample, known, opened)
+        sample, files, metas = self._open_files(sample, known, opened, dropped)
         columns: list[int] = []
         if self.text_spec.row_end_id is not None:
             columns = [self._columns(image) for image in metas]
         text = self._text.encode(sample, placeholders(files, metas), columns)
         generated, generated_files = self._measure_generated(sample, text, known, opened)
         if not any(text.loss[1:]) and not generated:
-            raise CorruptSampleError(
-                f"nothing to predict in its first {len(text.ids)} tokens (no text, or cut at "
-                f"training.sequence_length = {self._text.sequence_length})"
-            )
+            raise self._without_targets(text, files, dropped[EXTRA_IMAGES])
+        dropped[TRUNCATED] = int(text.truncated)
         kept = len(text.image_starts)
-        return MeasuredSample(text, metas[:kept], files[:kept], generated, generated_files)
+        return MeasuredSample(
+            text, metas[:kept], files[:kept], generated, generated_files, dict(+dropped)
+        )
+
+    def _without_targets(
+        self, text: EncodedSample, files: Sequence[EncodedFile], dropped_images: int
+    ) -> CorruptSampleError:
+        """Return the error of a sample without text in the loss.
+
+        Args:
+            text: the truncated sample.
+            files: images, tiles, frames and audio before truncation.
+            dropped_images: images beyond `data.max_images_per_sample`.
+        """
+        nothing = f"nothing to predict in its first {len(text.ids)} tokens"
+        length = f"training.sequence_length = {self._text.sequence_length:,}"
+        if text.unfitting_tokens:
+            kind, remedy = self._shorter(files[len(text.image_starts)])
+            return BeyondLimitError(
+                f"{kind} that does not fit training.sequence_length",
+                f"{nothing}: the next {kind} has {text.unfitting_tokens:,} tokens with its markers "
+                f"and does not fit {length}; raise it, or {remedy}",
+            )
+        if text.truncated:
+            return BeyondLimitError(
+                "no text in the loss within training.sequence_length",
+                f"{nothing}: the text was truncated at {length}; raise it, or shorten the prompt",
+            )
+        if dropped_images:
+            return BeyondLimitError(
+                "no text in the loss before the images beyond data.max_images_per_sample",
+                f"{nothing}: {dropped_images} images are beyond data.max_images_per_sample = "
+                f"{self._max_images}, and the sample is truncated before them; raise the limit",
+            )
+        return CorruptSampleError(f"{nothing}: it has no text in the loss")
+
+    def _shorter(self, file: EncodedFile) -> tuple[str, str]:
+        """Return the type of a file and advice on how it uses fewer tokens."""
+        if isinstance(file, ClipFrames | VideoSegment):
+            return "video", "lower data.video.max_frames or data.video.max_pixels"
+        name = self.encoders[0]
+        processor: Any = None
+        if isinstance(file, Tile):
+            media = file.of.picture.media
+            name, processor = media.images.spec.encoder, media.scheme.processor
+        elif isinstance(medium := self.media[name], ImageMedia):
+            processor = medium.preprocessor.processor
+        if processor is None:
+            return "audio", "split the audio into shorter files"
+        keys = [f"{key} of its image processor" for key in resolution_settings(processor)]
+        where = f"(model.processor or model.encoders.{name}.processor)"
+        tiles = ["data.max_tiles_per_sample"] if isinstance(file, Tile) else []
+        advice = [*tiles, *(f"{key} {where}" for key in keys)]
+        smaller = "use an encoder or connector with fewer tokens per image"
+        return "image", f"lower {' or '.join(advice)}" if advice else smaller
 
     def _columns(self, image: ImageMeta) -> int:
         if image is self._unfitting:
@@ -190,10 +261,17 @@ class SampleReader:
         return self.medium(image).block(image)[2]
 
     def _open_files(
-        self, sample: Sample, known: SampleMeta | None, opened: Opened
+        self,
+        sample: Sample,
+        known: SampleMeta | None,
+        opened: Opened,
+        dropped: Counter[str],
     ) -> tuple[Sample, list[EncodedFile], list[ImageMeta]]:
-        """The sample with clips and pictures as their encoder reads them; its files; their
-        metadata."""
+        """Return the sample as encoders read it, its files and their metadata.
+
+        Args:
+            dropped: the counter to which dropped frames are added.
+        """
         segments: list[Segment] = []
         files: list[EncodedFile] = []
         metas: list[ImageMeta] = []
@@ -212,6 +290,9 @@ class SampleReader:
                 if key not in clips:
                     clips[key] = Clip(opened.read(segment, self._max_bytes), self.max_pixels)
                 self._open_clip(segment, clips[key], segments, files, metas)
+                assert segment.encoder is not None
+                unread = self.clips[segment.encoder].count_dropped_frames(clips[key])
+                dropped[EXTRA_FRAMES] += unread
                 continue
             segments.append(segment)
             if isinstance(segment, FileSegment):

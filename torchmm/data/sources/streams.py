@@ -13,7 +13,7 @@ was rejected: its state does not include its content, so samples would be lost o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from tarfile import TarError
@@ -23,12 +23,12 @@ import datasets
 import pyarrow as pa
 
 from torchmm.common.errors import DataError
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import open_regular, row_of
 from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
-from torchmm.data.sources.index.length_index import nothing_usable
+from torchmm.data.sources.index.length_index import describe_filtered, nothing_usable
 from torchmm.data.sources.local_and_hub import (
     INDEX_CACHE,
     has_own_reader,
@@ -49,6 +49,7 @@ from torchmm.data.sources.text_files import (
     too_long,
 )
 from torchmm.data.steps.order import Drawn, FeedOptions, permutation
+from torchmm.data.steps.shuffling import Int64s
 from torchmm.data.storage.places import Places
 from torchmm.data.storage.remote_files import AnyFile, Storage
 from torchmm.recipe.data_section import SourceConfig
@@ -207,7 +208,7 @@ def _open(name: str, config: SourceConfig, cache: str, storage: Storage | None) 
 def check_stream(
     name: str, config: SourceConfig, stream: RecordStream, reader: SampleReader, max_corrupt: int
 ) -> None:
-    """Reads a stream up to its first usable sample.
+    """Read a stream up to its first usable sample.
 
     Args:
         name: of the source, for messages.
@@ -220,34 +221,39 @@ def check_stream(
         DataError: there is none, or more are corrupt before it than a run accepts.
     """
     refused: list[str] = []
-    outside = 0
+    corrupt = outside = 0
+    filtered: Counter[str] = Counter()
     records: Iterator[Record | CorruptSampleError] = iter(stream.next, None)
     for number, record in enumerate(records):
-        item = measure(name, number, record, reader)
-        if isinstance(item, str):
-            refused.append(item)
+        item = measure(record, reader)
+        if isinstance(item, BeyondLimitError):
+            if not filtered[item.limit]:
+                refused.insert(0, f"{name}[{number}]: {item}")
+            filtered[item.limit] += 1
+        elif isinstance(item, CorruptSampleError):
+            refused.append(f"{name}[{number}]: {item}")
+            corrupt += 1
         elif config.filter.keeps(len(item.text.ids)):
             stream.restart(None)
             return
         else:
             outside += 1
-        if len(refused) > max_corrupt:
+        if corrupt > max_corrupt:
             break
-    total = len(refused) + outside
-    counts = f"{len(refused)} are corrupt, {outside} are outside of its `filter`"
+    total = corrupt + outside + filtered.total()
+    parts = [f"{corrupt} are corrupt", f"{outside} are outside of its `filter`"]
+    counts = ", ".join([*parts, *describe_filtered(filtered, total)])
     raise nothing_usable(name, f"no sample in its first {total} records: {counts}", refused)
 
 
 def measure(
-    name: str, index: int, record: Record | CorruptSampleError, reader: SampleReader
-) -> MeasuredSample | str:
-    """A sample of a stream, or which one is corrupt and why."""
+    record: Record | CorruptSampleError, reader: SampleReader
+) -> MeasuredSample | CorruptSampleError:
+    """Return a sample of a stream, or why it cannot be used."""
     try:
-        if isinstance(record, CorruptSampleError):
-            raise record
-        return reader.read(record)
+        return record if isinstance(record, CorruptSampleError) else reader.read(record)
     except CorruptSampleError as error:
-        return f"{name}[{index}]: {error}"
+        return error
 
 
 class _Window(NamedTuple):
@@ -286,22 +292,40 @@ class StreamFeed:
         self._records: list[tuple[int, Record | CorruptSampleError]] = []
         """The current window in shuffled order, with the records' indices."""
         self._given = 0
+        self._filtered: Counter[str] = Counter()
+        """Number of samples beyond each limit."""
+        self._dropped: Counter[str] = Counter()
+        """Number of samples in use by dropped content (`MeasuredSample.dropped`)."""
+        self._pass_samples: int | None = None
+        """Samples taken in the first pass, corrupt ones included. None before its end."""
 
     def samples(self, first: int, count: int) -> Drawn:
-        """The next sample of the window, or of the next one, that the filter leaves in."""
-        while self._given < len(self._records) or self._read_window():
+        """Return the next sample that is neither filtered nor beyond a limit."""
+        while self._given < len(self._records) or self._read_window(first):
             index, record = self._records[self._given]
             self._given += 1
-            item = self._measure(index, record)
-            if isinstance(item, str):
-                return replace(Drawn.of([]), skipped=[item])
-            if self.options.filter.keeps(item.meta.tokens):
+            sample = measure(record, self._reader)
+            if isinstance(sample, BeyondLimitError):
+                self._filtered[sample.limit] += 1
+            elif isinstance(sample, CorruptSampleError):
+                skipped = [f"{self.options.name}[{index}]: {sample}"]
+                return replace(Drawn.of([]), skipped=skipped)
+            elif not self.options.filter.keeps(len(sample.text.ids)):
+                self._filtered["outside of its `filter`"] += 1
+            else:
+                self._dropped.update(list(sample.dropped))
+                item = self._item(index, record, sample)
                 return replace(Drawn.of([item]), items=[item])
         return Drawn.of([])
 
-    def passes(self, taken: int) -> int:
-        """Complete passes over the stream."""
-        return self._epoch
+    def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
+        """Return the trained samples, divided by the samples of the first pass.
+
+        The length of a stream is unknown during its first pass, which counts as 0.
+        """
+        if self._pass_samples is None:
+            return float(self._epoch)
+        return (taken - len(waiting_epochs_N)) / self._pass_samples
 
     def item(self, epoch: int, index: int) -> Item:
         """Refused: a stream is not read twice."""
@@ -317,6 +341,9 @@ class StreamFeed:
             "given": self._given,
             "windows": len(self._windows),
             "oldest": list(self._windows[0]) if self._windows else None,
+            "filtered": dict(self._filtered),
+            "dropped": dict(self._dropped),
+            "pass_samples": self._pass_samples,
         }
 
     def restore(self, state: dict[str, Any], needed: Sequence[tuple[int, int]]) -> list[Item]:
@@ -326,6 +353,9 @@ class StreamFeed:
         self._windows.clear()
         self._records = []
         self._given = 0
+        self._filtered = Counter(state.get("filtered"))  # checkpoints of old versions have none
+        self._dropped = Counter(state.get("dropped"))
+        self._pass_samples = state.get("pass_samples")
         if state["oldest"] is None:
             self._stream.restart(None)
             return []
@@ -333,23 +363,27 @@ class StreamFeed:
         self._stream.restart(position)
         wanted, items = set(needed), []
         for _ in range(state["windows"]):
-            self._read_window()
+            self._read_window(state["draws"])
             for index, record in self._records:
                 if (self._epoch, index) in wanted:
-                    item = self._measure(index, record)
-                    if isinstance(item, Item):
-                        items.append(item)
+                    sample = measure(record, self._reader)
+                    if isinstance(sample, MeasuredSample):
+                        items.append(self._item(index, record, sample))
         self._given = state["given"]
         return items
 
-    def _read_window(self) -> bool:
-        """Read and shuffle the next window; False at the end of a feed that lasts one epoch."""
+    def _read_window(self, taken: int) -> bool:
+        """Read and shuffle the next window. Return False at the end of a feed of one epoch.
+
+        Args:
+            taken: samples taken so far.
+        """
         window = _Window(self._epoch, self._next_index, self._stream.position())
         records: list[tuple[int, Record | CorruptSampleError]] = []
         while len(records) < self._window_size and (record := self._stream.next()) is not None:
             records.append((self._next_index + len(records), record))
         if not records:
-            return self._start_epoch() and self._read_window()
+            return self._start_epoch(taken) and self._read_window(taken)
         self._windows.append(window)
         self._next_index += len(records)
         order = permutation(len(records), self.options, window.epoch, window.first_index)
@@ -357,21 +391,21 @@ class StreamFeed:
         self._given = 0
         return True
 
-    def _start_epoch(self) -> bool:
+    def _start_epoch(self, taken: int) -> bool:
         if self._next_index == 0:
             raise DataError(f"source {self.options.name!r} has no samples")
         if self.options.one_epoch:
             return False
+        if self._epoch == 0 and self._pass_samples is None:
+            self._pass_samples = taken
         self._epoch += 1
         self._next_index = 0
         self._stream.restart(None)
         return True
 
-    def _measure(self, index: int, record: Record | CorruptSampleError) -> Item | str:
-        name = self.options.name
-        sample = measure(name, index, record, self._reader)
-        if isinstance(sample, str):
-            return sample
+    def _item(
+        self, index: int, record: Record | CorruptSampleError, sample: MeasuredSample
+    ) -> Item:
         assert isinstance(record, Record)
-        meta = self._reader.meta(name, index, sample)
+        meta = self._reader.meta(self.options.name, index, sample)
         return Item(self.options.feed, self._epoch, meta, record)

@@ -28,6 +28,7 @@ from torchmm.data.layouts.columns import FILE_KINDS
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sample_files import SMALL_BYTES, FileRange, open_regular
 from torchmm.data.sources.archives import check_tars
+from torchmm.data.sources.text_files import MAX_RECORD_BYTES
 from torchmm.data.storage.places import Places
 from torchmm.data.storage.remote_files import AnyFile, RemoteFile
 
@@ -39,6 +40,7 @@ MAX_HEADER_BYTES = 1 << 20
 """Longest name or extended header of a member."""
 FILES = frozenset(suffix for suffixes, _ in FILE_KINDS.values() for suffix in suffixes)
 """Last suffixes of parts that are decoded, if at all, as pictures, clips or sounds."""
+JSONS = ("json", "jsn")
 TEXTS = ("txt", "text", "caption", "transcript")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
 """Parts that webdataset's readers decode, besides JSON, by their last suffix."""
@@ -208,7 +210,7 @@ def decode_part(part: str, data: bytes | FileRange) -> Any:
         return data
     suffix = part.rpartition(".")[2]
     try:
-        if suffix in ("json", "jsn"):
+        if suffix in JSONS:
             return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptSampleError(f"{part}: {error}") from error
@@ -286,8 +288,10 @@ def _part(
         raise CorruptSampleError(f"{member.name} is stored with holes")
     if part.rpartition(".")[2] in FILES and member.size >= SMALL_BYTES:
         return FileRange(shard, member.offset_data, member.size)
-    if member.size > MAX_PART_BYTES:
-        raise CorruptSampleError(f"{member.name} has {member.size} bytes, at most {MAX_PART_BYTES}")
+    is_text = part.rpartition(".")[2] in (*JSONS, *TEXTS, *NUMBERS)
+    limit = MAX_RECORD_BYTES if is_text else MAX_PART_BYTES  # JSON takes 25 times its size
+    if member.size > limit:
+        raise CorruptSampleError(f"{member.name} has {member.size} bytes, at most {limit}")
     stream.seek(member.offset_data)
     data = stream.read(member.size)
     if len(data) < member.size:

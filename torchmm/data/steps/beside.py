@@ -47,7 +47,7 @@ class _Share(NamedTuple):
     places_RMB: Int64s
     skipped: list[str]
     state: dict[str, Any]
-    epoch: int
+    epoch: float
 
 
 class StepsBeside:

@@ -67,7 +67,7 @@ class StepPart(NamedTuple):
     packs: dict[int, PackItems]
     skipped: list[str]
     state: dict[str, Any]
-    epoch: int
+    epoch: float
     notice: str = ""
 
 

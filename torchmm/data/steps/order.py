@@ -119,8 +119,13 @@ class Feed(Protocol):
         epoch. Sequential feeds give the next one only, or what was skipped in its place."""
         ...
 
-    def passes(self, taken: int) -> int:
-        """Complete passes over the source after so many samples."""
+    def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
+        """Return the number of passes over the source that the run has trained on.
+
+        Args:
+            taken: samples taken so far.
+            waiting_epochs_N: epochs of the samples among them that no step has used yet.
+        """
         ...
 
     def item(self, epoch: int, index: int) -> Item:
@@ -183,9 +188,9 @@ class IndexFeed:
         self._block: _Block | None = None
         self._reported = False
 
-    def passes(self, taken: int) -> int:
-        """Complete passes over the usable samples."""
-        return taken // self._samples
+    def passes(self, taken: int, waiting_epochs_N: Int64s) -> float:
+        """Return the number of trained samples, divided by the number of usable samples."""
+        return (taken - len(waiting_epochs_N)) / self._samples
 
     def samples(self, first: int, count: int) -> Drawn:
         """Samples from any position on."""
@@ -346,14 +351,18 @@ class Mixture:
             self.taken[feed] += number
         return taken
 
-    @property
-    def epoch(self) -> int:
-        """Complete passes over the source that had the fewest, of those now drawn from."""
+    def epoch(self, waiting: Drawn) -> float:
+        """Return the number of passes over the current source with the fewest passes.
+
+        Args:
+            waiting: taken samples that no step has used yet. They are not counted, because sources
+                are packed ahead of training, small ones by several passes.
+        """
         weights = self.stages[self._stage].weights
         return min(
-            feed.passes(taken)
-            for feed, taken, weight in zip(self.feeds, self.taken, weights, strict=True)
-            if weight
+            feed.passes(taken, waiting.epochs_N[waiting.feeds_N == number])
+            for number, (feed, taken) in enumerate(zip(self.feeds, self.taken, strict=True))
+            if weights[number]
         )
 
     def begin_step(self, step: int) -> None:

@@ -106,8 +106,8 @@ class StepSamples:
     """Samples found corrupt while planning; the same on all ranks."""
     state: dict[str, Any]
     """The planner's state after this step."""
-    epoch: int
-    """Completed passes over the source that had the fewest."""
+    epoch: float
+    """Passes over the source with the fewest passes that are trained on after this step."""
 
     @property
     def ranks(self) -> ByRank[list[PackItems]]:
@@ -260,7 +260,9 @@ class StepSequence:
         items = {name: self._items.pop(name) for name in names if name in self._items}
         packs = Packs(samples, starts_P1, partial(self._describe, items))
         places_RMB = natural_places(self._training, self._data_parallel_size)
-        plan = StepSamples(packs, places_RMB, skipped, self._state(), self._mixture.epoch)
+        waiting, _ = self._all_waiting()
+        epoch = self._mixture.epoch(waiting)
+        plan = StepSamples(packs, places_RMB, skipped, self._state(), epoch)
         return plan if self._arrange is None else arranged(plan, self._arrange, self._training)
 
     def _ready(self) -> int:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DrawingPreprocessor
@@ -120,8 +120,12 @@ class SourceFindings:
     layouts: Counter[str] = field(default_factory=Counter)
     samples: list[SampleSizes] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
-    filtered: int = 0
-    """Samples that the recipe's `filter` leaves out."""
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Number of valid samples that are not used, by exceeded limit or `filter`."""
+    first_filtered: dict[str, Refusal] = field(default_factory=dict)
+    """The first sample beyond each limit."""
+    dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Number of samples, and of items, by content that is dropped from samples in use."""
     shown: list[ShownSample] = field(default_factory=list)
     packs: list[list[SampleMeta]] = field(default_factory=list)
     """The first sequences that its samples would be packed into on their own."""
@@ -129,7 +133,7 @@ class SourceFindings:
     @property
     def read(self) -> int:
         """Records that were looked at."""
-        return len(self.samples) + len(self.refused) + self.filtered
+        return len(self.samples) + len(self.refused) + self.filtered.total()
 
     def reasons(self) -> list[tuple[int, Refusal]]:
         """How many records were refused for the same reason, with the first of them, most first.
@@ -196,8 +200,16 @@ class Inspector:
             self._look_at(found, index, record)
         if not found.samples:
             counts = f"nothing: none of its {found.read} records that were read is usable"
+            skipped = [*found.first_filtered.values(), *found.refused]
             raise nothing_usable(
-                name, counts, [f"{r.where or r.name}: {r.reason}" for r in found.refused]
+                name,
+                counts,
+                [
+                    r.reason
+                    if r.where and r.reason.startswith(r.where)
+                    else f"{r.name}: {r.reason}"
+                    for r in skipped
+                ],
             )
         found.packs = self._pack(found)
         return found
@@ -226,7 +238,7 @@ class Inspector:
     def _look_at(
         self, found: SourceFindings, index: int, record: Record | CorruptSampleError
     ) -> None:
-        """Counts a record, as a sample or as refused."""
+        """Count a record as used, filtered or corrupt."""
         name = f"{found.name}[{index}]"
         where = record.where if isinstance(record, Record) else ""
         try:
@@ -237,13 +249,20 @@ class Inspector:
             if len(whole.text.ids) > self._length:
                 sample = self._reader.read(record)
             if not found.config.filter.keeps(len(sample.text.ids)):
-                found.filtered += 1
+                found.filtered["outside of the `filter` of the source"] += 1
                 return
             if len(found.shown) < self._shown:
                 found.shown.append(self._show(name, layout, record, sample))
+        except BeyondLimitError as error:
+            found.filtered[error.limit] += 1
+            found.first_filtered.setdefault(error.limit, Refusal(name, where, str(error)))
+            return
         except CorruptSampleError as error:
             found.refused.append(Refusal(name, where, str(error)))
             return
+        for content, items in sample.dropped.items():
+            before = found.dropped.get(content, (0, 0))
+            found.dropped[content] = before[0] + 1, before[1] + items
         found.layouts[layout] += 1
         meta = self._reader.meta(found.name, index, sample)
         found.samples.append(self._sizes(meta, sample, whole))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from torchmm.data.sources.index.length_index import describe_lengths
+from torchmm.data.sources.index.length_index import (
+    describe_dropped,
+    describe_filtered,
+    describe_lengths,
+)
 from torchmm.planning.inspection.findings import SourceFindings
 
 REFUSED_SHOWN = 10
@@ -25,10 +29,12 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
     return {
         "read as": f"{found.kind}, {found.section}, {found.config.path}",
         "layout": layouts_text(found),
-        "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused, "
-        f"{found.filtered:,} left out by `filter`",
+        "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused",
+        "filtered": "\n".join(describe_filtered(found.filtered, found.read)) or "none",
         "tokens": "\n".join(describe_lengths(found.column("whole_tokens"))),
         "cut at the sequence length": cut_text(found),
+        "dropped from samples": "\n".join(describe_dropped(found.dropped, len(found.samples)))
+        or "none",
         "tokens in the loss": f"{loss_share(found):.1%}",
         "images, sounds, frames": images_text(found),
         "work (FLOPs of training)": "\n".join(f"{n} {share:.1%}" for n, share in work.items()),
@@ -36,13 +42,17 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
 
 
 def refused_lines(found: SourceFindings) -> list[str]:
-    """The first refused records of a source, each with its place and reason."""
+    """Return the first record beyond each limit and the first corrupt records, with reasons."""
+    first = [
+        f"  {refusal.name} ({refusal.where or 'place unknown'}) filtered: {refusal.reason}"
+        for refusal in found.first_filtered.values()
+    ]
     lines = [
         f"  {refusal.name} ({refusal.where or 'place unknown'}): {refusal.reason}"
         for refusal in found.refused[:REFUSED_SHOWN]
     ]
     more = len(found.refused) - len(lines)
-    return [*lines, f"  and {more} more"] if more else lines
+    return [*first, *lines, f"  and {more} more"] if more else [*first, *lines]
 
 
 def layouts_text(found: SourceFindings) -> str:

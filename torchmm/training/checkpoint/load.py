@@ -7,7 +7,7 @@ and what of them is trained. What does not fit is listed as a whole.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Restored:
     iterator exists (creating it draws random numbers). None if the checkpoint was saved by
     another number of ranks or in another layout, in which ranks that must draw alike were others;
     seed again, with `step` as a coordinate."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The recipe of the run that saved the checkpoint. Empty in checkpoints of old versions."""
 
 
 def load_verified(
@@ -115,7 +117,9 @@ def load_verified(
         logger.warning("%s has %s", path, _LEFT_OUT if has_averages else _BEGUN)
     _tell_what_is_another(path, manifest, facts, bool(rng), logger)
     rng = {name.removeprefix(prefix): value for name, value in rng.items()}
-    return Restored(path, manifest["step"], saved["state"], rng or None)
+    return Restored(
+        path, manifest["step"], saved["state"], rng or None, manifest.get("recipe") or {}
+    )
 
 
 def _tell_what_is_another(

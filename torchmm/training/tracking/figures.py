@@ -41,7 +41,16 @@ class StepRecord:
     """One line of metrics.jsonl. None where not applicable."""
 
     step: Annotated[int, Figure("train", "", "Number of the optimizer step, from 1.")]
-    epoch: Annotated[int, Figure("data", "", "Pass over the training samples, from 0.")]
+    epoch: Annotated[
+        float,
+        Figure(
+            "data",
+            "",
+            "Passes over the training samples after the step: samples trained on, divided by the "
+            "usable samples of the source, for the source with the fewest passes. Streams count as "
+            "0 during the first pass, in which their length is unknown.",
+        ),
+    ]
     loss: Annotated[
         float,
         Figure(
@@ -282,6 +291,24 @@ class StepRecord:
             "share",
             "Word errors in what was generated from held-out sounds or clips, per word that was "
             "said.",
+        ),
+    ] = None
+    filtered_samples: Annotated[
+        int | None,
+        Figure(
+            "data",
+            "",
+            "Samples of streams that were not used because of `filter` or a limit, since the run "
+            "began. None without streams: the counts of other sources are logged at the start.",
+        ),
+    ] = None
+    truncated_samples: Annotated[
+        int | None,
+        Figure(
+            "data",
+            "",
+            "Samples of streams of which text, images or video frames were dropped, by type of the "
+            "content, since the run began. None without streams.",
         ),
     ] = None
     scores: Annotated[

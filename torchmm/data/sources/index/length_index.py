@@ -22,8 +22,9 @@ import json
 import logging
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 MANIFEST = "manifest.json"
 DURATION = 6
@@ -72,6 +73,16 @@ class Shard:
     """Of that file."""
     arrays: dict[str, tuple[str, list[int], int]]
     """Type, shape and place (bytes) of every array in that file."""
+    filtered: dict[str, tuple[int, int, str]] = field(default_factory=dict)
+    """Maps an exceeded limit (`BeyondLimitError`) to the number of samples that exceed it, and the
+    index of the first one with its reason."""
+    dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Maps dropped content (`MeasuredSample.dropped`) to the number of samples and of items."""
+
+    @property
+    def usable(self) -> int:
+        """Number of samples that are neither corrupt nor beyond a limit."""
+        return self.samples - self.corrupt - sum(count for count, *_ in self.filtered.values())
 
     def all_kept_by(self, wanted: LengthFilter) -> bool:
         """Whether a filter leaves all usable samples in, as far as the manifest knows."""
@@ -82,10 +93,10 @@ class Shard:
 class ShardSizes(NamedTuple):
     """Sizes of the N samples of a shard.
 
-    `tokens_N` is 0 for corrupt samples. Sample n has the images (and sounds)
-    `images_M[starts_N1[n] : starts_N1[n + 1]]`, each a row of `sizes_D8`: (width_px, height_px,
-    patches, tokens, frames, encoder, duration_ms, frame_pixels), the encoder as its position in the
-    model. Likewise images to be drawn, whose rows are (frames, rows, columns, context).
+    `tokens_N` is 0 for corrupt samples and for samples beyond a limit. Sample n has the images and
+    audio clips `images_M[starts_N1[n] : starts_N1[n + 1]]`, each a row of `sizes_D8`: (width_px,
+    height_px, patches, tokens, frames, encoder, duration_ms, frame_pixels), the encoder as its
+    position in the model. Rows of images to be drawn are (frames, rows, columns, context).
     """
 
     tokens_N: np.ndarray
@@ -145,6 +156,15 @@ class LengthIndex:
         self.firsts_S = np.array([shard.first for shard in shards], np.int64)
         self.samples_S = np.array([shard.samples for shard in shards], np.int64)
         self.corrupt_count = sum(shard.corrupt for shard in shards)
+        self.filtered: Counter[str] = Counter()
+        """Number of samples beyond each limit."""
+        self.dropped: dict[str, tuple[int, int]] = {}
+        """Number of samples, and of items, by dropped content."""
+        for shard in shards:
+            self.filtered.update({limit: count for limit, (count, *_) in shard.filtered.items()})
+            for content, (samples, items) in shard.dropped.items():
+                before = self.dropped.get(content, (0, 0))
+                self.dropped[content] = before[0] + samples, before[1] + items
         self._open_shard, self._reasons = open_shard, reasons
         self.sizes: Callable[[int], ShardSizes] = lru_cache(KEPT_OPEN)(open_shard)
         """Sizes of a shard's samples.
@@ -167,10 +187,10 @@ class LengthIndex:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def usable(self, wanted: LengthFilter) -> np.ndarray:
-        """Samples of every shard that are not corrupt and that a filter leaves in."""
+        """Return the number of usable samples of every shard that a filter keeps."""
         return np.array(
             [
-                shard.samples - shard.corrupt
+                shard.usable
                 if shard.all_kept_by(wanted)
                 else len(self.sizes(number).kept_by(wanted))
                 for number, shard in enumerate(self.shards)
@@ -184,6 +204,14 @@ class LengthIndex:
             if shard.corrupt:
                 for place, reason in sorted(self._reasons(number).items()):
                     yield shard.first + place, reason
+
+    def beyond_limits(self) -> Iterator[tuple[int, str]]:
+        """Yield the first sample beyond each limit, with the reason."""
+        first = {
+            limit: found for shard in self.shards[::-1] for limit, found in shard.filtered.items()
+        }
+        for _, index, reason in first.values():
+            yield index, reason
 
     def has(self, index: int) -> bool:
         """Whether there is such a sample, and a usable one."""
@@ -317,15 +345,19 @@ def describe_lengths(tokens_N: np.ndarray) -> list[str]:
 
 
 def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
-    """Tells how many samples of a source take part.
+    """Log how many samples of a source are used, filtered and truncated.
 
     Raises:
-        DataError: none does.
+        DataError: no sample is usable.
     """
     kept = int(index.usable(config.filter).sum())
     total = len(index)
-    corrupt = index.corrupt_count
-    counts = f"{corrupt} are corrupt, {total - corrupt - kept} are outside of its `filter`"
+    usable_count = sum(shard.usable for shard in index.shards)
+    parts = [
+        f"{index.corrupt_count} are corrupt",
+        f"{usable_count - kept} are outside of its `filter`",
+    ]
+    counts = ", ".join([*parts, *describe_filtered(index.filtered, total)])
     if not kept:
         usable = [shard for shard in index.shards if shard.shortest]
         found = (
@@ -334,10 +366,44 @@ def check_usable(name: str, config: SourceConfig, index: LengthIndex) -> None:
             if usable
             else ""
         )
-        messages = [f"{name}[{i}]: {reason}" for i, reason in index.corrupt()]
+        skipped = [*index.beyond_limits(), *index.corrupt()]
+        messages = [f"{name}[{i}]: {reason}" for i, reason in skipped]
         raise nothing_usable(name, f"none of its {total} samples: {counts}{found}", messages)
     if kept < total:
+        # Not a warning: every rank would write it to its own log file.
         logger.info("source %r gives %d of its %d samples: %s", name, kept, total, counts)
+    if index.dropped:
+        logger.info(
+            "source %r: dropped from samples in use: %s",
+            name,
+            ", ".join(describe_dropped(index.dropped, usable_count)),
+        )
+
+
+def describe_filtered(filtered: Mapping[str, int], total: int) -> list[str]:
+    """Return descriptions of the samples beyond each limit, most frequent first.
+
+    Args:
+        filtered: number of samples by limit.
+        total: number of all samples of the source.
+    """
+    counted = sorted(filtered.items(), key=lambda pair: -pair[1])
+    return [f"{n:,} ({n / total:.1%}): {limit}" for limit, n in counted]
+
+
+def describe_dropped(dropped: Mapping[str, tuple[int, int]], samples: int) -> list[str]:
+    """Return descriptions of the content that is dropped from samples in use.
+
+    Args:
+        dropped: number of samples, and of items, by content.
+        samples: number of usable samples.
+    """
+    found = []
+    for content, (count, items) in dropped.items():
+        fraction = f"{count / max(1, samples):.1%}"
+        of_samples = fraction if items == count else f"in {count:,} samples, {fraction}"
+        found.append(f"{items:,} {content} ({of_samples})")
+    return found
 
 
 def nothing_usable(name: str, found: str, messages: Sequence[str]) -> DataError:

@@ -18,7 +18,7 @@ import numpy as np
 
 from torchmm.common.batch import ImageMeta
 from torchmm.common.files import canonical_json, replace_atomically
-from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.identity import SamplesDigest
 from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.index.length_index import Shard, ShardSizes, shard_file
@@ -87,11 +87,19 @@ def measure_shard(
     images = _Rows(8)
     drawn = _Rows(4)
     reasons: dict[int, str] = {}
+    filtered: dict[str, tuple[int, int, str]] = {}
+    dropped: dict[str, tuple[int, int]] = {}
     digest = SamplesDigest()
     for place in range(records.samples):
         sample: MeasuredSample | None = None
         try:
             sample = reader.read(source.read(records.first + place))
+            for content, items in sample.dropped.items():
+                before = dropped.get(content, (0, 0))
+                dropped[content] = before[0] + 1, before[1] + items
+        except BeyondLimitError as error:
+            first = filtered.get(error.limit, (0, records.first + place, str(error)))
+            filtered[error.limit] = first[0] + 1, *first[1:]
         except CorruptSampleError as error:
             reasons[place] = str(error)
         digest.add(sample)
@@ -112,6 +120,8 @@ def measure_shard(
         digest_of(data),
         len(data),
         arrays,
+        filtered,
+        dropped,
     )
     told = {"shard": dataclasses.asdict(shard), "reasons": reasons}
     replace_atomically(shard_file(directory, number, "sizes"), data)
