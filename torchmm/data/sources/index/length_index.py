@@ -40,7 +40,7 @@ from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 MANIFEST = "manifest.json"
 DURATION = 6
