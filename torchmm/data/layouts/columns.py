@@ -200,7 +200,7 @@ def wave_file(value: dict[str, Any], kind: str) -> bytes:
             f"audio has `array`, but sampling_rate = {brief(rate)}; give samples per second, a "
             f"whole number up to {MAX_SAMPLING_RATE}"
         )
-    rate = int(rate)  # type: ignore[arg-type]
+    rate = int(rate)
     samples_SC = _samples_by_channel(value["array"])
     size = samples_SC.size * 4
     channels = samples_SC.shape[1]

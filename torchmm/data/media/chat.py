@@ -215,7 +215,8 @@ class ChatTemplate:
 
         eos = self.tokenizer.eos_token
         try:
-            asked, prompted = render(plain[:1]), render(plain[:1], prompt=True)
+            asked = render(plain[:1])
+            prompted = render(plain[:1], prompt=True)
             answered = render(plain)
         except TemplateRefusalError:
             return Habits("", (str(eos),) if eos else ())
