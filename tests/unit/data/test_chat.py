@@ -21,12 +21,15 @@ from chat_templates import (
 )
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.identity import SamplesDigest
 from torchmm.data.layouts.messages import conversation_of
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import ImageSegment, Record, SampleOptions, TextSegment
 from torchmm.data.layouts.tool_use import tools_of
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.text import TextEncoder
+from torchmm.data.sources.reader import SampleReader
+from torchmm.recipe.data_section import DataConfig
 
 WEATHER = {
     "type": "function",
@@ -483,6 +486,20 @@ def test_template_options_render_as_in_transformers(tokenizers, render, template
     assert text_of(sample) == tokenizer.apply_chat_template(PLAIN, tokenize=False, **options)
     text = with_options(json.dumps({"enable_thinking": value}), template)(render, tokenizers)
     assert text == sample
+
+
+def test_template_options_change_length_and_identity(tokenizers, text_spec):
+    tokenizer = with_template(tokenizers["chatml"], OPTION + CHATML)
+    reader = SampleReader(DataConfig(), 512, text_spec, {}, tokenizer)
+    digests, lengths = set(), []
+    for options in ({"enable_thinking": True}, {"enable_thinking": False}):
+        sample = reader.read(Record({"messages": PLAIN, "chat_template_kwargs": options}))
+        digest = SamplesDigest()
+        digest.add(sample)
+        digests.add(digest.hexdigest())
+        lengths.append(reader.meta("set", 0, sample).tokens)
+        assert lengths[-1] == len(sample.text.ids)
+    assert len(digests) == 2 and lengths[0] < lengths[1]
 
 
 def test_template_options_move_the_start_of_answers(tokenizers, render):

@@ -252,7 +252,7 @@ def test_the_neighbours_of_what_is_refused_are_fine(read):
         messages(*TURNS, documents=[], system_prompt="", loss_scale=1.0, bbox=[1, 2, 3, 4]),
         messages(message("system", "c"), *TURNS, system_prompt="c"),
         messages(*TURNS, system="c", system_prompt="c", continue_final_message=False),
-        {"text": "a", "image_512": FIRST, "image_1": ""},
+        {"text": "a", "image_512": FIRST, "image_1": "", "video_1": 0.5},
         {"prompt": [], "completion": [message("assistant", "b")]},
     ):  # fmt: skip
         assert any(read(columns).text.loss)

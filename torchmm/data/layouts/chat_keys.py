@@ -142,7 +142,8 @@ def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None
         texts: texts that become tokens, without the placeholders of files.
     """
     for name, value in columns.items():
-        if _NUMBERED.fullmatch(name) and not is_no_file(value):
+        is_file = not isinstance(value, int | float) and not is_no_file(value)
+        if is_file and _NUMBERED.fullmatch(name):
             kind = _NUMBERED.sub(r"\1s", name)
             raise CorruptSampleError(
                 f"column {name} has a file that is not read; write one list of files, {kind}"
