@@ -183,6 +183,58 @@ type {{ tool.function.name }} = ({% for name, p in tool.function.parameters.prop
 {%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
+# A token that ends the chat, after the token that ends the last answer.
+PHI35 = """\
+{% for m in messages %}{% if m.role == 'assistant' -%}
+{{ '<|assistant|>\n' }}{#begin +#}{{ m.content + '<|end|>' }}{#end +#}{{ '\n' }}
+{%- else -%}
+{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+# No end token: the next role ends an answer. Thoughts of answers after the last question only.
+GLM46 = """\
+[gMASK]<sop>
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}
+{% for m in messages %}{%- if m.role == 'user' -%}<|user|>
+{{ m.content }}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- elif m.role == 'assistant' -%}<|assistant|>{#begin +#}
+{%- if messages.index(m) > ns.last and m.reasoning_content is string %}
+{{- '\n<think>' + m.reasoning_content.strip() + '</think>' }}
+{%- else %}{{ '\n<think></think>' }}{% endif -%}
+{{ '\n' + m.content.strip() if m.content.strip() else '' }}{#end +#}
+{%- else -%}<|{{ m.role }}|>
+{{ m.content }}{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>
+{{- '\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' }}
+{%- endif %}"""
+
+# The last answer ends with another token than earlier ones.
+GPT_OSS = """\
+<|start|>system<|message|>You are helpful.<|end|>
+{%- for m in messages %}{% if m.role == 'assistant' -%}
+<|start|>assistant{#begin +#}<|channel|>final<|message|>{{ m.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{#end +#}
+{%- else -%}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+# Two tokens end an answer.
+COMMAND_A = """\
+{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' -%}
+<|start|><|assistant|>{#begin +#}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|><|END_OF_TURN|>
+{#- -#}{#end +#}
+{%- else -%}<|start|><|{{ m.role }}|>{{ m.content }}<|END_OF_TURN|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|start|><|assistant|>{% endif %}"""
+
+# No prompt for questions or line feeds.
+DEEPSEEK = """\
+{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' -%}
+<|assistant|>{#begin +#}{{ m.content }}{{ eos_token }}{#end +#}
+{%- elif m.role == 'user' -%}<|user|>{{ m.content }}
+{%- else -%}{{ m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+
 TEMPLATES = {
     "chatml": CHATML,
     "qwen2.5": QWEN25,
@@ -193,13 +245,44 @@ TEMPLATES = {
     "smollm3": SMOLLM3,
     "tagged": TAGGED,
     "harmony": HARMONY,
+    "phi3.5": PHI35,
+    "glm4.6": GLM46,
+    "gpt-oss": GPT_OSS,
+    "command-a": COMMAND_A,
+    "deepseek": DEEPSEEK,
 }
+TAGS = {"{#begin +#}": "{% generation +%}", "{#end +#}": "{% endgeneration +%}"}
+"""Comments around an answer with its end token, and the tags that transformers reads."""
+_ANSWERS = {
+    "chatml": ("{{ m.content }}<|im_end|>", "m.role == 'assistant'"),
+    "llama3": ("{{ m.content | trim }}<|eot_id|>", "m.role == 'assistant'"),
+    "mistral": (" {{ m.content | trim }}{{ eos_token }}", "true"),
+    "gemma": ("{{ m.content | trim }}<end_of_turn>", "m.role == 'assistant'"),
+}
+"""The answer in templates without these comments, and when it is one."""
+
+
+def with_generation_tags(name: str) -> str:
+    """Return a template with `{% generation %}` tags around answers and their end tokens."""
+    template = TEMPLATES[name]
+    if name in _ANSWERS:
+        answer, condition = _ANSWERS[name]
+        assert answer in template
+        tagged = f"{{% if {condition} +%}}{{#begin +#}}{answer}{{#end +#}}{{% else +%}}{answer}"
+        template = template.replace(answer, tagged + "{% endif +%}")
+    for comment, tag in TAGS.items():
+        assert comment in template
+        template = template.replace(comment, tag)
+    return template
+
+
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"),
     *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
     *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
-    *("<|start|>", "<|end|>", "<|call|>", "<|message|>", "<|channel|>"),
+    *("<|start|>", "<|end|>", "<|call|>", "<|message|>", "<|channel|>", "<|return|>"),
+    *("[gMASK]", "<sop>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN|>"),
 )
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
 

@@ -137,7 +137,8 @@ class SourceConfig(Section):
     name: str | None = None
     """Name in logs and errors, and in `data.stages`; default: derived from the path."""
     split: str = "train"
-    """Split, for hub data sets and directories with one."""
+    """Split of a hub data set or directory, and a slice of its rows: "train[:90%]". Single files
+    have the split "train" only."""
     config: str | None = None
     """Subset (configuration) of a hub data set."""
     revision: str | None = None

@@ -15,9 +15,13 @@ from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 from torchmm.common.batch import ImageSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
+from torchmm.data.layouts.columns import file_segment
+from torchmm.data.layouts.recognise import parse_record
+from torchmm.data.layouts.sample import AudioSegment, TextSegment
 from torchmm.data.loader import build_loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.medium import ImageMedia, open_media
+from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.recipe.data_section import SourceConfig
 
 SPEECH = ImageSpec(
@@ -183,6 +187,43 @@ def test_documents_have_words_pictures_and_sounds_in_any_order(make, tmp_path, t
     shown = (microbatch.input_ids_T == text_spec.image_token_id)[: sample.tokens]
     assert shown.tolist() == [kind != "text" for kind in row]
     assert (microbatch.targets_T[: sample.tokens] != text_spec.image_token_id).all()
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100])
+@pytest.mark.parametrize("form", ["mono", "rows", "columns", "numpy", "path beside"])
+def test_decoded_audio_gives_features_of_its_file(rate, form) -> None:
+    stream = io.BytesIO()
+    wave_SC = np.random.default_rng(0).uniform(-1, 1, (rate // 2, 2)).astype(np.float32)
+    if form == "mono":
+        wave_SC = wave_SC[:, :1]
+    soundfile.write(stream, wave_SC, rate, format="WAV", subtype="FLOAT")
+    array = {
+        "mono": wave_SC[:, 0].tolist(),
+        "rows": wave_SC.T.tolist(),
+        "columns": wave_SC.tolist(),
+        "numpy": wave_SC,
+        "path beside": wave_SC.T,
+    }[form]
+    decoded = {"array": array, "sampling_rate": rate}
+    if form == "path beside":
+        decoded |= {"path": "gone.wav", "bytes": None}
+    found = file_segment("audio", decoded, None).read(10**9)
+    ours = AudioPreprocessor(SPEECH)
+    meta = ours.meta(stream.getvalue())
+    assert ours.meta(found) == meta
+    assert meta.duration_ms == 500
+    assert (ours.pixels(found, meta) == ours.pixels(stream.getvalue(), meta)).all()
+
+
+def test_decoded_audio_in_parquet_is_read(tmp_path) -> None:
+    column = {"array": [0.5, -0.5] * 2000, "sampling_rate": 8000, "path": None}
+    rows = [{"audio": column, "text": "a"}, {"audio": dict.fromkeys(column), "text": "b"}]
+    source = open_map_source(SourceConfig(path=str(write_parquet(tmp_path / "decoded", rows))))
+    first, second = (parse_record(source.read(i), None).segments for i in range(2))
+    assert isinstance(first[0], AudioSegment) and first[0].data is not None
+    wave_S, rate = soundfile.read(io.BytesIO(first[0].data))
+    assert rate == 8000 and wave_S.tolist() == column["array"]
+    assert second == (TextSegment("b", True),)
 
 
 def test_sounds_without_an_encoder_are_left_out(make) -> None:

@@ -6,15 +6,30 @@ import json
 import random
 import re
 
+import jinja2
 import pytest
-from chat_templates import CHATML, HARMONY, QWEN3, QWEN25, QWEN_ARGUMENTS, TEMPLATES, with_template
+from chat_templates import (
+    CHATML,
+    GLM46,
+    HARMONY,
+    QWEN3,
+    QWEN25,
+    QWEN_ARGUMENTS,
+    TEMPLATES,
+    with_generation_tags,
+    with_template,
+)
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.identity import SamplesDigest
 from torchmm.data.layouts.messages import conversation_of
-from torchmm.data.layouts.sample import ImageSegment, SampleOptions, TextSegment
+from torchmm.data.layouts.recognise import parse_record
+from torchmm.data.layouts.sample import ImageSegment, Record, SampleOptions, TextSegment
 from torchmm.data.layouts.tool_use import tools_of
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.text import TextEncoder
+from torchmm.data.sources.reader import SampleReader
+from torchmm.recipe.data_section import DataConfig
 
 WEATHER = {
     "type": "function",
@@ -404,9 +419,119 @@ def test_templates_without_prompt_or_end_do_not_learn_headers(render):
     assert learnt(render(bare, PLAIN)) == ["a dog", "red"]
 
 
-def test_the_next_role_ends_a_turn_where_nothing_else_does(render):
+def test_answers_never_learn_the_next_role(render):
     bare = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    assert learnt(render(bare, PLAIN)) == ["a dog<|user|>", "red"]
+    assert learnt(render(bare, PLAIN)) == ["a dog", "red"]
+
+
+UNTAGGED = ("chatml", "llama3", "mistral", "gemma", "phi3.5", "glm4.6", "gpt-oss", "command-a",
+            "deepseek")  # fmt: skip
+CHATS = [
+    PLAIN[:2],
+    PLAIN,
+    [*PLAIN, *PLAIN],
+    [ask("two dogs"), say("a dog"), say("red")],
+    [ask("two dogs"), say("a dog"), say("red"), ask("a"), say("dog")],
+    [ask("two dogs"), say("a dog"), ask("red")],
+    [{"role": "system", "content": "be"}, *PLAIN],
+    [{"role": "system", "content": "be"}, ask("two"), ask("dogs"), *PLAIN],
+]
+
+
+@pytest.mark.parametrize("template", UNTAGGED)
+@pytest.mark.parametrize("messages", CHATS)
+def test_masks_equal_transformers_with_tags(tokenizers, render, text_spec, template, messages):
+    tagged = with_template(tokenizers["chatml"], with_generation_tags(template))
+    try:
+        theirs = tagged.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except jinja2.TemplateError:
+        pytest.skip("the template rejects this order of roles")
+    out = TextEncoder(tagged, text_spec, 4096).encode(render(template, messages), [])
+    assert out.ids == theirs["input_ids"]
+    assert out.loss == [bool(mask) for mask in theirs["assistant_masks"]]
+    assert any(out.loss)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_template_without_end_token_warns_once(tokenizers, caplog, template):
+    chat = ChatTemplate(tokenizers[template])
+    for messages in (PLAIN, PLAIN[:2]):
+        chat(conversation_of(messages, {}), SampleOptions())
+    warned = [r for r in caplog.records if "does not learn to end its answers" in r.message]
+    assert len(warned) == (template == "glm4.6")
+
+
+OPTION = "{% if enable_thinking is defined and not enable_thinking %}quietly {% endif %}"
+
+
+def with_options(options, template=OPTION + CHATML):
+    """A record as rendered with options of the template."""
+
+    def made(render, tokenizers):
+        tokenizer = with_template(tokenizers["chatml"], template)
+        record = Record({"messages": PLAIN, "chat_template_kwargs": options})
+        return parse_record(record, ChatTemplate(tokenizer))
+
+    return made
+
+
+@pytest.mark.parametrize("template", [OPTION + CHATML, GLM46])
+@pytest.mark.parametrize("value", [False, True, None])
+def test_template_options_render_as_in_transformers(tokenizers, render, template, value):
+    sample = with_options({"enable_thinking": value}, template)(render, tokenizers)
+    tokenizer = with_template(tokenizers["chatml"], template)
+    options = {} if value is None else {"enable_thinking": value}
+    assert text_of(sample) == tokenizer.apply_chat_template(PLAIN, tokenize=False, **options)
+    text = with_options(json.dumps({"enable_thinking": value}), template)(render, tokenizers)
+    assert text == sample
+
+
+def test_template_options_change_length_and_identity(tokenizers, text_spec):
+    tokenizer = with_template(tokenizers["chatml"], OPTION + CHATML)
+    reader = SampleReader(DataConfig(), 512, text_spec, {}, tokenizer)
+    digests, lengths = set(), []
+    for options in ({"enable_thinking": True}, {"enable_thinking": False}):
+        sample = reader.read(Record({"messages": PLAIN, "chat_template_kwargs": options}))
+        digest = SamplesDigest()
+        digest.add(sample)
+        digests.add(digest.hexdigest())
+        lengths.append(reader.meta("set", 0, sample).tokens)
+        assert lengths[-1] == len(sample.text.ids)
+    assert len(digests) == 2 and lengths[0] < lengths[1]
+
+
+def test_template_options_move_the_start_of_answers(tokenizers, render):
+    # Without thinking, the prompt for an answer has the empty thought of GLM-4.6.
+    plain, quiet = (
+        learnt(with_options(options, GLM46)(render, tokenizers))
+        for options in (None, {"enable_thinking": False})
+    )
+    assert plain == ["\n<think></think>\na dog", "\n<think></think>\nred"]
+    assert quiet == ["\na dog", "\nred"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"thinking_budget": 3}, "thinking_budget, which the chat template does not read"),
+        ({"add_generation_prompt": True}, "add_generation_prompt, which is not an option"),
+        ({"messages": []}, None),
+        ({"messages": ["x"]}, "messages, which is not an option"),
+        ({"bos_token": "x"}, "bos_token, which is not an option"),
+        ({"documents": [{"text": "x"}]}, "documents, which is not an option"),
+        ({"enable_thinking": "<|im_end|>"}, "chat_template_kwargs contains a special token"),
+        ("{", "column chat_template_kwargs: '{' is not valid JSON"),
+        ([1], "column chat_template_kwargs is list, not a mapping"),
+    ],
+)
+def test_template_options_without_effect_are_rejected(tokenizers, render, options, message):
+    if message is None:
+        with_options(options)(render, tokenizers)
+        return
+    with pytest.raises(CorruptSampleError, match=re.escape(message)):
+        with_options(options)(render, tokenizers)
 
 
 def test_templates_of_parts_say_what_they_leave_out(render):

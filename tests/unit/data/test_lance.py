@@ -39,6 +39,14 @@ def test_rows_equal_those_of_parquet(table, tmp_path, reader):
     assert source.read(5).where.endswith("set.lance row 5")
 
 
+def test_splits_of_a_table_select_rows_or_are_rejected(table):
+    whole = open_map_source(SourceConfig(path=table))
+    some = open_map_source(SourceConfig(path=table, split="train[3:5]"))
+    assert [some.read(i) for i in range(len(some))] == [whole.read(3), whole.read(4)]
+    with pytest.raises(DataError, match='a Lance table has the split "train" only'):
+        open_map_source(SourceConfig(path=table, split="validation"))
+
+
 def test_a_version_is_pinned_when_a_table_is_opened(table):
     old = open_map_source(SourceConfig(path=table, revision="1"))
     newest = open_map_source(SourceConfig(path=table))

@@ -122,6 +122,42 @@ def test_answers_in_a_prompt_are_not_learnt():
     assert [turn.train for turn in made.turns] == [False] * 4 + [None]
 
 
+NO_FILE = ("", " ", None, [], [""], [None], float("nan"), [float("nan")],
+           {"bytes": None, "path": None}, [{"bytes": None, "path": ""}])  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_FILE)
+@pytest.mark.parametrize("column", ["image", "images", "video", "audios", "mp3"])
+def test_blank_file_columns_mean_no_file(read, column, value):
+    turns = [message("user", "a"), message("assistant", "b")]
+    for record in (
+        {"messages": turns},
+        {"conversations": [said("human", "a"), said("gpt", "b")]},
+        {"prompt": "a", "completion": "b"},
+        {"instruction": "a", "output": "b"},
+        {"query": "a", "response": "b"},
+        {"question": "a", "answer": "b"},
+        {"texts": [{"user": "a", "assistant": "b"}]},
+        {"texts": ["a", "b"]},
+        {"text": "a"},
+    ):
+        assert read({**record, column: value}) == read(record)
+
+
+def test_blank_entries_between_files_are_skipped(read):
+    turns = [message("user", "<image> a"), message("assistant", "b")]
+    expected = read({"messages": turns, "images": [FIRST]})
+    assert read({"messages": turns, "images": ["", FIRST, None]}) == expected
+    expected = read({"texts": [None, "a"], "images": [FIRST, None]})
+    assert read({"texts": [None, "a"], "images": [FIRST, ""]}) == expected
+
+
+def test_blank_image_to_generate_leaves_text(root):
+    for value in ("", None, float("nan")):
+        record = Record({"image": value, "text": "a"}, root, SampleOptions(generate="image"))
+        assert parse_record(record, None).segments == (TextSegment("a", True),)
+
+
 def parse(columns, root=None):
     def no_chat(conversation, options):
         raise AssertionError

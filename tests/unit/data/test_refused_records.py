@@ -30,6 +30,8 @@ def asked(part, **columns):
 Q, A = said("human", "<image>\nWhat?"), said("gpt", "A bus.")
 SKY = {"prompt": "The sky is", "completion": " blue."}
 ASK = {"question": "What?", "choices": ["red", "blue"]}
+TURNS = [message("user", "a"), message("assistant", "b")]
+DOG = {"ref": ["dog"], "bbox": [[10, 20, 30, 40]]}
 
 REFUSED = [
     # numbers of files
@@ -136,6 +138,71 @@ REFUSED = [
     ),
     ({**SKY, "label": False}, "column label belongs to a set of preferences"),
     ({"instruction": "a", "output": "b", "kto_tag": True}, "column kto_tag belongs to a set"),
+    ({**SKY, "label": "True"}, "column label belongs to a set of preferences"),
+    (chat(said("human", "a"), A, label=True), "column label belongs to a set of preferences"),
+    ({"query": "a", "response": "b", "label": False}, "column label belongs to a set of pref"),
+    (
+        messages(*TURNS, rejected_messages=TURNS),
+        "column rejected_messages belongs to a set of preferences",
+    ),
+    # columns that change a chat
+    (messages(*TURNS, documents=[{"text": "c"}]), "column documents is not supported for chats"),
+    (messages(*TURNS, system_prompt="c"), r"system_prompt = 'c' .* \{ system = \"system_prompt"),
+    (messages(*TURNS, system="d", system_prompt="c"), "column system_prompt = 'c' is not"),
+    (messages(*TURNS, loss_scale=0.5), "column loss_scale = 0.5 is not supported for chats"),
+    (messages(*TURNS, continue_final_message=True), "column continue_final_message = True"),
+    ({**SKY, "documents": ["c"]}, "column documents is not supported for chats"),
+    ({**SKY, "system": "c"}, "column system belongs to a chat, but prompt and completion are"),
+    ({**SKY, "tools": [{"name": "f"}]}, "column tools belongs to a chat, but prompt and"),
+    ({"instruction": "a", "output": "b", "context": "c"}, r"columns = \{ input = \"context\" \}"),
+    # placeholders that a column has to fill
+    (
+        messages(message("user", "the <ref-object>"), message("assistant", "a"), objects=DOG),
+        "<ref-object> in a text, but column objects is not read",
+    ),
+    (
+        messages(message("user", "where?"), message("assistant", "at <bbox>"), objects=DOG),
+        "<bbox> in a text, but column objects is not read",
+    ),
+    ({"query": "where?", "response": "<bbox>", "objects": DOG}, "but column objects is not read"),
+    ({"text": "a dog at <bbox>", "objects": DOG}, "but column objects is not read"),
+    ({"texts": ["a dog at <bbox>"], "objects": DOG}, "but column objects is not read"),
+    ({"text": "a dog at <bbox>", "bbox": [1, 2, 3, 4]}, "<bbox> in a text, but column bbox is"),
+    (messages(*TURNS, image_1=FIRST), "column image_1 has a file that is not read"),
+    ({"text": "two", "video2": FIRST}, "column video2 has a file that is not read"),
+    *(
+        (
+            messages(message("user", "<image>"), message("assistant", "a"), images=empty),
+            "<image> in a text, but column images has no file",
+        )
+        for empty in ([], "", [None], [""], float("nan"))
+    ),
+    ({"text": "<image> a", "image": ""}, "<image> in a text, but column image has no file"),
+    # decoded audio
+    ({"audio": {"array": [0.5]}, "text": "a"}, "sampling_rate = None; give samples per second"),
+    *(
+        ({"audio": {"array": [0.5], "sampling_rate": rate}, "text": "a"}, "but sampling_rate = ")
+        for rate in (0, -1, 0.5, 10**9, 10**400, float("inf"), float("nan"), "8000", True)
+    ),
+    *(
+        ({"audio": {"array": array, "sampling_rate": 8000}, "text": "a"}, f"`array` .*{reason}")
+        for array, reason in (
+            ([], "shape"),
+            ([[]], "shape"),
+            ([[[0.1]]], "shape"),
+            ([[0.1, 0.2], [0.1, 0.2]], r"shape \(2, 2\), which does not show its channels"),
+            ([[0.1], [0.1, 0.2]], "not rectangular"),
+            (["0.1"], "not numbers"),
+            ([None, 0.1], "not numbers"),
+            ([True], "not numbers"),
+            ("0.1", "not numbers"),
+            ([0.1, float("nan")], "magnitude nan"),
+            ([0.1, float("inf")], "magnitude inf"),
+            ([12000.0], "magnitude 12000; scale samples"),
+            ([120, -3], "magnitude 120; scale samples"),
+        )
+    ),
+    ({"image": {"array": [0.5], "sampling_rate": 8000}, "text": "a"}, "read for audio only"),
     # files inside of messages
     (asked({"type": "image", "image": "http://a/b.png"}), "never fetched"),
     (asked({"type": "image_url", "image_url": {"url": "https://a/b.png"}}), "never fetched"),
@@ -180,6 +247,12 @@ def test_the_neighbours_of_what_is_refused_are_fine(read):
         {**ASK, "answer": 1}, {**ASK, "answer": "(B)"}, {**ASK, "answer": "blue"},
         {**ASK, "answer": "0"}, {"question": "a", "answer": "b"},
         {**SKY, "label": 1}, SKY,
+        {"text": "a dog", "objects": DOG}, {"text": "<bbox> is a tag"},
+        messages(message("user", "<bbox>, <ref-object>"), message("assistant", "<image>")),
+        messages(*TURNS, documents=[], system_prompt="", loss_scale=1.0, bbox=[1, 2, 3, 4]),
+        messages(message("system", "c"), *TURNS, system_prompt="c"),
+        messages(*TURNS, system="c", system_prompt="c", continue_final_message=False),
+        {"text": "a", "image_512": FIRST, "image_1": "", "video_1": 0.5},
         {"prompt": [], "completion": [message("assistant", "b")]},
     ):  # fmt: skip
         assert any(read(columns).text.loss)

@@ -274,6 +274,25 @@ def test_the_split_is_a_folder_elsewhere_too(object_server, tmp_path):
     for split in ("train", "validation"):
         source = open_at(tmp_path, "s3://splits/set", split=split)
         assert [source.read(i).columns["text"] for i in range(len(source))] == [split]
+    with pytest.raises(DataError, match=r"split = 'test', but .* splits train, validation"):
+        open_at(tmp_path, "s3://splits/set", split="test")
+
+
+def test_splits_of_remote_files_are_selected_or_rejected(object_server, tmp_path):
+    for split in ("train", "validation"):
+        rows = "".join(json.dumps({"text": f"{split} {i}"}) + "\n" for i in range(4))
+        object_server.put("named", f"set/{split}-0.jsonl", rows.encode())
+
+    def read(path, split):
+        source = open_at(tmp_path, f"s3://named/{path}", split=split)
+        return [source.read(i).columns["text"] for i in range(len(source))]
+
+    assert read("set", "validation[:2]") == ["validation 0", "validation 1"]
+    assert read("set", "train[3:]") == ["train 3"]
+    assert read("set/validation-0.jsonl", "train[:1]") == ["validation 0"]
+    for path in ("set/validation-0.jsonl", "set/*.jsonl"):
+        with pytest.raises(DataError, match='a file or glob has the split "train" only'):
+            read(path, "validation")
 
 
 def test_a_revision_goes_into_addresses_of_the_hub():

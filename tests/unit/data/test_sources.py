@@ -16,10 +16,11 @@ from data_cases import (
     write_shard,
 )
 
-from torchmm.common.errors import DataError
+from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.recognise import parse_record
-from torchmm.data.layouts.sample import ImageSegment
+from torchmm.data.layouts.sample import ImageSegment, TextSegment
+from torchmm.data.sources.configured import warn_of_trained_rows
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
 from torchmm.data.sources.streams import open_stream
 from torchmm.recipe.data_section import SourceConfig, unique_names
@@ -159,6 +160,153 @@ def test_split_directories_files_and_globs(tmp_path):
     ):
         source = open_map_source(SourceConfig(path=str(tmp_path / path), split=split))
         assert [source.read(i).columns["text"] for i in range(len(source))] == [text]
+
+
+ROWS = [f"row {i}" for i in range(10)]
+SPLITS = {
+    "train": ROWS,
+    "train[:2]": ROWS[:2],
+    "train[10%:]": ROWS[1:],
+    "train[-3:]": ROWS[-3:],
+    "train[:2]+train[5:6]": [*ROWS[:2], ROWS[5]],
+    "train[:25%](closest)": ROWS[:2],
+    "train[8:50]": ROWS[8:],
+}
+
+
+def write_energon_rows(directory):
+    write_shard(
+        directory / "shards" / "a-0.tar", [(f"{i}.txt", t.encode()) for i, t in enumerate(ROWS)]
+    )
+    write_meta(directory, "TextSample", {"text": "txt"})
+
+
+WRITE_ROWS = {
+    "jsonl": lambda d: write_jsonl(d / "a.jsonl", [{"text": t} for t in ROWS]),
+    "array": lambda d: (d / "a.json").write_text(json.dumps([{"text": t} for t in ROWS])),
+    "csv": lambda d: (d / "a.csv").write_text("text\n" + "".join(f"{t}\n" for t in ROWS)),
+    "parquet": lambda d: write_parquet(d, [{"text": t} for t in ROWS]),
+    "arrow": lambda d: datasets.Dataset.from_dict({"text": ROWS}).save_to_disk(d),
+    "tar": lambda d: write_shard(
+        d / "a.tar", [(f"{i}.txt", text.encode()) for i, text in enumerate(ROWS)]
+    ),
+    "energon": write_energon_rows,
+    "folder": lambda d: write_jsonl(
+        d / "metadata.jsonl", [{"file_name": "x.png", "text": t} for t in ROWS]
+    ),
+}
+
+
+@pytest.fixture(params=WRITE_ROWS)
+def rows_directory(request, tmp_path):
+    directory = tmp_path / "rows"
+    directory.mkdir()
+    WRITE_ROWS[request.param](directory)
+    if request.param == "folder":
+        (directory / "x.png").write_bytes(png(8, 8))
+    return directory
+
+
+def text_of(record):
+    (text,) = (s.text for s in parse_record(record, None).segments if isinstance(s, TextSegment))
+    return text
+
+
+def texts(source):
+    return [text_of(source.read(i)) for i in range(len(source))]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_slices_of_a_split_select_rows(rows_directory, split):
+    cache = str(rows_directory / "index")
+    config = SourceConfig(path=str(rows_directory), split=split)
+    assert texts(open_map_source(config, cache)) == SPLITS[split]
+    first = SourceConfig(path=str(rows_directory), split=split, max_samples=2)
+    assert len(open_map_source(first, cache)) == min(2, len(SPLITS[split]))
+
+
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [
+        ("validation", "split"),
+        ("test[:2]", "split"),
+        ("train+validation", "split"),
+        ("train[:0]", "selects none of 10 rows|has a slice"),
+        ("train[20:]", "selects none of 10 rows|has a slice|split"),
+        ("train[", "is not a split"),
+        ("train[a:b]", "is not a split"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_splits_that_files_lack_are_rejected(rows_directory, split, reason, streaming):
+    config = SourceConfig(path=str(rows_directory), split=split, streaming=streaming)
+    cache = str(rows_directory / "index")
+    with pytest.raises((ConfigError, DataError), match=reason):
+        open_stream("rows", config, cache) if streaming else open_map_source(config, cache)
+
+
+@pytest.mark.parametrize("split", ["train[:2]", "train[10%:]", "train[:2]+train[5:6]"])
+def test_streams_read_slices_or_reject_them(rows_directory, split):
+    config = SourceConfig(path=str(rows_directory), split=split, streaming=True)
+    cache = str(rows_directory / "index")
+    if any(rows_directory.glob("*.arrow")):
+        with pytest.raises(ConfigError, match=r"split = .* has a slice, which a stream of arrow"):
+            open_stream("rows", config, cache)
+        return
+    stream = open_stream("rows", config, cache)
+    assert [text_of(record) for record in iter(stream.next, None)] == SPLITS[split]
+
+
+def test_files_named_as_splits_are_read_apart(tmp_path):
+    names = {
+        "data/train-00000-of-00001.jsonl": "t",
+        "data/validation-00000-of-00001.jsonl": "v",
+        "test.jsonl": "e",
+        "latest.jsonl": "l",
+    }
+    for name, text in names.items():
+        write_jsonl(tmp_path / "set" / name, [{"text": text}])
+
+    def read(split, path="set"):
+        return texts(open_map_source(SourceConfig(path=str(tmp_path / path), split=split)))
+
+    assert read("train") == ["t"]
+    assert read("validation") == read("val") == read("validation[:1]") == ["v"]
+    assert read("test") == ["e"]
+    with pytest.raises(DataError, match="named as the splits test, train, validation"):
+        read("other")
+    assert sorted(read("train", "set/data/*.jsonl")) == ["t", "v"]
+    (tmp_path / "set/data/train-00000-of-00001.jsonl").unlink()
+    assert read("train") == ["l"]
+
+
+def test_folders_of_other_splits_are_rejected(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / "set" / "images" / split).mkdir(parents=True)
+        (tmp_path / "set" / "images" / split / "a.png").write_bytes(png(8, 8))
+    with pytest.raises(DataError, match="1 of 2 files are in directories of other splits"):
+        open_map_source(SourceConfig(path=str(tmp_path / "set")))
+    assert len(open_map_source(SourceConfig(path=str(tmp_path / "set" / "images")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "both"),
+    [
+        ({}, {"split": "train[:2]"}, 2),
+        ({"split": "train[:90%]"}, {"split": "train[90%:]"}, 0),
+        ({"split": "train[:4]"}, {"split": "train[2:]", "max_samples": 3}, 2),
+        ({}, {}, 10),
+        ({"max_samples": 3}, {"split": "train[3:]"}, 0),
+    ],
+)
+def test_held_out_training_rows_are_warned_of(tmp_path, caplog, trained, held_out, both):
+    path = str(write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in ROWS]))
+    config = SourceConfig(path=path, **held_out)
+    records = open_map_source(config)
+    other = SourceConfig(path=str(tmp_path), **trained)
+    warn_of_trained_rows(config, records, [SourceConfig(path=path, **trained), other])
+    expected = [f"{both} of {len(records)} held-out rows"] if both else []
+    assert [r.message[: len(expected[0])] for r in caplog.records] == expected
 
 
 def test_a_broken_line_costs_one_sample(tmp_path):

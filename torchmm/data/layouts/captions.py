@@ -8,6 +8,7 @@ from torchmm.data.layouts.columns import (
     TEXT_COLUMNS,
     file_segment,
     files_of,
+    is_no_file,
     list_of,
     text_of,
 )
@@ -28,8 +29,11 @@ def read_caption(record: Record) -> Sample:
 def read_interleaved(record: Record) -> Sample:
     """Lists of one length, each with None where another has the element."""
     texts = list_of(record.columns, "texts")
-    given = {kind: list_of(record.columns, f"{kind}s") for kind in FILE_KINDS}
-    files = {kind: values for kind, values in given.items() if values}
+    files = {
+        kind: list_of(record.columns, f"{kind}s")
+        for kind in FILE_KINDS
+        if not is_no_file(record.columns.get(f"{kind}s"))
+    }
     if any(len(values) != len(texts) for values in files.values()):
         found = ", ".join(f"{len(values)} {kind}s" for kind, values in files.items())
         raise CorruptSampleError(
@@ -39,7 +43,7 @@ def read_interleaved(record: Record) -> Sample:
     segments: list[Segment] = []
     for number, text in enumerate(texts):
         for kind, values in files.items():
-            if values[number] is not None:
+            if not is_no_file(values[number]):
                 segments.append(file_segment(kind, values[number], record.root))
         if text is not None:
             segments.append(TextSegment(text_of(text), loss=True))

@@ -1,4 +1,4 @@
-"""Which keys of a chat message are understood; one that would be lost makes the record corrupt.
+"""Supported keys of chat messages and columns of chats. Others make the record corrupt.
 
 Public chats carry more than roles and contents: tool calls, thoughts, refusals, citations. If they
 were silently dropped, an answer that only calls a tool would be learnt as "say nothing", and one
@@ -8,10 +8,12 @@ every turn every key that any turn has, and fill them with None.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import FILE_KINDS, file_columns, is_no_file
 
 METADATA = frozenset(
     {
@@ -50,6 +52,32 @@ _UNDERSTOOD = {
 OpenAI's format."""
 _EMPTY_TEXTS = ("", "[]", "{}", "null")
 _WITH_FILE = {"type", "index", "path", "url", "bytes"}
+_AS_SYSTEM = 'name it in the recipe: columns = { system = "%s" }, or remove it'
+_WEIGHTS = "all records have the same weight; remove it, or set `train` of messages"
+_UNREAD = {
+    "documents": "write the documents into a message",
+    "system_prompt": _AS_SYSTEM % "system_prompt",
+    "system_message": _AS_SYSTEM % "system_message",
+    "loss_scale": _WEIGHTS,
+    "loss_weight": _WEIGHTS,
+    "sample_weight": _WEIGHTS,
+    "add_generation_prompt": "end the chat with the answer, and remove it",
+    "continue_final_message": "an answer is learned with its end; remove it",
+}
+"""Columns of a record that change what other libraries train on, and the fix of each."""
+_RENAME = 'if it has no effect, rename it in the recipe: columns = { unused = "%s" }'
+_FILLED_BY = {
+    "<ref-object>": ("objects",),
+    "<bbox>": ("objects", "bbox", "bboxes"),
+    "<box>": ("objects", "box", "boxes"),
+    "<point>": ("objects", "point", "points"),
+    "<region>": ("regions", "region"),
+    "<seg>": ("seg", "segmentation", "segmentations", "masks", "mask"),
+    "<mask>": ("masks", "mask"),
+}
+"""Placeholders for other values than files, and the columns with the values."""
+_NUMBERED = re.compile(rf"({'|'.join(FILE_KINDS)})_?\d{{1,2}}")
+"""Columns with one of several files, as "image_1"."""
 
 
 def check_turn(message: Mapping[str, Any]) -> None:
@@ -82,6 +110,66 @@ def check_part(part: Mapping[str, Any], role: str) -> None:
             f"{kind} part of a {role} message has {shown(key, part[key])}, which is not "
             "supported and would be lost; remove it, or make it a separate part"
         )
+
+
+def check_columns(columns: Mapping[str, Any], messages: Sequence[Any] = ()) -> None:
+    """Raise CorruptSampleError if a column that changes the meaning of a chat is not read.
+
+    Args:
+        columns: columns of the record.
+        messages: messages of the record; a column that repeats the system message is accepted.
+    """
+    contents = [m.get("content") for m in messages if isinstance(m, Mapping)]
+    for name, fix in _UNREAD.items():
+        value = columns.get(name)
+        # A weight of 1 and a flag that is not set change nothing.
+        if is_empty(value) or value is False or (fix == _WEIGHTS and value == 1):
+            continue
+        if name.startswith("system") and value in (columns.get("system"), *contents):
+            continue
+        raise CorruptSampleError(
+            f"column {shown(name, value)} is not supported for chats; {fix}; {_RENAME % name}"
+        )
+
+
+def check_placeholders(columns: Mapping[str, Any], texts: Iterable[str]) -> None:
+    """Raise CorruptSampleError if a text has a placeholder that its column has not filled.
+
+    A placeholder in a record without the column is ordinary text.
+
+    Args:
+        columns: columns of the record.
+        texts: texts that become tokens, without the placeholders of files.
+    """
+    for name, value in columns.items():
+        is_file = not isinstance(value, int | float) and not is_no_file(value)
+        if is_file and _NUMBERED.fullmatch(name):
+            kind = _NUMBERED.sub(r"\1s", name)
+            raise CorruptSampleError(
+                f"column {name} has a file that is not read; write one list of files, {kind}"
+            )
+    present = {name for name, value in columns.items() if value is not None}
+    empty = {
+        f"<{kind}>": file_columns(kind)
+        for kind in FILE_KINDS
+        if all(is_no_file(columns.get(name)) for name in file_columns(kind))
+    }
+    unfilled = {
+        mark: name
+        for mark, names in {**_FILLED_BY, **empty}.items()
+        for name in names
+        if name in present
+    }
+    for text in texts if unfilled else ():
+        for mark, name in unfilled.items():
+            if mark not in text:
+                continue
+            if mark in empty:
+                raise CorruptSampleError(f"{mark} in a text, but column {name} has no file")
+            raise CorruptSampleError(
+                f"{mark} in a text, but column {name} is not read: models differ in how they write "
+                f"it; write the values into the text instead of {mark}, as the model expects them"
+            )
 
 
 def is_empty(value: Any) -> bool:

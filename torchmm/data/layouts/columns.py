@@ -10,9 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import os
+import struct
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import (
@@ -37,6 +41,10 @@ FILE_KINDS: dict[str, tuple[tuple[str, ...], type[FileSegment]]] = {
 """Columns with a file of each kind, in the order in which they are read."""
 MAX_INLINE_BYTES = 100_000_000
 """Largest file that is written into a record as base64."""
+MAX_AMPLITUDE = 8.0
+"""Largest absolute value of decoded audio. The range is -1 to 1; resampling overshoots a little."""
+MAX_SAMPLING_RATE = 768_000
+MAX_CHANNELS = 64
 
 
 def brief(value: Any) -> str:
@@ -94,16 +102,41 @@ def files_of(columns: dict[str, Any], root: Root) -> dict[str, list[FileSegment]
     return {kind: _files_of_kind(columns, kind, root) for kind in FILE_KINDS}
 
 
+def file_columns(kind: str) -> tuple[str, ...]:
+    """Return the names of the columns with files of a kind."""
+    return (f"{kind}s", *FILE_KINDS[kind][0])
+
+
+def is_no_file(value: Any) -> bool:
+    """Return True if a value of a file column means "no file".
+
+    Tables write None, NaN, a blank text or an empty list in rows without a file, and `datasets`
+    writes a {"bytes", "path"} pair of two Nones.
+    """
+    if isinstance(value, float):
+        return math.isnan(value)
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, list):
+        return all(not isinstance(item, list) and is_no_file(item) for item in value)
+    if isinstance(value, dict):
+        parts = [value[key] for key in ("bytes", "path", "array") if key in value]
+        return bool(parts) and all(
+            part is None or (isinstance(part, str) and not part.strip()) for part in parts
+        )
+    return value is None
+
+
 def _files_of_kind(columns: dict[str, Any], kind: str, root: Root) -> list[FileSegment]:
     several = f"{kind}s"
-    names = [n for n in (several, *FILE_KINDS[kind][0]) if columns.get(n) not in (None, [])]
+    names = [name for name in file_columns(kind) if not is_no_file(columns.get(name))]
     if not names:
         return []
     if names[0] == several and len(names) > 1:
         raise CorruptSampleError(f"columns {several} and {names[1]} both have {kind}s; keep one")
     value = columns[names[0]]
     values = value if isinstance(value, list) else [value]
-    return [file_segment(kind, value, root) for value in values]
+    return [file_segment(kind, value, root) for value in values if not is_no_file(value)]
 
 
 def file_segment(kind: str, value: Any, root: Root) -> Any:
@@ -114,9 +147,14 @@ def file_segment(kind: str, value: Any, root: Root) -> Any:
 def _file(
     value: Any, root: Root, kind: str
 ) -> tuple[bytes | None, str | RemoteName | InnerFile | None]:
-    """Bytes or path, from either or from the {"bytes", "path"} pair of `datasets`."""
+    """Return bytes or path, from either or from a table of `datasets`.
+
+    The table is a {"bytes", "path"} pair, or decoded audio: {"array", "sampling_rate"}, whose path
+    is not read.
+    """
     if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
+        decoded = value.get("array") is not None and not value.get("bytes")
+        value = wave_file(value, kind) if decoded else value.get("bytes") or value.get("path")
     if isinstance(value, bytes | InnerFile):
         return (value, None) if isinstance(value, bytes) else (None, value)
     if not isinstance(value, str) or not value:
@@ -139,6 +177,69 @@ def _file(
             f"{kind} path {value[:80]!r} leaves {root}; link the {kind} directory into it"
         )
     return None, path
+
+
+def wave_file(value: dict[str, Any], kind: str) -> bytes:
+    """Return decoded audio as a WAVE file of 32-bit floats, which stores the samples unchanged.
+
+    Args:
+        value: "array", one sequence of samples or one per channel, and "sampling_rate".
+        kind: column type, one of FILE_KINDS.
+
+    Raises:
+        CorruptSampleError: kind is not "audio", or a value is not audio.
+    """
+    if kind != "audio":
+        raise CorruptSampleError(
+            f"{kind} is a table with `array`, which is read for audio only; store the encoded file"
+        )
+    rate = value.get("sampling_rate")
+    number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if not number or not 0 < rate <= MAX_SAMPLING_RATE or rate != int(rate):  # type: ignore[operator, arg-type]
+        raise CorruptSampleError(
+            f"audio has `array`, but sampling_rate = {brief(rate)}; give samples per second, a "
+            f"whole number up to {MAX_SAMPLING_RATE}"
+        )
+    rate = int(rate)
+    samples_SC = _samples_by_channel(value["array"])
+    size = samples_SC.size * 4
+    channels = samples_SC.shape[1]
+    # https://www.mmsp.ece.mcgill.ca/Documents/AudioFormats/WAVE/WAVE.html, format 3: IEEE float
+    form = struct.pack("<HHIIHH", 3, channels, rate, rate * channels * 4, channels * 4, 32)
+    head = b"WAVEfmt " + struct.pack("<I", len(form)) + form + b"data" + struct.pack("<I", size)
+    return b"RIFF" + struct.pack("<I", len(head) + size) + head + samples_SC.tobytes()
+
+
+def _samples_by_channel(array: Any) -> np.ndarray:
+    """Return decoded audio as little-endian float32 (samples, channels).
+
+    `datasets` and librosa write one row per channel, soundfile one column: the shorter axis is
+    that of the channels.
+    """
+    try:
+        found = np.asarray(array)
+    except (ValueError, OverflowError) as error:
+        raise CorruptSampleError(f"`array` of audio is not rectangular: {error}") from error
+    if found.dtype.kind not in "fiu":
+        raise CorruptSampleError(f"`array` of audio has values of type {found.dtype}, not numbers")
+    if found.ndim == 1:
+        found = found[:, None]
+    if found.ndim != 2 or found.size == 0:
+        raise CorruptSampleError(
+            f"`array` of audio has shape {np.shape(array)}; give samples, or channels of samples"
+        )
+    if found.shape[0] < found.shape[1]:
+        found = found.T
+    if found.shape[1] > MAX_CHANNELS or found.shape[0] == found.shape[1] > 1:
+        raise CorruptSampleError(
+            f"`array` of audio has shape {np.shape(array)}, which does not show its channels"
+        )
+    peak = float(np.abs(found.astype(np.float64)).max())
+    if not peak <= (1 if found.dtype.kind in "iu" else MAX_AMPLITUDE):
+        raise CorruptSampleError(
+            f"`array` of audio has a value of magnitude {peak:g}; scale samples to -1 to 1"
+        )
+    return np.ascontiguousarray(found, "<f4")
 
 
 def _data_address(value: str, kind: str) -> bytes:

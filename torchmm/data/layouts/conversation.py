@@ -8,7 +8,7 @@ refused by name, never dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchmm.data.layouts.sample import AudioSegment, ImageSegment, VideoSegment
@@ -46,6 +46,8 @@ class Conversation:
     turns: tuple[Turn, ...]
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions of the tools that may be called, for the template."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the record sets, as `enable_thinking`."""
 
 
 def answered_calls(turns: Sequence[Turn]) -> dict[int, tuple[dict[str, Any] | None, bool]]:

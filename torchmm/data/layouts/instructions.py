@@ -33,6 +33,11 @@ def read_query(record: Record) -> Conversation:
 
 def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
     answer = text_of(record.columns[answer_column], f"column {answer_column}")
+    if optional_text(record.columns, "context").strip():  # Dolly's name of Alpaca's `input`
+        raise CorruptSampleError(
+            "column context is not read beside an instruction or query; name it in the recipe: "
+            'columns = { input = "context" }, or columns = { unused = "context" }'
+        )
     turns = [*_history(record.columns), (asked, answer)]
     return chat_of(record, [m for turn in turns for m in turn_messages(*turn)], placeholders=True)
 

@@ -12,12 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.layouts.chat_keys import check_turn, is_empty
+from torchmm.data.layouts.chat_keys import check_columns, check_turn, is_empty
 from torchmm.data.layouts.columns import brief, files_of, list_of
 from torchmm.data.layouts.conversation import ROLES, Conversation, Turn
 from torchmm.data.layouts.parts import read_contents
 from torchmm.data.layouts.sample import FileSegment, Record, Root
-from torchmm.data.layouts.tool_use import expand, reasoning_of, tool_calls_of, tools_of, train_of
+from torchmm.data.layouts.tool_use import (
+    expand,
+    reasoning_of,
+    template_options_of,
+    tool_calls_of,
+    tools_of,
+    train_of,
+)
 
 OTHER_NAMES = {"developer": "system", "function": "tool"}
 """Roles of OpenAI's that mean one of ROLES: a newer name, and an older one."""
@@ -40,10 +47,11 @@ def chat_of(
     read_only: int = 0,
     files: Mapping[str, Sequence[FileSegment]] | None = None,
 ) -> Conversation:
-    """The conversation of a record in any layout, once it is written as messages.
+    """Return the conversation of a record of any layout, written as messages.
 
     Args:
-        record: has the files, and the columns that belong to every chat: `system`, tools.
+        record: has the files, and the columns of every chat: `system`, `tools`,
+            `chat_template_kwargs`.
         messages: see `conversation_of`.
         placeholders: see `read_contents`.
         read_only: the first so many messages do not count in the loss, whoever says them.
@@ -61,7 +69,9 @@ def chat_of(
     if files is None:
         files = files_of(columns, record.root)
     said = [*before, *messages]
-    return conversation_of(said, files, tools, record.root, placeholders, read_only)
+    check_columns(columns, said)
+    conversation = conversation_of(said, files, tools, record.root, placeholders, read_only)
+    return replace(conversation, template_options=template_options_of(columns))
 
 
 def conversation_of(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.chat_keys import check_columns, is_empty
 from torchmm.data.layouts.columns import files_of, text_of
 from torchmm.data.layouts.conversation import Conversation
 from torchmm.data.layouts.messages import chat_of
@@ -37,6 +38,13 @@ def read_prompt(record: Record) -> Sample | Conversation:
 def _read_texts(record: Record, prompt: str, completion: str) -> Sample:
     if not completion.strip():
         raise CorruptSampleError("completion is empty")
+    check_columns(record.columns)
+    for name in ("system", "tools", "functions"):
+        if not is_empty(record.columns.get(name)):
+            raise CorruptSampleError(
+                f"column {name} belongs to a chat, but prompt and completion are texts, which have "
+                "no chat template; write both as lists of messages"
+            )
     files = files_of(record.columns, record.root)
     content = prompt if has_marks([prompt], files) else with_files_first(prompt, files)
     (parts,) = read_contents([("user", content)], files, record.root, placeholders=False)

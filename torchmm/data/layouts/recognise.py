@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.captions import read_caption, read_interleaved
-from torchmm.data.layouts.chat_keys import is_empty
+from torchmm.data.layouts.chat_keys import check_placeholders, is_empty
 from torchmm.data.layouts.columns import (
     FILE_KINDS,
     TEXT_COLUMNS,
     file_segment,
+    is_no_file,
     with_json_columns,
 )
 from torchmm.data.layouts.conversation import Conversation
@@ -34,6 +35,7 @@ from torchmm.data.layouts.sample import (
     Sample,
     SampleOptions,
     Segment,
+    TextSegment,
 )
 
 ChatRenderer = Callable[[Conversation, SampleOptions], Sample]
@@ -78,8 +80,17 @@ _SUGGEST = {name: TEXT_COLUMNS for names, _ in FILE_KINDS.values() for name in n
     f"{kind}s": ("texts", "messages", "conversations", *TEXT_COLUMNS) for kind in FILE_KINDS
 }
 """Columns that say what is read, and those that would say what is learnt from it."""
-_PREFERENCES = ("chosen", "rejected", "rejected_response", "kto_tag")
+_PREFERENCES = (
+    "chosen",
+    "rejected",
+    "rejected_response",
+    "rejected_messages",
+    "negative_messages",
+    "kto_tag",
+)
 """Columns of sets that say which answers are better: TRL's, LLaMA-Factory's, ms-swift's."""
+_JUDGED = ("completion", "messages", *CONVERSATIONS, "response", "output")
+"""Columns with an answer that `label` judges in the KTO formats of TRL and ms-swift."""
 
 
 def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
@@ -96,6 +107,7 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     _refuse_preferences(columns)
     layout = recognise(record)
     content = layout.read(record)
+    check_placeholders(columns, _texts_of(content))
     if isinstance(content, Conversation):
         content = render_chat(content, record.options)
     return replace(content, segments=(*content.segments, *drawn))
@@ -127,15 +139,24 @@ def recognise(record: Record) -> RecordLayout:
     )
 
 
+def _texts_of(content: Sample | Conversation) -> list[str]:
+    """Return all texts of a record that become tokens."""
+    if isinstance(content, Sample):
+        return [segment.text for segment in content.segments if isinstance(segment, TextSegment)]
+    parts = [part for turn in content.turns for part in (*turn.parts, turn.reasoning)]
+    return [part for part in parts if isinstance(part, str)]
+
+
 def _none_of(names: tuple[str, ...]) -> str:
     return f"no {names[0]}" if len(names) == 1 else f"none of {', '.join(names)}"
 
 
 def _refuse_preferences(columns: dict[str, Any]) -> None:
-    """A worse answer must not be learnt, nor a better one without what makes it better."""
+    """Raise CorruptSampleError for a column that says which of several answers is better."""
     found = [name for name in _PREFERENCES if not is_empty(columns.get(name))]
-    judged = "completion" in columns or "messages" in columns
-    if judged and isinstance(columns.get("label"), bool):  # TRL's and ms-swift's for KTO
+    label = columns.get("label")
+    is_flag = isinstance(label, bool) or str(label).lower() in ("true", "false")
+    if is_flag and not columns.keys().isdisjoint(_JUDGED):
         found.append("label")
     if found:
         raise CorruptSampleError(
@@ -159,4 +180,6 @@ def _take_generated(
         )
     others = {key: value for key, value in columns.items() if key != name}
     value = columns[name]
-    return others, () if value is None else (GeneratedSegment(file_segment("image", value, root)),)
+    if is_no_file(value):
+        return others, ()
+    return others, (GeneratedSegment(file_segment("image", value, root)),)

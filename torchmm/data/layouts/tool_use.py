@@ -68,6 +68,23 @@ def tools_of(columns: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     return tuple(_tool(tool) for key in given for tool in _list_of(columns[key], f"column {key}"))
 
 
+def template_options_of(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the column `chat_template_kwargs`, without keys whose value is None.
+
+    Raises:
+        CorruptSampleError: the column is not a mapping of JSON values.
+    """
+    value = columns.get("chat_template_kwargs")
+    if is_empty(value):
+        return {}
+    options = _parsed(value, "column chat_template_kwargs")
+    if not isinstance(options, Mapping):
+        raise CorruptSampleError(
+            f"column chat_template_kwargs is {type(options).__name__}, not a mapping"
+        )
+    return {key: option for key, option in options.items() if option is not None}
+
+
 def train_of(message: Mapping[str, Any]) -> bool | None:
     """Whether a message's own flags say that it counts in the loss; None: they do not say.
 

@@ -15,9 +15,11 @@ thoughts break it, and long chats take quadratic time): only where nothing else 
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -25,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.chat_keys import is_empty
 from torchmm.data.layouts.conversation import Conversation, Turn, answered_calls
 from torchmm.data.layouts.sample import (
     AudioSegment,
@@ -39,13 +42,13 @@ from torchmm.data.media.chat_marks import (
     Plain,
     Rendering,
     Style,
-    after_last_mark,
     align,
     messages_of,
+    text_after_marks,
     tools_with,
     unmarked_strings,
 )
-from torchmm.data.media.chat_spans import Habits, Span, Spans, loss_mask, tagged_by_turn
+from torchmm.data.media.chat_spans import Habits, Span, Spans, find_ends, loss_mask, tagged_by_turn
 
 FALLBACK_TEMPLATE = (
     "{{ bos_token or '' }}{% for m in messages %}"
@@ -60,6 +63,15 @@ _TROUBLE = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeE
 AS_PYTHON = re.compile(r"(?:[({[]|': )'\\ue000(\d{6})\\ue001'")
 """A string in a table or list that a template wrote without `tojson`."""
 _INDENTS = (None, 2, 4)
+_KEPT_HABITS = 64
+_RESERVED = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *inspect.signature(render_jinja_template).parameters,
+}
+"""Names that transformers gives to a template, or reads itself."""
+
+logger = logging.getLogger(__name__)
 
 
 class TemplateRefusalError(CorruptSampleError):
@@ -81,7 +93,8 @@ class ChatTemplate:
         self.around_sounds = around_sounds
         self.template = None if tokenizer.chat_template else FALLBACK_TEMPLATE
         self._special = _pattern(tokenizer)
-        self._habits: dict[tuple[Style, bool], Habits] = {}
+        self._habits: dict[tuple[Style, bool, str], Habits] = {}
+        self._warned = False
 
     def __call__(self, conversation: Conversation, options: SampleOptions) -> Sample:
         """Segments of a conversation.
@@ -92,8 +105,10 @@ class ChatTemplate:
         for string in unmarked_strings(conversation):
             if self._special.search(string):
                 raise CorruptSampleError(
-                    f"{string!r:.80} in tools or ids of calls contains a special token"
+                    f"{string!r:.80} in tools, ids of calls or chat_template_kwargs contains a "
+                    "special token"
                 )
+        self._check_options(conversation)
         calls = any(turn.tool_calls for turn in conversation.turns)
         problems: list[CorruptSampleError] = []
         for json_arguments in (False, True) if calls else (False,):
@@ -106,16 +121,41 @@ class ChatTemplate:
         # A style that a template cannot read loses contents; the other shows what it cannot say.
         raise min(ours or problems, key=lambda error: " content of" in str(error))
 
-    def render(self, messages: list[dict[str, Any]], tools: Any, prompt: bool = False) -> str:
-        """The text of messages.
+    def _check_options(self, conversation: Conversation) -> None:
+        """Raise CorruptSampleError for a template option that would have no or another effect."""
+        options = conversation.template_options
+        if not options:
+            return
+        template = self.tokenizer.get_chat_template(self.template, list(conversation.tools))
+        for key, value in options.items():
+            if key in _RESERVED or key in self.tokenizer.special_tokens_map:
+                raise CorruptSampleError(
+                    f"chat_template_kwargs has {key}, which is not an option of a template; "
+                    "remove it"
+                )
+            if not is_empty(value) and not re.search(rf"\b{re.escape(key)}\b", template):
+                raise CorruptSampleError(
+                    f"chat_template_kwargs has {key}, which the chat template does not read; if it "
+                    'has no effect, set columns = { unused = "chat_template_kwargs" }'
+                )
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any,
+        options: Mapping[str, Any],
+        prompt: bool = False,
+    ) -> str:
+        """Return the text of messages.
 
         Args:
-            messages: as the template reads them.
-            tools: descriptions of tools; None: there are none.
-            prompt: end it with the prompt for an answer.
+            messages: messages as the template reads them.
+            tools: descriptions of tools, or None.
+            options: other variables of the template.
+            prompt: Whether to end the text with the prompt for an answer.
 
         Raises:
-            TemplateRefusalError: the template does not take them.
+            TemplateRefusalError: the template rejects the messages.
         """
         try:
             text: Any = self.tokenizer.apply_chat_template(
@@ -124,6 +164,7 @@ class ChatTemplate:
                 tokenize=False,
                 chat_template=self.template,
                 add_generation_prompt=prompt,
+                **options,
             )
         except _TROUBLE as error:
             raise TemplateRefusalError(
@@ -132,8 +173,10 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def tagged(self, messages: list[dict[str, Any]], tools: Any) -> list[Span] | None:
-        """The template's own `{% generation %}` spans; None if it has no such tags."""
+    def tagged(
+        self, messages: list[dict[str, Any]], tools: Any, options: Mapping[str, Any]
+    ) -> list[Span] | None:
+        """Return the spans of `{% generation %}` tags; None if the template has no such tags."""
         template = self.tokenizer.get_chat_template(self.template, tools)
         if not GENERATION_TAG.search(template):
             return None
@@ -144,6 +187,7 @@ class ChatTemplate:
             chat_template=template,
             return_assistant_tokens_mask=True,
             **tokens,
+            **options,
         )
         return [(start, end) for start, end in rendered[1][0]]
 
@@ -152,29 +196,52 @@ class ChatTemplate:
         """Matches special tokens (group "token"), with the blanks that they swallow."""
         return self._special
 
-    def habits(self, style: Style, with_tools: bool) -> Habits:
-        """What the template does around plain answers, found by a plain chat."""
-        if (style, with_tools) not in self._habits:
-            self._habits[style, with_tools] = self._find_habits(style)
-        return self._habits[style, with_tools]
+    def habits(self, style: Style, with_tools: bool, options: Mapping[str, Any]) -> Habits:
+        """Return the text that the template writes around plain answers."""
+        key = (style, with_tools, json.dumps(options, sort_keys=True))
+        if key not in self._habits:
+            if len(self._habits) >= _KEPT_HABITS:  # records may have options of their own
+                self._habits.clear()
+            self._habits[key] = self._find_habits(style, options)
+        return self._habits[key]
 
-    def _find_habits(self, style: Style) -> Habits:
-        turns = (Turn("user", ("a",)), Turn("assistant", ("b",)))
-        messages = messages_of(Conversation(turns), style, Marks())
+    def _find_habits(self, style: Style, options: Mapping[str, Any]) -> Habits:
+        """Render plain chats to find the prompt before answers and the tokens after them."""
+        plain = (Turn("user", ("a",)), Turn("assistant", ("b",)))
+
+        def render(turns: Sequence[Turn], prompt: bool = False) -> str:
+            messages = messages_of(Conversation(tuple(turns)), style, Marks())
+            return self.render(messages, None, options, prompt)
+
         eos = self.tokenizer.eos_token
         try:
-            asked = self.render(messages[:1], None)
-            prompted = self.render(messages[:1], None, prompt=True)
-            answered = self.render(messages, None)
+            asked = render(plain[:1])
+            prompted = render(plain[:1], prompt=True)
+            answered = render(plain)
         except TemplateRefusalError:
             return Habits("", (str(eos),) if eos else ())
         prompt = prompted.removeprefix(asked) if prompted.startswith(asked) else ""
         # Without a prompt: all between question and answer, except what ends the question.
-        between = "".join(answered.partition("\ue001")[2].partition("\ue000")[:1])
-        header = prompt or between.removeprefix(after_last_mark(asked))
+        between = "".join(text_after_marks(answered)[1:2])
+        header = prompt or between.removeprefix(text_after_marks(asked)[-1])
         header = header if header.strip() else ""  # a blank is said with the answer
-        ends = [match["token"] for match in self._special.finditer(after_last_mark(answered))]
-        return Habits(header, tuple(ends[-1:]))
+        followed = []
+        for turns in ((*plain, *plain), (*plain, plain[1])):
+            try:
+                followed.append(text_after_marks(render(turns))[2])
+            except (TemplateRefusalError, IndexError):
+                continue  # a template may accept one answer only, or no two in a row
+        return find_ends(header, text_after_marks(answered)[-1], followed, self._special)
+
+    def warn_of_no_end(self) -> None:
+        """Warn once that answers have no end token."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the chat template writes no special token after the last answer: the model does "
+                "not learn to end its answers. Write {{ eos_token }} after each answer in the "
+                "chat template of the tokenizer"
+            )
 
 
 class _Chat:
@@ -189,7 +256,8 @@ class _Chat:
         self.marked_tools = tools_with(conversation.tools, marks)
         self.messages = messages_of(conversation, style, Plain())
         self.tools = tools_with(conversation.tools, Plain())
-        marked = template.render(self.marked, self.marked_tools)
+        self.options = conversation.template_options
+        marked = template.render(self.marked, self.marked_tools, self.options)
         written = (marks.marks[int(match[1])].kind for match in AS_PYTHON.finditer(marked))
         if any(kind in ("arguments", "content") for kind in written):
             raise TemplateRefusalError(
@@ -201,7 +269,7 @@ class _Chat:
             for k, (call, _) in answered.items()
             if call is not None and call["function"]["name"] == conversation.turns[k].name
         }
-        plain = template.render(self.messages, self.tools)
+        plain = template.render(self.messages, self.tools, self.options)
         self.rendering = align(marked, plain, marks.marks, named)
         self._check_ids([k for k, (_, in_order) in answered.items() if not in_order])
         self._check_tools()
@@ -210,12 +278,15 @@ class _Chat:
         """Its segments."""
         turns = self.conversation.turns
         rendering = self.rendering
-        tagged = self.template.tagged(self.messages, self.tools)
+        tagged = self.template.tagged(self.messages, self.tools, self.options)
         by_turn = tagged_by_turn(rendering, tagged or ())
+        habits = self.template.habits(self.style, self.tools is not None, self.options)
+        if tagged is None and not habits.ends and any(t.role == "assistant" for t in turns):
+            self.template.warn_of_no_end()
         around = Spans(
             rendering,
             turns,
-            self.template.habits(self.style, self.tools is not None),
+            habits,
             self.template.special,
             str(self.template.tokenizer.bos_token or ""),
             self._tail,
@@ -233,7 +304,8 @@ class _Chat:
 
     def _tail(self, count: int) -> str | None:
         try:
-            return after_last_mark(self.template.render(self.marked[:count], self.marked_tools))
+            marked = self.template.render(self.marked[:count], self.marked_tools, self.options)
+            return text_after_marks(marked)[-1]
         except TemplateRefusalError:
             return None
 
@@ -246,7 +318,7 @@ class _Chat:
             answer = {**self.messages[turn], "tool_call_id": other}
             calls = [_with_other_id(message, name, other) for message in self.messages]
             for messages in ([*self.messages[:turn], answer, *self.messages[turn + 1 :]], calls):
-                if self.template.render(messages, self.tools) == self.rendering.text:
+                if self.template.render(messages, self.tools, self.options) == self.rendering.text:
                     raise CorruptSampleError(
                         f"the chat template leaves out tool_call_id of message {turn + 1}, whose "
                         "result is not in the order of the calls"
@@ -265,7 +337,7 @@ class _Chat:
             assert self.tools is not None
             for path, value, changed in _changed_scalars(tool):
                 others = [*self.tools[:number], changed, *self.tools[number + 1 :]]
-                if self.template.render(self.messages, others) == self.rendering.text:
+                if self.template.render(self.messages, others, self.options) == self.rendering.text:
                     raise CorruptSampleError(
                         f"the chat template leaves out {path} = {value} of tools"
                     )

@@ -171,11 +171,13 @@ def _schema(value: Any, parent: str, into: Plain) -> Any:
 
 
 def unmarked_strings(conversation: Conversation) -> Iterator[str]:
-    """Strings of a sample that no mark replaces: templates decide by them, or look them up."""
+    """Yield strings of a sample that no mark replaces, because templates depend on them."""
     for turn in conversation.turns:
         yield turn.tool_call_id or ""
         yield from (call.get("id", "") for call in turn.tool_calls)
     left: list[tuple[Any, str]] = [(tool, "") for tool in conversation.tools]
+    options = conversation.template_options
+    yield from (json.dumps(options, ensure_ascii=False),) if options else ()
     while left:
         value, parent = left.pop()
         if isinstance(value, dict):
@@ -231,9 +233,9 @@ def align(marked: str, plain: str, marks: Sequence[Mark], optional: set[int]) ->
     return Rendering(plain, found, places, owned)
 
 
-def after_last_mark(text: str) -> str:
-    """What a text with marks says after the last of them."""
-    return _MARK.split(text)[-1]
+def text_after_marks(text: str) -> list[str]:
+    """Return the text before the first mark, and the text after each mark."""
+    return _MARK.split(text)[0::2]
 
 
 def _check_all_there(

@@ -1,7 +1,7 @@
 """Which characters of a rendered chat each turn says, its tokens of structure included.
 
 A template with `{% generation %}` tags says it itself. For others: an answer begins after the
-prompt that asks the model for one (the role's header), and ends with the special token after it.
+prompt that asks the model for one (the role's header), and ends with its end token, if any.
 Everything in between is the assistant's: thoughts, contents, the structure of calls.
 """
 
@@ -27,6 +27,43 @@ class Habits:
     """Before an answer: its generation prompt, else what stands between question and answer."""
     ends: tuple[str, ...]
     """Special tokens that end an answer."""
+    epilogue: str = ""
+    """Text after the end of the last answer, which ends the chat and not the answer."""
+
+
+def find_ends(header: str, last: str, followed: Sequence[str], special: re.Pattern[str]) -> Habits:
+    """Return the habits of a template, given the text that it writes after a plain answer.
+
+    The end of an answer is the text that the template writes both after the last answer and
+    between an answer and the next message, up to its last special token. So a token that ends the
+    chat (Phi-3.5 writes `<|end|>` and then `</s>`), or begins the next message (`<|user|>` of
+    GLM-4.6), is not learned with the answer.
+
+    Args:
+        header: see `Habits`.
+        last: text after the last answer.
+        followed: text between an answer and the next message, for several roles of that message.
+        special: matches special tokens.
+    """
+    same = _whole(_common(last, followed[0]), last, special) if followed else last
+    if tokens := list(special.finditer(same)):
+        return Habits(header, (tokens[-1]["token"],), last[tokens[-1].end("token") :])
+    tokens = list(special.finditer(last))
+    if not tokens:
+        return Habits(header, ())
+    # GPT-OSS ends the last answer with another token than earlier ones.
+    ends = [tokens[-1]["token"]]
+    if len(followed) > 1 and (first := special.search(_common(*followed))) is not None:
+        ends.append(first["token"])
+    return Habits(header, tuple(ends))
+
+
+def _whole(begin: str, text: str, special: re.Pattern[str]) -> str:
+    """Return the beginning of a text without a special token that it would cut."""
+    for match in special.finditer(text):
+        if match.start("token") < len(begin) < match.end("token"):
+            return begin[: match.start("token")]
+    return begin
 
 
 def loss_mask(
@@ -140,17 +177,14 @@ class Spans:
     def _end(self, turn: int, number: int) -> int:
         begin, end = self.rendering.between(number + 1)
         after = self.rendering.text[begin:end]
+        if number + 1 == len(self.rendering.marks):
+            after = after.removesuffix(self.habits.epilogue)
         found = [at + len(e) for e in self.habits.ends if (at := after.find(e)) >= 0]
         if found:
             return begin + min(found)
-        closing = _common(self.tail(turn + 1) or "", after)
+        closing = _whole(_common(self.tail(turn + 1) or "", after), after, self.special)
         tokens = [match.end("token") for match in self.special.finditer(closing)]
-        if tokens:
-            return begin + tokens[-1]
-        begin += len(closing.rstrip())
-        # Some models end a turn with the token that begins the next one.
-        following = self.special.match(self.rendering.text, begin, end)
-        return following.end("token") if following else begin
+        return begin + (tokens[-1] if tokens else len(closing.rstrip()))
 
 
 def _common(one: str, other: str) -> str:

@@ -1,18 +1,25 @@
-"""What sources and streams are, and what a recipe says of them: columns, how many, options."""
+"""Interfaces of sources and streams, and the settings of a recipe for them: split, columns, number
+of samples, options.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torchmm.common.errors import DataError
+import datasets
+
+from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.columns import with_json_columns
 from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.recipe.data_section import SourceConfig
 from torchmm.recipe.explain import suggest
+
+logger = logging.getLogger(__name__)
 
 LOOKED_AT = 100
 """Records in which every column that the recipe names has to be found at least once."""
@@ -47,6 +54,116 @@ class RecordStream(Protocol):
         ...
 
 
+class Split(NamedTuple):
+    """The `split` of a source."""
+
+    name: str
+    rows: datasets.ReadInstruction | None
+    """Slices as in "train[:10%]"; None selects all rows."""
+
+    @classmethod
+    def of(cls, config: SourceConfig) -> Split:
+        """Parse the `split` of a source as `datasets` does; raises ConfigError."""
+        text = config.split
+        if not set("[]()+") & set(text):
+            return cls(text, None)
+        try:
+            rows = datasets.ReadInstruction.from_spec(text)
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(
+                f"source {config.path!r}: split = {text!r} is not a split: {error}; write "
+                '"NAME", "NAME[:100]" or "NAME[10%:]"'
+            ) from error
+        return cls(text.partition("[")[0].partition("+")[0].strip(), rows)
+
+
+class SelectedRows:
+    """The rows of a source that the slices of its `split` select.
+
+    Args:
+        source: all rows of the split.
+        config: the source; its `split` has slices.
+
+    Raises:
+        DataError: the split selects no rows, or names several splits.
+    """
+
+    def __init__(self, source: MapSource, config: SourceConfig) -> None:
+        self._rows = rows_of_split(config, len(source))
+        self._source = source
+        self.fingerprint = source.fingerprint
+        self.all_rows = len(source)
+        """Number of rows of the split without slices."""
+        if not len(self):
+            raise DataError(
+                f"source {config.path!r}: split = {config.split!r} selects none of {len(source)} "
+                "rows; correct the slice"
+            )
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows))
+
+    def read(self, index: int) -> Record:
+        """Return record `index` of the selected rows; raises CorruptSampleError."""
+        for rows in self._rows:
+            if index < len(rows):
+                return self._source.read(rows[index])
+            index -= len(rows)
+        raise IndexError(index)
+
+
+def rows_of_split(config: SourceConfig, count: int) -> list[range]:
+    """Return the rows that the slices of a `split` select of a number of rows; raises DataError."""
+    split = Split.of(config)
+    if split.rows is None:
+        return [range(count)]
+    try:
+        parts = split.rows.to_absolute({split.name: count})
+    except (ValueError, AssertionError) as error:
+        raise DataError(
+            f"source {config.path!r}: split = {config.split!r} of {count} rows: {error}"
+        ) from error
+    return [range(part.from_, part.to) for part in parts]
+
+
+def warn_of_trained_rows(
+    held_out: SourceConfig, records: MapSource, trained: Sequence[SourceConfig]
+) -> None:
+    """Warn if rows of a held-out source are training rows, too.
+
+    Args:
+        held_out: the held-out source.
+        records: its records.
+        trained: the training sources.
+    """
+    count = records.all_rows if isinstance(records, SourceAsConfigured) else None
+    for config in trained:
+        keys = ("path", "config", "revision")
+        same = all(getattr(config, key) == getattr(held_out, key) for key in keys)
+        if count is None or not same or Split.of(config).name != Split.of(held_out).name:
+            continue
+        ours, theirs = (_first_rows(source, count) for source in (held_out, config))
+        both = sum(
+            max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a in ours for b in theirs
+        )
+        if both:
+            logger.warning(
+                "%d of %d held-out rows of %r (split = %r) are training rows (split = %r): the "
+                "validation loss does not show generalization. Select other rows by `split`",
+                both, len(records), held_out.path, held_out.split, config.split,
+            )  # fmt: skip
+
+
+def _first_rows(config: SourceConfig, count: int) -> list[range]:
+    """Return the rows of a split that slices and `max_samples` select."""
+    left = config.max_samples or count
+    found = []
+    for rows in rows_of_split(config, count):
+        found.append(rows[:left])
+        left -= len(found[-1])
+    return found
+
+
 class SourceAsConfigured:
     """A source whose records are as the recipe says.
 
@@ -59,6 +176,10 @@ class SourceAsConfigured:
         self._config = config
         self._options = SampleOptions.of(config)
         self.fingerprint = source.fingerprint
+        self.all_rows: int | None = len(source)
+        """Number of rows of the split without slices; None if `datasets` has applied the slices."""
+        if Split.of(config).rows is not None:
+            self.all_rows = source.all_rows if isinstance(source, SelectedRows) else None
         _check_columns(config, self._readable())
 
     def __len__(self) -> int:

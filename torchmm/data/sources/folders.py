@@ -71,4 +71,6 @@ class FolderSource:
 
 
 def _joined(directory: str, name: Any) -> Any:
-    return os.path.join(directory, name) if isinstance(name, str) else name  # noqa: PTH118 - text
+    """Return a file name relative to the root; a blank name stays blank and means no file."""
+    named = isinstance(name, str) and name.strip()
+    return os.path.join(directory, name) if named else name  # noqa: PTH118 - text

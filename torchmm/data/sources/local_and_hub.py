@@ -28,11 +28,12 @@ from typing import Any
 
 import datasets
 import numpy as np
+from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import row_of
-from torchmm.data.sources.configured import MapSource, SourceAsConfigured
+from torchmm.data.sources.configured import MapSource, SelectedRows, SourceAsConfigured, Split
 from torchmm.data.sources.energon import EnergonFolder, EnergonSource, is_energon, open_folder
 from torchmm.data.sources.folders import FolderSource, described
 from torchmm.data.sources.lance_tables import LanceSource, is_lance
@@ -61,6 +62,11 @@ INDEX_CACHE = DataConfig().index_cache
 FOLDERS = ("imagefolder", "videofolder")
 """Formats of files that a metadata.jsonl describes."""
 
+_SPLIT_OF = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+_SPLIT_NAME = re.compile(
+    rf"(?:^|[{NON_WORDS_CHARS}])({'|'.join(_SPLIT_OF)})(?=[{NON_WORDS_CHARS}]|$)"
+)
+"""A split in the name of a directory or file, as `datasets` recognizes it."""
 _COMMIT = re.compile(r"@([0-9a-f]{40})/")
 
 logger = logging.getLogger(__name__)
@@ -134,6 +140,15 @@ def open_map_source(
 
 def _open(config: SourceConfig, cache: str, storage: Storage | None) -> MapSource:
     kind, files = resolve_files(config, storage)
+    source = _open_all_rows(config, kind, files, cache)
+    # `datasets` has applied the slices to a data set of the hub.
+    sliced = kind != "hub" and Split.of(config).rows is not None
+    return SelectedRows(source, config) if sliced else source
+
+
+def _open_all_rows(
+    config: SourceConfig, kind: str, files: Sequence[AnyFile], cache: str
+) -> MapSource:
     if has_own_reader(kind, files):
         return open_file_source(config, kind, files, cache)
     root = source_root(config, files)
@@ -172,7 +187,7 @@ def open_file_source(
     fingerprint = _files_fingerprint(files)
     if kind == "energon":
         elsewhere = next((f.storage for f in files if isinstance(f, RemoteFile)), None)
-        folder = open_folder(_directory(config, elsewhere), config.split)
+        folder = open_folder(_directory(config, elsewhere), Split.of(config).name)
         return EnergonSource(folder, fingerprint, Places(cache))
     places = Places(cache)
     if kind == "webdataset":
@@ -265,6 +280,7 @@ def resolve_files(
         DataError: the path looks local but has no readable files; a store does not answer.
     """
     if is_lance(config):
+        _check_only_split(config, "a Lance table")
         return "lance", []
     if is_address(config.path):
         candidates: list[AnyFile] | None = _remote_candidates(config, storage)
@@ -287,12 +303,100 @@ def resolve_files(
             files += [f for f in candidates if _is_metadata(f)]
         if files:
             _check_elsewhere(config, kind, files)
-            return kind, files
+            return kind, _files_of_split(config, kind, files)
     raise DataError(
         f"source {config.path!r}: none of its {len(candidates)} files has a suffix of "
         f"{config.format if config.format != 'auto' else 'a known format'}; known are "
         f"{', '.join(s for suffixes in SUFFIXES.values() for s in suffixes)}"
     )
+
+
+def _check_only_split(config: SourceConfig, source: str) -> None:
+    """Raise DataError for a split other than "train", the only split of files without one."""
+    name = Split.of(config).name
+    if name != "train":
+        raise DataError(
+            f"source {config.path!r}: split = {config.split!r}, but {source} has the split "
+            '"train" only; remove `split`, or hold out rows by slices: split = "train[:90%]" of '
+            'the training source, "train[90%:]" of the held-out source'
+        )
+
+
+def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> list[AnyFile]:
+    """Return the files of the split of a source.
+
+    A file of a directory belongs to the split that a directory or the file is named after, by the
+    keywords of `datasets` ("data/validation-00000.parquet"). Files without a keyword are training
+    data if no file is named so. A single file and a glob have the split "train" only.
+
+    Raises:
+        DataError: the source has no such split.
+    """
+    names = _names_below(config, files)
+    if names is None:
+        _check_only_split(config, "a file or glob")
+        return files
+    name = Split.of(config).name
+    wanted = _SPLIT_OF.get(name, name)
+    # Metadata has the records of a folder; names of images and clips say nothing of splits.
+    records = described(files) if kind in FOLDERS else []
+    found = {
+        file: _split_of_file(names[file], name, kind)
+        for file in records or files
+        if not (kind in FOLDERS and not records and _is_metadata(file))
+    }
+    chosen = {file for file in found if found[file] == wanted}
+    if not chosen and wanted == "train":
+        chosen = {file for file in found if found[file] is None}
+    if not chosen:
+        known = sorted({split for split in found.values() if split is not None})
+        if not known:
+            _check_only_split(config, "a directory without directories or files named as splits")
+        raise DataError(
+            f"source {config.path!r}: split = {config.split!r}, but its files are named as the "
+            f"splits {', '.join(known)}; set `split` to one of these, or name files in `path`"
+        )
+    if len(chosen) == len(found):
+        return files
+    if kind in FOLDERS and not records:  # `datasets` reads the whole directory
+        raise DataError(
+            f"source {config.path!r}: {len(found) - len(chosen)} of {len(found)} files are in "
+            f"directories of other splits than {name!r}; name one directory in `path`"
+        )
+    logger.info(
+        "source %r: %d of %d files are in split %r", config.path, len(chosen), len(found), name
+    )
+    return [file for file in files if file in chosen or file not in found]
+
+
+def _names_below(
+    config: SourceConfig, files: Sequence[AnyFile]
+) -> dict[AnyFile, tuple[str, ...]] | None:
+    """Return the parts of file names relative to the directory of a source.
+
+    None if the source is not a directory but a file or glob.
+    """
+    if not is_address(config.path):
+        directory = Path(config.path).expanduser().absolute()
+        local = [file for file in files if isinstance(file, Path)]
+        if not directory.is_dir():
+            return None
+        return {file: file.relative_to(directory).parts for file in local}
+    address = pinned(config).rstrip("/")
+    remote = [file for file in files if isinstance(file, RemoteFile)]
+    if is_pattern(address) or any(file.address == address for file in remote):
+        return None
+    return {f: tuple(f.address.removeprefix(address).strip("/").split("/")) for f in remote}
+
+
+def _split_of_file(parts: Sequence[str], name: str, kind: str) -> str | None:
+    """Return the split that a file is named after; None if it has no such name."""
+    for part in parts[:-1] if kind in FOLDERS else parts:
+        if part == name:
+            return _SPLIT_OF.get(name, name)
+        if (match := _SPLIT_NAME.search(part)) is not None:
+            return _SPLIT_OF[match[1]]
+    return None
 
 
 def _check_hub_keys(config: SourceConfig) -> None:
@@ -319,7 +423,7 @@ def _energon_folder(config: SourceConfig, storage: Storage | None) -> EnergonFol
         return None
     directory = _directory(config, storage)
     if not is_pattern(config.path) and is_energon(directory):
-        return open_folder(directory, config.split)
+        return open_folder(directory, Split.of(config).name)
     if config.format == "auto":
         return None
     raise DataError(
@@ -353,7 +457,7 @@ def _remote_candidates(config: SourceConfig, storage: Storage | None) -> list[An
     found: list[AnyFile] = list(storage.list(address))
     if is_pattern(address):
         return found
-    inside = f"{address.rstrip('/')}/{config.split}/"
+    inside = f"{address.rstrip('/')}/{Split.of(config).name}/"
     of_split = [f for f in found if isinstance(f, RemoteFile) and f.address.startswith(inside)]
     return list(of_split) or found
 
@@ -391,7 +495,7 @@ def _local_candidates(config: SourceConfig) -> list[AnyFile] | None:
     """Files of a local path, [] if it should exist and does not, None if it may be a hub id."""
     path = Path(config.path).expanduser()
     if path.is_dir():
-        inside = path / config.split
+        inside = path / Split.of(config).name
         root = inside if inside.is_dir() else path
         return sorted(f.absolute() for f in root.rglob("*") if _is_visible_file(f, root))
     if path.is_file():
@@ -426,7 +530,7 @@ def source_root(config: SourceConfig, files: Sequence[AnyFile]) -> Root:
         return RemoteFolder(address.rpartition("/")[0] if single else address, files[0].storage)
     path = Path(config.path).expanduser()
     if path.is_dir():
-        inside = path / config.split
+        inside = path / Split.of(config).name
         return str((inside if inside.is_dir() else path).absolute())
     return os.path.commonpath([str(f.parent) for f in files])
 

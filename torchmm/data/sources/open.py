@@ -24,6 +24,7 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.media.generated_images import DrawingPreprocessor
+from torchmm.data.sources.configured import warn_of_trained_rows
 from torchmm.data.sources.index.building import Building, load_or_build
 from torchmm.data.sources.index.length_index import (
     LengthIndex,
@@ -306,6 +307,8 @@ def _open_sources(
             opened.append(OpenSource(name, config, None, make, "", content))
             continue
         records, key = _records_of(config, data, training, reader, tokenizer)
+        if validation:
+            warn_of_trained_rows(config, records, data.sources)
         directory = Path(data.index_cache) / key
         index = load_or_build(name, records, reader, directory, data.workers)
         check_usable(name, config, index)

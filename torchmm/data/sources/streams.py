@@ -22,12 +22,18 @@ from typing import Any, NamedTuple
 import datasets
 import pyarrow as pa
 
-from torchmm.common.errors import DataError
+from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import open_regular, row_of
-from torchmm.data.sources.configured import MapSource, RecordStream, StreamAsConfigured
+from torchmm.data.sources.configured import (
+    MapSource,
+    RecordStream,
+    SelectedRows,
+    Split,
+    StreamAsConfigured,
+)
 from torchmm.data.sources.index.length_index import describe_filtered, nothing_usable
 from torchmm.data.sources.local_and_hub import (
     INDEX_CACHE,
@@ -193,13 +199,21 @@ def open_stream(
 
 def _open(name: str, config: SourceConfig, cache: str, storage: Storage | None) -> RecordStream:
     kind, files = resolve_files(config, storage)
+    own_reader = has_own_reader(kind, files) or kind == "parquet"
+    if kind != "hub" and Split.of(config).rows is not None:
+        if not own_reader:
+            raise ConfigError(
+                f"source {config.path!r}: split = {config.split!r} has a slice, which a stream of "
+                f"{kind} files cannot select; set streaming = false"
+            )
+        return IndexedStream(SelectedRows(open_file_source(config, kind, files, cache), config))
     if kind == "json":
         contents = [text_of(file, kind, cache) for file in files]
         if not any(is_array(content) for content in contents) and contents == files:
             return JsonLinesStream(files)
     if kind == "webdataset":
         return WebdatasetStream(files, Places(cache))
-    if has_own_reader(kind, files) or kind == "parquet":
+    if own_reader:
         return IndexedStream(open_file_source(config, kind, files, cache))
     dataset = load(config, kind, files, streaming=True)
     return ArrowStream(name, dataset, source_root(config, files))
