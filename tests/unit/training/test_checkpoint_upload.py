@@ -1,6 +1,8 @@
 """Copies of checkpoints in a store: whole or not there, found again, never in training's way."""
 
 import errno
+import hashlib
+import json
 import logging
 import random
 import shutil
@@ -14,8 +16,13 @@ from checkpoint_runs import build, everything, make_manager, same, saved, steps
 from torchmm.common.errors import CheckpointError
 from torchmm.data.storage import clients
 from torchmm.recipe.training_section import BestConfig
-from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems
-from torchmm.training.checkpoint.remote import RemoteCheckpoints, StoreError, step_of_folder
+from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
+from torchmm.training.checkpoint.remote import (
+    RemoteCheckpoints,
+    StoreError,
+    folder_of,
+    step_of_folder,
+)
 from torchmm.training.checkpoint.upload import share
 
 logger = logging.getLogger("test_checkpoint_upload")
@@ -131,6 +138,25 @@ def test_stores_with_addresses(tmp_path, address, object_server):
     assert [step_of_folder(name) for name in found] == [4, 3]
 
 
+@pytest.mark.parametrize("place", ["file://{}/sp%20ace", "file://localhost{}/sp%20ace", "~/sp ace"])
+def test_upload_to_local_address_uses_directory(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    address = place.format(tmp_path)
+    last = Machine(tmp_path / "a", address).save(1, 2)
+    assert committed(tmp_path / "sp ace") == [2, 1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "sp ace"]
+    step, found = Machine(tmp_path / "b", address).resume()
+    assert step == 2 and same(found, last)
+
+
+@pytest.mark.parametrize("address", ["{}", "file://{}"])
+def test_resume_accepts_copy_in_directory(machines, store, address):
+    machines().save(1, 2)
+    named = address.format(folder(store, 1))
+    assert machines().resume(resume=named)[0] == 1
+
+
 def test_what_is_here_is_not_fetched(machines, store, monkeypatch):
     machine = machines()
     last = machine.save(1, 2)
@@ -241,6 +267,31 @@ def test_a_newer_format_stops_the_start_and_stays(machines, store):
     first.save(10, 11, 12, keep=1)
     assert committed(store) == [12, 9]
     assert (newer / "index.json").exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", "address"])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_fetch_of_unsafe_name_writes_nothing(machines, store, tmp_path, resume, absolute):
+    machines().save(1, 2)
+    other = machines()
+    planted = other.run_dir.parent / "planted.py"
+    name = str(planted) if absolute else "../../../planted.py"
+    code = b"raise SystemExit(1)"
+    entry = {"bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
+    hostile = shutil.copytree(folder(store, 2), tmp_path / "step-2")
+    shutil.rmtree(folder(store, 2))
+    rewrite(hostile, files={**read_manifest(hostile)["files"], name: entry})
+    (hostile / "planted.py").write_bytes(code)
+    manifest = json.loads((hostile / MANIFEST_NAME).read_bytes())
+    manifest.pop("manifest_sha256")
+    hostile = hostile.rename(store / "run" / folder_of(manifest))
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    if resume == "auto":
+        assert other.resume()[0] == 1
+    else:
+        with pytest.raises(CheckpointError, match="names the file"):
+            other.resume(resume=f"{store.as_uri()}/run/{hostile.name}")
+    assert not planted.exists()
 
 
 class Gate:

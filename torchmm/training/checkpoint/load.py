@@ -79,7 +79,7 @@ def load_verified(
     prefix = rng_prefix(group)
     manifest = read_manifest(path)
     index = read_index(path)
-    saved = read_json(path / STATE_NAME)
+    saved = _read_state(path)
     tensors = model_tensors(model)
     optimizer_state: OptimizerState = {}
     trainable: list[str] | None = None
@@ -116,6 +116,17 @@ def load_verified(
     _tell_what_is_another(path, manifest, facts, bool(rng), logger)
     rng = {name.removeprefix(prefix): value for name, value in rng.items()}
     return Restored(path, manifest["step"], saved["state"], rng or None)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return state.json; raise CheckpointError if it is not that of a checkpoint."""
+    saved = read_json(path / STATE_NAME)
+    kinds = {"state": dict, "trainable": list}
+    if not isinstance(saved, dict) or any(
+        not isinstance(saved.get(key), kind) for key, kind in kinds.items()
+    ):
+        raise CheckpointError(f"{path / STATE_NAME} is not the state of a run")
+    return saved
 
 
 def _tell_what_is_another(

@@ -31,7 +31,7 @@ from torchmm.common.errors import CheckpointError, DataError
 from torchmm.common.files import naming_the_file
 from torchmm.data.storage.addresses import split_address, without_secrets
 from torchmm.data.storage.clients import THIS_MACHINE, MissingError, StoreClient
-from torchmm.recipe.data_section import is_address
+from torchmm.recipe.data_section import is_address, local_path
 from torchmm.training.checkpoint.manifest import (
     MANIFEST_NAME,
     NewerFormatError,
@@ -56,15 +56,18 @@ class RemoteCheckpoints:
     """The checkpoints of one run in a store.
 
     Args:
-        address: of the folder that theirs are in: `s3://bucket/runs/NAME`, or a path.
+        address: Folder of the checkpoints: `s3://bucket/runs/NAME`, `file:///PATH` or a path.
         give_up_s: seconds after which a request that still fails is given up.
 
     Raises:
         ConfigError: the library that reads it is not installed.
+        ValueError: It is a `file://` address of another host.
     """
 
     def __init__(self, address: str, give_up_s: float, logger: logging.Logger) -> None:
-        place = address if is_address(address) else f"{THIS_MACHINE}{Path(address).absolute()}"
+        place = address
+        if not is_address(address):
+            place = f"{THIS_MACHINE}{local_path(address).absolute()}"
         where = split_address(place)
         self.address = without_secrets(address)
         self._path = where.path
@@ -255,6 +258,12 @@ class RemoteCheckpoints:
 def folder_of(manifest: dict[str, Any]) -> str:
     """What the folder of a checkpoint is called."""
     return f"step-{manifest['step']}-{digest_of(manifest)[:12]}"
+
+
+def is_in_store(address: str) -> bool:
+    """Return True if `checkpoint.resume` names a copy in a store, also one in a local directory."""
+    name = address.rstrip("/").rpartition("/")[2]
+    return is_address(address) or _FOLDER.fullmatch(name) is not None
 
 
 def step_of_folder(folder: str) -> int:
