@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from torchmm.common.log import make_console
 from torchmm.training.page.contents import RunContents, read_run
 from torchmm.training.page.pages import comparison_page
 from torchmm.training.page.sections import comparison, recipe_differences
@@ -31,7 +32,7 @@ def main() -> int:
             print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
             return 2
         runs.append(read_run(run_dir))
-    console = Console()
+    console = make_console()
     print_comparison(console, runs)
     arguments.output.write_text(comparison_page(runs), encoding="utf-8", errors="replace")
     console.print(f"curves: {arguments.output}", highlight=False)
