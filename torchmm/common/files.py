@@ -28,6 +28,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
+_COPY_BYTES = 16 << 20
 _UNSAFE_PARTS = ("", ".", "..")
 _UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]|^[A-Za-z]:")
 
@@ -78,6 +79,14 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _copy_synced(source: Path, target: Path) -> None:
+    size_bytes = source.stat().st_size
+    with source.open("rb") as read, naming_the_file(target, size_bytes), target.open("xb") as file:
+        shutil.copyfileobj(read, file, _COPY_BYTES)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 @contextmanager
 def naming_the_file(path: Path, size_bytes: int) -> Iterator[None]:
     """Adds to a write error what Python leaves out when a buffer is flushed: file and sizes."""
@@ -89,11 +98,18 @@ def naming_the_file(path: Path, size_bytes: int) -> Iterator[None]:
         raise OSError(error.errno, reason, str(path)) from error
 
 
-def replace_atomically(path: Path, data: bytes) -> None:
-    """Writes `path` by renaming a finished file over it; its directory must exist."""
+def replace_atomically(path: Path, content: bytes | Path) -> None:
+    """Write `path` by renaming a finished and synced file over it; its directory must exist.
+
+    Args:
+        content: Bytes, or the file to copy.
+    """
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        write_synced(temporary, data)
+        if isinstance(content, bytes):
+            write_synced(temporary, content)
+        else:
+            _copy_synced(content, temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

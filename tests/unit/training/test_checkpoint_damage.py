@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_damage import damage, rewrite
+from checkpoint_damage import FullDisk, damage, rewrite
 from checkpoint_runs import build, saved, steps
 
 from torchmm.common.errors import CheckpointError
@@ -248,21 +248,6 @@ def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
         checkpoint.write_manifest(path, [*files, entry], manifest)
     assert len(find_problems(path)) == 1 and name in find_problems(path)[0]
     assert first.resume(*build()).step == 1
-
-
-class FullDisk:
-    """Stands in for `Path.open`: what is written to files named `name` goes to /dev/full."""
-
-    def __init__(self, name: str, monkeypatch) -> None:
-        real = Path.open
-
-        def patched(path, mode="r", *args, **kwargs):
-            full = "x" in mode and path.name.startswith(name)
-            if not full:
-                return real(path, mode, *args, **kwargs)
-            return real(Path("/dev/full"), "wb", buffering=0)
-
-        monkeypatch.setattr(Path, "open", patched)
 
 
 @pytest.mark.parametrize("file", ["rank-", "index.json", "state.json", "MANIFEST.json"])

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_damage import damage, rewrite
+from checkpoint_damage import FullDisk, damage, rewrite
 from checkpoint_runs import build, everything, make_manager, same, saved, steps
 
 from torchmm.common.errors import CheckpointError
@@ -361,6 +361,99 @@ def test_a_full_store_is_told_and_training_goes_on(
     manager._uploads.wait()
     assert committed(store) == [3, 1] and manager.complaint == ""
     assert steps(machine.run_dir)[-3:] == ["step-1", "step-2", "step-3"]
+
+
+def test_full_disk_leaves_no_manifest(machines, store, monkeypatch):
+    """The disk is full when the manifest is written; the next start has room again."""
+    machine = machines()
+    machine.save(1)
+    with monkeypatch.context() as context:
+        FullDisk(f".{MANIFEST_NAME}", context)
+        manager = machine.manager(keep=3)
+        last = saved(manager, 2)
+        manager._uploads.wait()
+        assert "No space left on device" in manager.complaint
+        machine.leave()
+    assert {p.name for p in folder(store, 2).iterdir()} == {
+        "index.json", "state.json", "rank-00000.safetensors"
+    }  # fmt: skip
+    assert committed(store) == [1]
+    assert machine.resume()[0] == 2
+    assert committed(store) == [2, 1]
+    step, found = machines().resume()
+    assert step == 2 and same(found, last)
+
+
+def test_failed_commit_removes_incomplete_manifest(tmp_path, monkeypatch):
+    """As of a file system that keeps what was written before an error."""
+    real = clients._Filesystem.write
+
+    def write(filesystem, path, content):
+        if path.endswith(MANIFEST_NAME):
+            real(filesystem, path, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(filesystem, path, content)
+
+    monkeypatch.setattr(clients._Filesystem, "write", write)
+    machine = Machine(tmp_path, "memory://torn")
+    machine.save(1)
+    assert RemoteCheckpoints("memory://torn/run", 1.0, logger).committed() == []
+
+
+@pytest.mark.parametrize(
+    "damaged", ["no manifest", "empty manifest", "cut manifest", "other manifest", "short file"]
+)
+def test_damaged_copy_is_made_again_at_start(machines, store, damaged):
+    machine = machines()
+    last = machine.save(1, 2)
+    place = folder(store, 2)
+    manifest = place / MANIFEST_NAME
+    good = {p.name: p.read_bytes() for p in place.iterdir()}
+    if damaged == "no manifest":
+        manifest.unlink()
+    elif damaged == "empty manifest":
+        manifest.write_bytes(b"")
+    elif damaged == "cut manifest":
+        manifest.write_bytes(good[MANIFEST_NAME][:-1])
+    elif damaged == "other manifest":
+        shutil.copy(folder(store, 1) / MANIFEST_NAME, manifest)
+    else:
+        (place / "index.json").write_bytes(good["index.json"][:-1])
+    (place / ".index.json.0123").write_bytes(b"of a process that was killed")
+    assert machine.resume()[0] == 2
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == good
+    step, found = machines().resume()
+    assert step == 2 and same(found, last)
+
+
+def test_whole_copy_is_not_made_again(machines, store, monkeypatch):
+    machine = machines()
+    machine.save(1, 2)
+    monkeypatch.setattr(RemoteCheckpoints, "put", None)
+    assert machine.resume()[0] == 2
+
+
+class DyingWrite:
+    """Ends the process in the middle of copying a file."""
+
+    def __init__(self, monkeypatch) -> None:
+        def copy(source, target, length=0):
+            target.write(source.read(100))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("torchmm.common.files.shutil.copyfileobj", copy)
+
+
+def test_interrupted_write_keeps_old_object(store, monkeypatch, tmp_path):
+    client = clients.StoreClient(clients.THIS_MACHINE, 1.0)
+    path = str(store / "object").lstrip("/")
+    client.write(path, b"old")
+    (tmp_path / "new").write_bytes(bytes(1000))
+    DyingWrite(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        client.write(path, tmp_path / "new")
+    assert [p.name for p in store.iterdir()] == ["object"]
+    assert (store / "object").read_bytes() == b"old"
 
 
 def test_figures_are_of_what_ended(machines, store):
