@@ -323,8 +323,8 @@ class Float8Config(Section):
 
 
 class CompileConfig(Section):
-    """torch.compile. Compiled code is kept in `compile_cache/` in the run directory, or where the
-    environment variable TORCHINDUCTOR_CACHE_DIR says."""
+    """torch.compile. Compiled code is kept in `~/.cache/torchmm/compile/`, or in the directory that
+    the environment variable TORCHINDUCTOR_CACHE_DIR names."""
 
     enabled: bool = False
     """Compile every layer."""

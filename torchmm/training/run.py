@@ -81,7 +81,7 @@ def train(recipe: Recipe) -> int:
             if rank == 0:
                 ends.enter_context(own_registry(recipe.data.producers))
             reserve_hardware_queues()
-            keep_compiled_code(run_dir / "compile_cache")
+            keep_compiled_code()
             log_to_console(make_console(), rank)
             run, model, tokenizer = _before_ranks_meet(recipe, world_size)
             if rank == 0:

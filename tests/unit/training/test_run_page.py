@@ -5,9 +5,11 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,20 @@ def test_page_skips_values_of_other_types(
             assert "Curves" in run_page(read_run(run_dir))
             assert comparison_page([read_run(run_dir)] * 2)
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["a; touch owned", "$(touch owned)", "-rf", "a\nb", "a'b"])
+def test_page_commands_quote_directory(tmp_path: Path, monkeypatch, name: str) -> None:
+    made_run(tmp_path / name, 0.01)
+    monkeypatch.chdir(tmp_path)
+    page = run_page(read_run(Path(name)))
+    commands = [
+        unescape(text) for text in re.findall(r"<pre>((?:torchrun|python) .*?)</pre>", page, re.S)
+    ]
+    assert len(commands) == 6 and "read recipe.toml before you start it" in page
+    for command in commands:
+        words = [word.removesuffix("/recipe.toml") for word in shlex.split(command)]
+        assert (f"./{name}" if name.startswith("-") else name) in words
 
 
 MARKUP = "[/b]x [red]y :boom:"

@@ -19,6 +19,7 @@ import json
 import math
 import mmap
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -134,7 +135,7 @@ def push(directory: Path, name: str, private: bool) -> str:
         text = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{directory} was not uploaded to {name}: {text}. It is complete; set HF_TOKEN to a "
-            f"token that may write there, and run `hf upload {name} {directory}`"
+            f"token that may write there, and run `hf upload {name} {shlex.quote(str(directory))}`"
         ) from error
     return str(repository)
 

@@ -28,6 +28,11 @@ SHOWN_SAMPLES = 24
 SHOWN_STEPS = 6
 """At which a sample's text is shown: the first and the newest."""
 GIB = 2.0**30
+RECIPE_WARNING = (
+    "If somebody else made this directory, read recipe.toml before you start it. A recipe names "
+    "files to read and to write, addresses that checkpoints are sent to, and the program of "
+    "validation.benchmarks."
+)
 
 
 @dataclass(frozen=True)
@@ -292,8 +297,9 @@ def recipe_of(run: RunContents) -> str:
 
 
 def commands_of(run: RunContents) -> str:
-    """How to go on."""
-    place = shlex.quote(str(run.directory))
+    """Return commands that use the run. Names of directories are quoted for a shell."""
+    directory = str(run.directory)
+    place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
     lines = {
         "go on from the newest checkpoint, with the same command or": (
             f"torchrun --nproc-per-node N train.py --config {place}/recipe.toml"
@@ -304,7 +310,7 @@ def commands_of(run: RunContents) -> str:
         "lay it beside another run": f"python scripts/compare_runs.py {place} OTHER",
         "make this page again": f"python scripts/show_run.py {place} --page",
     }
-    return "".join(
+    return f"<p>{escape(RECIPE_WARNING)}</p>" + "".join(
         f"<p>{escape(what)}</p><pre>{escape(command)}</pre>" for what, command in lines.items()
     )
 
