@@ -49,6 +49,7 @@ from torchmm.training.checkpoint.load import (
     Restored,
     as_checkpoint_error,
     bullets,
+    installed_versions,
     load_verified,
     rng_prefix,
 )
@@ -121,6 +122,7 @@ class CheckpointManager:
             "recipe_sha256": recipe_sha256,
             "recipe": recipe or {},
             "torch": str(torch.__version__),
+            "versions": installed_versions(),
             "world_size": self._group.size,
         }
         options = StagingOptions(

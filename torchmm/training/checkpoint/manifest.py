@@ -133,7 +133,7 @@ def _validate_content(manifest: dict[str, Any], file: str) -> None:
         raise CheckpointError(f"{file}: step = {manifest['step']} is negative")
     for name, entry in manifest["files"].items():
         _validate_entry(name, entry, file)
-    for key in ("figures", "recipe"):
+    for key in ("figures", "recipe", "versions"):
         if not isinstance(manifest.get(key, {}), dict):
             raise CheckpointError(f"{file}: {key} is not an object")
     for key, value in manifest.get("figures", {}).items():
