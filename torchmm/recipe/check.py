@@ -86,7 +86,8 @@ def _check_run(recipe: Recipe) -> Problems:
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
     yield from _check_resume(checkpoint.resume)
-    upload, staging = checkpoint.upload, checkpoint.staging
+    upload = checkpoint.upload
+    staging = checkpoint.staging
     if upload is not None:
         yield from _check_upload(upload)
     elif staging is not None:

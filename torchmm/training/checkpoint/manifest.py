@@ -150,7 +150,8 @@ def _validate_entry(name: str, entry: Any, file: str) -> None:
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
         raise CheckpointError(f"{file}: {name!a} is not the name of a file of a checkpoint")
     try:
-        size, digest = entry["bytes"], entry["sha256"]
+        size = entry["bytes"]
+        digest = entry["sha256"]
         valid = type(size) is int and size >= 0 and _SHA256.fullmatch(digest) is not None
     except (KeyError, TypeError):
         valid = False

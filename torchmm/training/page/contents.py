@@ -61,7 +61,9 @@ class GeneratedText:
     @classmethod
     def of(cls, entry: Any) -> GeneratedText:
         """Return an entry of samples.json; raise an error of `_ODD` if it has other types."""
-        step, index, picture = entry["step"], entry["index"], entry.get("picture")
+        step = entry["step"]
+        index = entry["index"]
+        picture = entry.get("picture")
         if not _is_count(step) or not _is_count(index):
             raise ValueError("step and index must be integers >= 0")
         if picture is not None:

@@ -98,8 +98,15 @@ class RunFiles:
     def _sample(self, entry: GeneratedText) -> Sample:
         picture = self._run_dir / SAMPLES_FOLDER / (entry.picture or "")
         shown = picture if picture.is_file() and not picture.is_symlink() else None
-        texts = (entry.prompt, entry.truth, entry.generated)
-        return Sample(entry.step, entry.source, entry.index, shown, *texts)
+        return Sample(
+            entry.step,
+            entry.source,
+            entry.index,
+            shown,
+            entry.prompt,
+            entry.truth,
+            entry.generated,
+        )
 
 
 def _step(name: str) -> int:
