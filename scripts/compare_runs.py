@@ -31,7 +31,11 @@ def main() -> int:
         if not (run_dir / "metrics.jsonl").exists():
             print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
             return 2
-        runs.append(read_run(run_dir))
+        try:
+            runs.append(read_run(run_dir))
+        except OSError as error:
+            print(f"{run_dir}: {error}", file=sys.stderr)
+            return 2
     console = make_console()
     print_comparison(console, runs)
     arguments.output.write_text(comparison_page(runs), encoding="utf-8", errors="replace")

@@ -43,10 +43,14 @@ def main() -> int:
         print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
         return 2
     console = make_console()
-    if arguments.page:
-        console.out(write_run_page(run_dir), highlight=False)
-        return 0
-    run = read_run(run_dir)
+    try:
+        if arguments.page:
+            console.out(write_run_page(run_dir), highlight=False)
+            return 0
+        run = read_run(run_dir)
+    except OSError as error:
+        print(f"{run_dir}: {error}", file=sys.stderr)
+        return 2
     _show_captions(console, run)
     _show_loss(console, run)
     _show_scores(console, run)

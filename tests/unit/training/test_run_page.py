@@ -129,11 +129,17 @@ def test_page_follows_no_link_outside(run_dir: Path, tmp_path: Path, file: str) 
     assert page.count("data:image/svg+xml") == 1
 
 
-def test_run_with_linked_metrics_is_rejected(run_dir: Path, tmp_path: Path) -> None:
+def test_run_with_linked_metrics_is_rejected(
+    run_dir: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
     (run_dir / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
     (run_dir / "metrics.jsonl").symlink_to(tmp_path / "metrics.jsonl")
     with pytest.raises(FileNotFoundError, match="is a link to a file outside"):
         read_run(run_dir)
+    for script, arguments in ((show_run, []), (show_run, ["--page"]), (compare_runs, [run_dir])):
+        monkeypatch.setattr(sys, "argv", ["script", str(run_dir), *map(str, arguments)])
+        assert script.main() == 2
+        assert "is a link to a file outside" in capsys.readouterr().err
 
 
 ODD_VALUES = [None, True, -1, 1e999, 10**400, "x", [], [[1]], {}, {"a": {"b": 1}}]

@@ -276,14 +276,24 @@ def _fill(target: Tensor, file: BinaryIO, place: _Place) -> None:
 
 
 def _places_in(file: Path) -> dict[str, _Place]:
-    """From the header of a safetensors file."""
+    """Return the places of the tensors of a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: The header is damaged.
+    """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: _Place(
-            8 + length + entry["data_offsets"][0], dtype_named(entry["dtype"]), entry["shape"]
-        )
-        for name, entry in header.items()
-    }
+        if length > file.stat().st_size:
+            raise CheckpointError(f"{file} has a header of {length} bytes, more than the file")
+        text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        return {
+            name: _Place(
+                8 + length + entry["data_offsets"][0], dtype_named(entry["dtype"]), entry["shape"]
+            )
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{file} has no header of safetensors: {error!r}") from None

@@ -68,9 +68,16 @@ class GeneratedText:
             raise ValueError("step and index must be integers >= 0")
         if picture is not None:
             require_relative_name(picture, SAMPLES_FILE)
-        texts = (str(entry.get(key, "")).strip() for key in ("prompt", "generated", "truth"))
-        references = tuple(str(text).strip() for text in entry.get("references") or ())
-        return cls(step, str(entry["source"]), index, *texts, references, picture)
+        return cls(
+            step,
+            str(entry["source"]),
+            index,
+            prompt=str(entry.get("prompt", "")).strip(),
+            generated=str(entry.get("generated", "")).strip(),
+            truth=str(entry.get("truth", "")).strip(),
+            references=tuple(str(text).strip() for text in entry.get("references") or ()),
+            picture=picture,
+        )
 
     @property
     def is_right(self) -> bool:
