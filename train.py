@@ -18,11 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 
-from rich.console import Console
-
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.common.processes import fork_server, launched
 from torchmm.recipe.read import dump_recipe, list_recipes, load_recipe
 
@@ -77,7 +75,7 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise
     # Imported late: a mistake in the recipe should not take the seconds torch needs to load.
     if arguments.dry_run:
-        log_to_console(Console(stderr=True), only_progress=True)
+        log_to_console(make_console(stderr=True), only_progress=True)
         with loading():
             from torchmm.planning.dry_run import describe_run
 
@@ -87,7 +85,7 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             told = describe_run(recipe, world_size, picture, command)
         print(told)
         return 0
-    log_to_console(Console(), launched().rank)
+    log_to_console(make_console(), launched().rank)
     if recipe.data.workers:
         fork_server()  # whose imports take as long as this process's, now beside them
     with loading():

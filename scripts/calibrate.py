@@ -20,10 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.common.processes import launched
 from torchmm.recipe.read import load_recipe
 
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The replacements of these collectives do not exist in the oldest supported torch.
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
-        log_to_console(Console(stderr=True), launched().rank or None, only_progress=True)
+        log_to_console(make_console(stderr=True), launched().rank or None, only_progress=True)
         if options.learn:
             profile = _learn(options)
         else:

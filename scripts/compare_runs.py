@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from torchmm.common.log import make_console
 from torchmm.training.page.contents import RunContents, read_run
 from torchmm.training.page.pages import comparison_page
 from torchmm.training.page.sections import comparison, recipe_differences
@@ -30,8 +31,12 @@ def main() -> int:
         if not (run_dir / "metrics.jsonl").exists():
             print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
             return 2
-        runs.append(read_run(run_dir))
-    console = Console()
+        try:
+            runs.append(read_run(run_dir))
+        except OSError as error:
+            print(f"{run_dir}: {error}", file=sys.stderr)
+            return 2
+    console = make_console()
     print_comparison(console, runs)
     arguments.output.write_text(comparison_page(runs), encoding="utf-8", errors="replace")
     console.print(f"curves: {arguments.output}", highlight=False)

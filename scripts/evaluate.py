@@ -24,11 +24,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.training_section import BenchmarksConfig, TrainingConfig, ValidationConfig
@@ -61,7 +60,7 @@ class Held(NamedTuple):
 def main() -> int:
     """Evaluates what the command line names."""
     arguments = _parser().parse_args()
-    log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(make_console(stderr=True), only_progress=True)
     try:
         target = _target(arguments.model, arguments.export)
         texts: list[GeneratedText] = []
@@ -198,7 +197,7 @@ def _show(evaluation: Evaluation) -> None:
     for name, value in evaluation.scores.items():
         source, _, kind = name.rpartition("/")
         table.add_row(source, kind, f"{value:.4f}", str(evaluation.samples.get(source, "")))
-    Console().print(table)
+    make_console().print(table)
 
 
 def _keep(

@@ -18,10 +18,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from torchmm.common.errors import CheckpointError, TorchmmError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.training.checkpoint.manifest import checkpoints_at, step_of
 
 
@@ -43,7 +41,7 @@ def main() -> int:
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to Hugging Face's hub")
     parser.add_argument("--private", action="store_true", help="if that is a new repository")
     arguments = parser.parse_args()
-    log_to_console(Console(stderr=True))
+    log_to_console(make_console(stderr=True))
     with loading():
         from transformers.utils.logging import disable_progress_bar
 

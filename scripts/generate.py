@@ -24,10 +24,8 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
-
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +41,7 @@ def main() -> int:
     """Writes what the command line asks for."""
     parser = _parser()
     arguments = parser.parse_args()
-    log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.common.dtypes import DTYPES
         from torchmm.training.text.opened import open_writer

@@ -33,10 +33,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, cast
 
-from rich.console import Console
-
 from torchmm.common.errors import ConfigError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data" / "emoji_scenes"
@@ -360,7 +358,7 @@ def _one_line(error: Exception) -> str:
 def main() -> int:
     """Runs the checks; 1 if a result is wrong."""
     options = _parse()
-    log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(make_console(stderr=True), only_progress=True)
     if options.attention:
         show_attention()
         return 0

@@ -14,11 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from torchmm.common.errors import TorchmmError
 from torchmm.common.files import make_writable_directory
-from torchmm.common.log import loading, log_to_console, worked, working
+from torchmm.common.log import loading, log_to_console, make_console, worked, working
 from torchmm.recipe.read import load_recipe
 
 
@@ -44,8 +42,8 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     recipe = load_recipe(options.config, overrides).recipe
     out = options.out or Path(recipe.output_dir) / recipe.name / "data"
     make_writable_directory(out)
-    console = Console()
-    log_to_console(Console(stderr=True), only_progress=True)
+    console = make_console()
+    log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         import transformers
 

@@ -15,11 +15,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         if value < (name == "--gpus"):
             raise ConfigError(f"{name} {value}: must be a positive number")
     device = options.device or recipe.simulation.device
-    log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.balance.costs.profiles import load_profile
         from torchmm.planning import placement_report as tables
@@ -82,7 +80,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     )
     with working(f"planning {devices} devices"):
         planned = plan_recipe(recipe, devices, profile, effort=1e6 * options.effort)
-    console = Console(width=170)
+    console = make_console(width=170)
     console.print(tables.unit_table(planned, profile.device.name))
     console.print(tables.certificate(planned.judged), soft_wrap=True)
     if options.placement == "auto":

@@ -32,10 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.data.prepare import manifest
 
 SPOKEN_LANGUAGES = ("es", "fr", "ro", "bg", "ru")
@@ -45,7 +43,7 @@ Prepare = Callable[[Path, Path, dict[str, Any]], None]
 def main() -> int:
     """Prepare what the command line names; returns the exit code."""
     arguments = parse_arguments()
-    log_to_console(Console())
+    log_to_console(make_console())
     with loading():
         import datasets
 

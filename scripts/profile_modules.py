@@ -18,11 +18,10 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.common.processes import launched
 from torchmm.recipe.read import load_recipe
 
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     # The replacements of these collectives do not exist in the oldest supported torch.
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
-        log_to_console(Console(stderr=True), launched().rank or None, only_progress=True)
+        log_to_console(make_console(stderr=True), launched().rank or None, only_progress=True)
         recipe = load_recipe(options.config, overrides).recipe
         with loading():
             import torch
@@ -71,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         dist.destroy_process_group()
     if first:
         save_trials(options.out, trials)
-        Console(width=120).print(trials_table(trials))
+        make_console(width=120).print(trials_table(trials))
         print(options.out)
     return 0
 

@@ -6,16 +6,14 @@ python scripts/show_run.py outputs/quickstart --page    # makes its index.html a
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from torchmm.training.evaluation.results import read
-from torchmm.training.page.contents import slowest_ranks
+from torchmm.common.log import make_console
+from torchmm.training.page.contents import Records, RunContents, read_run, slowest_ranks
 from torchmm.training.page.pages import write_run_page
 
 LABELS = {
@@ -44,50 +42,52 @@ def main() -> int:
     if not (run_dir / "metrics.jsonl").exists():
         print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
         return 2
-    console = Console()
-    if arguments.page:
-        console.print(write_run_page(run_dir), highlight=False)
-        return 0
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    _show_captions(console, run_dir)
-    _show_loss(console, records)
-    _show_scores(console, run_dir, records)
-    show_stragglers(console, records)
+    console = make_console()
+    try:
+        if arguments.page:
+            console.out(write_run_page(run_dir), highlight=False)
+            return 0
+        run = read_run(run_dir)
+    except OSError as error:
+        print(f"{run_dir}: {error}", file=sys.stderr)
+        return 2
+    _show_captions(console, run)
+    _show_loss(console, run)
+    _show_scores(console, run)
+    show_stragglers(console, run.records)
     _show_files(console, run_dir)
+    for note in run.skipped:
+        print(note, file=sys.stderr)
     return 0
 
 
-def _show_captions(console: Console, run_dir: Path) -> None:
-    file = run_dir / "samples.json"
-    samples = json.loads(file.read_text()) if file.exists() else []
-    if not samples:
+def _show_captions(console: Console, run: RunContents) -> None:
+    newest = [entries[-1] for entries in run.samples.values()]
+    if not newest:
         return
-    last = samples[-1]["step"]
+    last = max(sample.step for sample in newest)
     table = Table(title=f"Held-out images after step {last}", title_justify="left")
     table.add_column("the model wrote")
     table.add_column("the caption is")
-    for sample in samples:
-        if sample["step"] == last:
-            table.add_row(sample["generated"], sample["truth"])
+    for sample in newest:
+        if sample.step == last:
+            table.add_row(sample.generated, sample.truth)
     console.print(table)
 
 
-def _show_loss(console: Console, records: list[dict[str, Any]]) -> None:
-    first, last = records[0], records[-1]
-    console.print(
-        f"loss {first['loss']:.3f} (step {first['step']}) -> {last['loss']:.3f} "
-        f"(step {last['step']})"
-    )
-    validated = [r for r in records if r.get("validation_loss") is not None]
-    if validated:
-        losses = " -> ".join(f"{r['validation_loss']:.3f}" for r in validated)
-        console.print(f"held-out loss {losses}")
+def _show_loss(console: Console, run: RunContents) -> None:
+    losses = run.points("loss")
+    if losses:
+        (first, begin), (last, end) = losses[0], losses[-1]
+        console.print(f"loss {begin:.3f} (step {first}) -> {end:.3f} (step {last})")
+    if validated := run.points("validation_loss"):
+        console.print("held-out loss " + " -> ".join(f"{loss:.3f}" for _, loss in validated))
 
 
-def _show_scores(console: Console, run_dir: Path, records: list[dict[str, Any]]) -> None:
-    """The newest of the run's own, and those of exports."""
-    scored = [(f"step {r['step']}", r["scores"]) for r in records if r.get("scores")][-1:]
-    scored += [(evaluation.export, evaluation.scores) for evaluation in read(run_dir)]
+def _show_scores(console: Console, run: RunContents) -> None:
+    """Print the newest scores of the run, and those of its exports."""
+    scored = [(f"step {r['step']}", r["scores"]) for r in run.records if r.get("scores")][-1:]
+    scored += [(evaluation.export, evaluation.scores) for evaluation in run.evaluations]
     if not scored:
         return
     table = Table(title="Scores of held-out texts", title_justify="left")
@@ -99,7 +99,7 @@ def _show_scores(console: Console, run_dir: Path, records: list[dict[str, Any]])
     console.print(table)
 
 
-def show_stragglers(console: Console, records: list[dict[str, Any]]) -> None:
+def show_stragglers(console: Console, records: Records) -> None:
     """Ranks that were the slowest most often, over the run's quarters. Nothing for one rank."""
     found = slowest_ranks(records, SHOWN_RANKS)
     if found is None:

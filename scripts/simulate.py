@@ -12,9 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
-from torchmm.common.log import loading, log_to_console
+from torchmm.common.log import loading, log_to_console, make_console
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--schedule", nargs="+", default=[], metavar="NAME", help="or all (the recipe's)")
     add("--out", type=Path, metavar="DIR", help="write figures, pictures and traces there")
     options, overrides = parser.parse_known_args(arguments)
-    log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.planning.forecast_command import simulate_recipe
 

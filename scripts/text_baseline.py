@@ -14,11 +14,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.log import loading, log_to_console, working
+from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 
@@ -32,7 +31,7 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path, help="run directory of the trained model")
     parser.add_argument("--blind", type=Path, help="run directory of training with blank images")
     arguments = parser.parse_args()
-    log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(make_console(stderr=True), only_progress=True)
     try:
         rows = _losses(arguments.run_dir, arguments.blind)
     except TorchmmError as error:
@@ -44,7 +43,7 @@ def main() -> int:
     table.add_column("loss", justify="right")
     for model, images, loss in rows:
         table.add_row(model, images, f"{loss:.3f}")
-    Console().print(table)
+    make_console().print(table)
     return 0
 
 

@@ -12,10 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from torchmm.common.errors import CheckpointError
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import log_to_console, make_console, working
 from torchmm.training.checkpoint.manifest import (
     NewerFormatError,
     checkpoints_at,
@@ -47,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     paths = parser.parse_args().paths
-    log_to_console(Console(stderr=True), only_progress=True)
+    log_to_console(make_console(stderr=True), only_progress=True)
     damaged = False
     for path in paths:
         checkpoints = checkpoints_at(path)

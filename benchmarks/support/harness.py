@@ -22,8 +22,9 @@ from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
+
+from torchmm.common.log import make_console
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def report(title: str, rows: Sequence[Row], json_file: Path | None) -> None:
         values = (_number(v) for v in (row.ours, row.baseline, row.paper, row.goal))
         met = {None: "", True: "yes", False: "no"}[row.met]
         table.add_row(row.case, row.metric, row.unit, *values, met)
-    Console(width=160).print(table)
+    make_console(width=160).print(table)
     if json_file is not None:
         write_rows(rows, json_file)
 

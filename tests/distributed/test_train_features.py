@@ -237,15 +237,25 @@ def test_compiled_code_gives_the_same_loss_and_is_kept(tmp_path, real_data, trai
     short["optimizer__warmup_steps"] = 0
     eager = records(train("eager", **short))[0]
     changes = {**short, "compile__enabled": "true", "compile__modules": '["llm"]'}
-    command = arguments(tmp_path / "compiled", real_data, **changes)
+    run_dir, cache = tmp_path / "compiled", tmp_path / "cache"
+    command = arguments(run_dir, real_data, **changes)
     for kept in (0, 1):  # the second run finds what the first has compiled
-        codes, output = train_server.run(command, tmp_path / f"log-{kept}", 1)
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        codes, output = train_server.run(command, tmp_path / f"log-{kept}", 1, **env)
         assert codes == [0], output
+        assert "compile_cache" not in {path.name for path in run_dir.iterdir()}
         assert re.search(rf"step 1: 1 graphs of layers compiled in .* s, {kept} of them", output)
         compiled = records(tmp_path / "compiled")[0]
         assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5)
         assert compiled["grad_norm"] == pytest.approx(eager["grad_norm"], rel=1e-5)
-    assert list((tmp_path / "compiled" / "compile_cache").rglob("*.so"))
+    assert list(cache.rglob("*.so"))
+    assert any(is_pickle(path) for path in cache.rglob("*")), "control"
+    assert not [path for path in run_dir.rglob("*") if is_pickle(path)]
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether a file begins like a pickle of protocol 2 or later."""
+    return path.is_file() and re.match(rb"\x80[\x02-\x05]", path.read_bytes()[:2]) is not None
 
 
 def test_print_config_and_dry_run(tmp_path, train_server):

@@ -40,3 +40,18 @@ def rewrite(path: Path, **facts) -> None:
     (path / "MANIFEST.json").unlink()
     merged = {**manifest, **facts}
     write_manifest(path, files, {k: v for k, v in merged.items() if v is not None})
+
+
+class FullDisk:
+    """Stands in for `Path.open`: what is written to files named `name` goes to /dev/full."""
+
+    def __init__(self, name: str, monkeypatch) -> None:
+        real = Path.open
+
+        def patched(path, mode="r", *args, **kwargs):
+            full = "x" in mode and path.name.startswith(name)
+            if not full:
+                return real(path, mode, *args, **kwargs)
+            return real(Path("/dev/full"), "wb", buffering=0)
+
+        monkeypatch.setattr(Path, "open", patched)

@@ -46,6 +46,17 @@ T = TypeVar("T")
 _logger = logging.getLogger("torchmm")
 
 
+def make_console(**options: Any) -> Console:
+    """Return a console that prints text as it is.
+
+    rich's own default reads `[/b]` and `:boom:` in names, paths and captions as markup.
+
+    Args:
+        options: Arguments of `rich.console.Console`.
+    """
+    return Console(markup=False, emoji=False, **options)
+
+
 def setup_logging(run_dir: Path, rank: int, console: Console) -> logging.Logger:
     """Make the run's logger.
 

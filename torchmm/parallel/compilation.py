@@ -8,8 +8,9 @@ host would compile for minutes in the middle of a run. Rejected: `dynamic=True`,
 how many features there are, too, and makes slower code; the compiler's own finding out, which takes
 a graph for each size that it sees change.
 
-Compiled code is kept in the run's directory (`keep_compiled_code`), so that a run that is resumed
-starts at once.
+Compiled code is kept in the user's cache directory (`keep_compiled_code`), so that a run that is
+resumed does not compile again. torch unpickles and executes what it finds there. Rejected: the run
+directory, which people pass on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmm.common.files import make_writable_directory
 from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel import torch_private
@@ -33,6 +35,8 @@ Forward = Callable[..., Any]
 MOST_GRAPHS = 2
 """Of a kind of layer in a run."""
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,22 @@ def mark_sizes(value: Any) -> None:
         mark_sizes([getattr(value, part.name) for part in fields(value)])
 
 
-def keep_compiled_code(directory: Path) -> None:
-    """Where this process finds and leaves compiled code, unless the user has said so."""
+def keep_compiled_code() -> None:
+    """Let torch keep compiled code in a private directory, unless the user has chosen another.
+
+    The directory is `torchmm/compile` in XDG_CACHE_HOME, or in `~/.cache`. If it cannot be written,
+    torch uses its own default, a directory of this user in the temporary directory.
+    """
     # torch itself sets the variable, when it first looks for its own directory.
-    if os.environ.get(CACHE_VARIABLE) in (None, torch_private.usual_code_cache()):
-        os.environ[CACHE_VARIABLE] = str(directory.absolute())
+    if os.environ.get(CACHE_VARIABLE) not in (None, torch_private.usual_code_cache()):
+        return
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        directory = Path(cache).expanduser().absolute() / "torchmm" / "compile"
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        make_writable_directory(directory)
+    except (OSError, RuntimeError) as error:  # no home directory, or a read-only one
+        logger.debug("compiled code is kept in %s: %s", torch_private.usual_code_cache(), error)
+        return
+    os.environ[CACHE_VARIABLE] = str(directory)

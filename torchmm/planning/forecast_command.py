@@ -8,11 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rich.console import Console
-
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.common.log import working
+from torchmm.common.log import make_console, working
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.placement import orchestrated
 from torchmm.planning.report import forecast_table, write_forecasts
@@ -57,7 +55,7 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
             forecasts = forecaster.forecast_all()
         else:
             forecasts = [forecaster.forecast(name) for name in names or [None]]
-    console = Console(width=150)
+    console = make_console(width=150)
     console.print(forecast_table(forecaster, forecasts))
     if options.out is not None:
         for file in write_forecasts(options.out, forecaster, forecasts):

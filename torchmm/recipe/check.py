@@ -29,6 +29,7 @@ from torchmm.recipe.data_section import (
     StageConfig,
     is_address,
     is_local,
+    local_path,
     secret_in,
     unique_names,
 )
@@ -84,21 +85,50 @@ def _check_run(recipe: Recipe) -> Problems:
 
 
 def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
-    resume = checkpoint.resume
+    yield from _check_resume(checkpoint.resume)
     upload = checkpoint.upload
+    staging = checkpoint.staging
+    if upload is not None:
+        yield from _check_upload(upload)
+    elif staging is not None:
+        text = "needs checkpoint.upload: what one node has on its own disk is no whole checkpoint"
+        yield Problem("checkpoint.staging", staging, text, ("checkpoint.upload",))
+    if staging is not None and is_address(staging):
+        text = "is an address; use a directory on the disk of each node"
+        yield Problem("checkpoint.staging", staging, text)
+    elif staging is not None:
+        yield from _local_directory("checkpoint.staging", staging)[1]
+
+
+def _check_resume(resume: str) -> Problems:
     if is_address(resume):
         yield from _check_address("checkpoint.resume", resume)
-    elif resume not in ("auto", "none") and not Path(resume).is_dir():
-        text = 'is no directory; use "auto", "none" or the directory of a checkpoint'
-        yield Problem("checkpoint.resume", resume, text)
-    if upload is not None:
-        yield from _check_address("checkpoint.upload", upload)
-        if not upload or set("*?[") & set(upload):
-            text = "is no folder: it is empty or has wildcards; name one"
-            yield Problem("checkpoint.upload", upload, text)
-    elif checkpoint.staging is not None:
-        text = "needs checkpoint.upload: what one node has on its own disk is no whole checkpoint"
-        yield Problem("checkpoint.staging", checkpoint.staging, text, ("checkpoint.upload",))
+    elif resume not in ("auto", "none"):
+        directory, problems = _local_directory("checkpoint.resume", resume)
+        yield from problems
+        if directory is not None and not directory.is_dir():
+            text = 'is no directory; use "auto", "none" or the directory of a checkpoint'
+            yield Problem("checkpoint.resume", resume, text)
+
+
+def _check_upload(upload: str) -> Problems:
+    yield from _check_address("checkpoint.upload", upload)
+    if not upload or set("*?[") & set(upload):
+        text = "is no folder: it is empty or has wildcards; name one"
+        yield Problem("checkpoint.upload", upload, text)
+    elif upload.lower().startswith("memory://"):
+        text = "ends with the process that writes to it; use a bucket or a directory"
+        yield Problem("checkpoint.upload", upload, text)
+    elif not is_address(upload):
+        yield from _local_directory("checkpoint.upload", upload)[1]
+
+
+def _local_directory(key: str, path: str) -> tuple[Path | None, list[Problem]]:
+    """Return the path that a value names, or None and why it names none."""
+    try:
+        return local_path(path), []
+    except ValueError as error:
+        return None, [Problem(key, path, str(error))]
 
 
 def _check_module_names(recipe: Recipe) -> Problems:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import Field
 
 from torchmm.recipe.section import Section
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
+_SCHEME = re.compile(r"(file|local|memory|s3a?|gc?s|az(ure)?|abfss?|hf|https?):", re.IGNORECASE)
 _SECRET = re.compile(r"sig|token|credential|key|secret|password", re.IGNORECASE)
 
 
@@ -185,6 +186,27 @@ def is_address(path: object) -> bool:
     """Whether it is the address of something elsewhere, not a path on this machine."""
     match = _ADDRESS.match(str(path))
     return match is not None and match[1].lower() != "file"
+
+
+def local_path(path: str) -> Path:
+    """Return the path that a path or a `file://` address names, with "~" expanded.
+
+    Raises:
+        ValueError: The address is on another host, the path looks like an address with one slash
+            too few, or the home directory is unknown.
+    """
+    match = _ADDRESS.match(path)
+    if match is not None:
+        host, _, rest = path[match.end() :].partition("/")
+        if match[1].lower() != "file" or host not in ("", "localhost"):
+            raise ValueError("names another host; use a path, or file:///PATH with three slashes")
+        return Path("/" + unquote(rest))
+    if scheme := _SCHEME.match(path):
+        raise ValueError(f"begins with {scheme[0]!r}; use {scheme[0]}//... or a path")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"cannot be expanded ({error}); use an absolute path") from None
 
 
 def secret_in(address: str) -> str | None:

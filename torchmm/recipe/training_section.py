@@ -240,11 +240,11 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write in the background while training continues."""
     upload: str | None = None
-    """Address (`s3://bucket/runs`, `gs://`, any that fsspec writes to) or directory, below which
-    committed checkpoints are copied, in a folder of the run's name; in the background, and only the
-    newest where the store is slower than they come. "auto" then resumes from there what is not
-    here, so machines need not share a disk. A copy that fails is logged and counted, and training
-    goes on."""
+    """Address of a store (`s3://bucket/runs`, `gs://`, any that fsspec writes to) or directory
+    (a path, `~/...` or `file:///...`). Committed checkpoints are copied below it in the background,
+    into a folder with the name of the run. If the store is slower than checkpoints are saved, only
+    the newest is copied. "auto" also resumes from these copies, so machines need not share a disk.
+    A copy that fails is logged and counted, and training continues."""
     staging: str | None = None
     """With `upload`: directory where checkpoints are written (below it, in a folder of the run's
     name), instead of the run directory. It may be on a disk of each node's own: every node copies
@@ -323,8 +323,8 @@ class Float8Config(Section):
 
 
 class CompileConfig(Section):
-    """torch.compile. Compiled code is kept in `compile_cache/` in the run directory, or where the
-    environment variable TORCHINDUCTOR_CACHE_DIR says."""
+    """torch.compile. Compiled code is kept in `~/.cache/torchmm/compile/`, or in the directory that
+    the environment variable TORCHINDUCTOR_CACHE_DIR names."""
 
     enabled: bool = False
     """Compile every layer."""

@@ -28,7 +28,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.common.files import replace_atomically
-from torchmm.common.log import setup_logging, working
+from torchmm.common.log import make_console, setup_logging, working
 from torchmm.common.module_names import LLM
 from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
@@ -222,7 +222,7 @@ def build_run(
         ConfigError, DataError, CheckpointError: what was asked for cannot be had.
     """
     recipe = run.recipe
-    console = Console()
+    console = make_console()
     mesh = build_run_mesh(run, device)
     logger = setup_logging(run_dir, mesh.rank, console)
     # First of all: nothing of a run that is alive may be overwritten.

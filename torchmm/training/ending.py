@@ -133,6 +133,10 @@ def read_status(run_dir: Path) -> Status | None:
     kinds = (known.get("state"), type(known.get("step")), type(known.get("rank")))
     if kinds[0] not in get_args(State) or kinds[1:] != (int, int):
         return None
+    if not isinstance(known.get("message", ""), str):
+        return None
+    if not isinstance(known.get("exit_code"), int | None):
+        return None
     return Status(**known)
 
 

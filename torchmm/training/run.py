@@ -16,12 +16,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.errors import EXIT_DONE, PeerError
 from torchmm.common.files import make_writable_directory
-from torchmm.common.log import log_to_console, working
+from torchmm.common.log import log_to_console, make_console, working
 from torchmm.common.processes import launched
 from torchmm.data.producers.engine import started_producers
 from torchmm.data.producers.registry import own_registry
@@ -82,8 +81,8 @@ def train(recipe: Recipe) -> int:
             if rank == 0:
                 ends.enter_context(own_registry(recipe.data.producers))
             reserve_hardware_queues()
-            keep_compiled_code(run_dir / "compile_cache")
-            log_to_console(Console(), rank)
+            keep_compiled_code()
+            log_to_console(make_console(), rank)
             run, model, tokenizer = _before_ranks_meet(recipe, world_size)
             if rank == 0:
                 specs = model.sample_specs(tokenizer)

@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from support.harness import Row
 from support.papers.paper_figures import Figure
+from torchmm.common.log import make_console
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -107,7 +107,7 @@ def show(section: Section) -> None:
         goal = "" if cell.goal is None else f"{cell.goal:g} %"
         numbers = (_shown(cell.ours), _shown(cell.figure.value), f"{cell.error_percent:+.1f} %")
         table.add_row(cell.figure.source, cell.figure.unit, *numbers, goal, cell.note)
-    Console(width=160).print(table)
+    make_console(width=160).print(table)
 
 
 def markdown(found: Sequence[Section], machine: str) -> str:

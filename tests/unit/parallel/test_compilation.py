@@ -5,6 +5,7 @@ not compiled.
 """
 
 import logging
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -175,13 +176,29 @@ def test_nothing_is_told_of_steps_that_compile_nothing(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("before", [None, "torch's", "the user's"])
-def test_code_is_kept_where_the_user_says(
-    before: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("home", ["HOME", "XDG_CACHE_HOME"])
+def test_compiled_code_is_kept_in_private_directory(
+    before: str | None, home: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(home, str(tmp_path))
     if before is not None:
         usual = torch_private.usual_code_cache()
         monkeypatch.setenv(CACHE_VARIABLE, usual if before == "torch's" else "/elsewhere")
-    keep_compiled_code(tmp_path / "compile_cache")
+    keep_compiled_code()
+    cache = tmp_path / (".cache" if home == "HOME" else "") / "torchmm/compile"
     kept = compilation.os.environ[CACHE_VARIABLE]
-    assert kept == ("/elsewhere" if before == "the user's" else str(tmp_path / "compile_cache"))
+    assert kept == ("/elsewhere" if before == "the user's" else str(cache))
+    if before != "the user's":
+        assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_compiled_code_without_home_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compiled_code()
+    assert CACHE_VARIABLE not in compilation.os.environ

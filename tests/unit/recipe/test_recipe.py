@@ -164,6 +164,33 @@ def test_the_default_recipe_loads_back_equal(write):
     assert load_recipe(write("default.toml", dump_recipe(Recipe()))).recipe == Recipe()
 
 
+@pytest.mark.parametrize(
+    ("upload", "fix"),
+    [
+        ("memory://bucket/runs", "use a bucket or a directory"),
+        ("file://host/runs", "use a path, or file:///PATH"),
+        ("file:/runs", "use file://... or a path"),
+        ("s3:/bucket/runs", "use s3://... or a path"),
+        ("~nobody-has-this-name/runs", "use an absolute path"),
+    ],
+)
+def test_upload_to_unusable_address_is_rejected(valid, upload, fix):
+    problem = one_problem(valid, "--checkpoint.upload", upload, world_size=1)
+    assert "checkpoint.upload" in problem and upload in problem and fix in problem
+
+
+def test_staging_at_address_is_rejected(valid):
+    options = ["--checkpoint.upload", "/copies", "--checkpoint.staging", "s3://bucket/runs"]
+    assert "use a directory" in one_problem(valid, *options, world_size=1)
+
+
+@pytest.mark.parametrize("place", ["{}", "file://{}", "file://localhost{}"])
+def test_resume_accepts_directory_as_address(valid, tmp_path, place):
+    load_recipe(valid, ["--checkpoint.resume", place.format(tmp_path)], 1)
+    missing = place.format(tmp_path / "missing")
+    assert "is no directory" in one_problem(valid, "--checkpoint.resume", missing, world_size=1)
+
+
 def test_a_valid_recipe_has_no_problems(valid):
     assert check_recipe(load_recipe(valid, [], 2).recipe, 2) == []
 

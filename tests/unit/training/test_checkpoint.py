@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
+from checkpoint_damage import rewrite
 from checkpoint_runs import (
     Model,
     build,
@@ -22,9 +24,43 @@ from torch import nn
 
 from torchmm.common.errors import CheckpointError
 from torchmm.common.rng import restore_rng
+from torchmm.training.checkpoint import load
 from torchmm.training.checkpoint import manager as checkpoint
+from torchmm.training.checkpoint.load import PACKAGES
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.checkpoint.manifest import find_problems, list_steps
+from torchmm.training.checkpoint.manifest import find_problems, list_steps, read_manifest
+
+
+@pytest.mark.parametrize("package", ["torch", *PACKAGES])
+def test_resume_with_other_version_is_logged(manager, tmp_path, caplog, package):
+    first = manager()
+    saved(first, 1)
+    path = tmp_path / "checkpoints/step-1"
+    assert first.resume(*build()).step == 1 and "other versions" not in caplog.text
+    versions = read_manifest(path)["versions"]
+    now = versions.get(package) or str(torch.__version__)
+    facts = {"versions": {**versions, package: "0.1"}} if package != "torch" else {"torch": "0.1"}
+    rewrite(path, **facts)
+    assert first.resume(*build()).step == 1
+    assert f"other versions of packages ({package} 0.1 -> {now})" in caplog.text
+
+
+def test_resume_without_package_is_logged(manager, tmp_path, caplog, monkeypatch):
+    first = manager()
+    saved(first, 1)
+    monkeypatch.setattr(load, "installed_versions", dict)
+    first.resume(*build())
+    assert f"pillow {version('pillow')} -> not installed" in caplog.text
+
+
+@pytest.mark.parametrize("data", [{"content": {"settings": {"transformers": "5.1"}}}, {}, [], None])
+def test_resume_of_older_checkpoint_compares_known_versions(manager, tmp_path, caplog, data):
+    first = manager()
+    first.save(1, *build(), {"data": data})
+    rewrite(tmp_path / "checkpoints/step-1", versions=None)
+    first.resume(*build())
+    assert caplog.text.count("transformers 5.1 -> ") == bool(data)
+    assert ("other versions" in caplog.text) == bool(data)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

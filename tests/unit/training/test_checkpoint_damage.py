@@ -2,15 +2,17 @@
 
 import errno
 import hashlib
+import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_damage import damage, rewrite
+from checkpoint_damage import FullDisk, damage, rewrite
 from checkpoint_runs import build, saved, steps
 
 from torchmm.common.errors import CheckpointError
@@ -134,6 +136,101 @@ def test_a_manifest_without_a_fact_is_damaged(manager, tmp_path, fact):
     assert first.resume(*build()).step == 1
 
 
+ENTRY = {"bytes": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "name", ["../../x", "/tmp/x", "a/b", "..", "", "a\\b", "C:x", "a\0", ".lock", "MANIFEST.json"]
+)
+def test_manifest_with_unsafe_name_is_rejected(manager, tmp_path, name):
+    first = manager(keep=2)
+    saved(first, 1, 2)
+    path = tmp_path / "checkpoints/step-2"
+    rewrite(path, files={**read_manifest(path)["files"], name: ENTRY})
+    (problem,) = find_problems(path)
+    assert str(path / "MANIFEST.json") in problem and "name" in problem
+    assert first.resume(*build()).step == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *([1, "0" * 64], "x", None, 3, {}, {"bytes": 1}, {"sha256": "0" * 64}),
+        *({**ENTRY, "bytes": value} for value in (-1, 1.0, True, "1", None)),
+        *({**ENTRY, "sha256": value} for value in ("0" * 63, "G" * 64, 3, None, ["0"] * 64)),
+    ],
+    ids=str,
+)
+def test_manifest_with_wrong_entry_is_rejected(manager, tmp_path, entry):
+    first = manager(keep=2)
+    saved(first, 1, 2)
+    path = tmp_path / "checkpoints/step-2"
+    rewrite(path, files={**read_manifest(path)["files"], "index.json": entry})
+    (problem,) = find_problems(path)
+    assert "the entry of index.json" in problem
+    assert first.resume(*build()).step == 1
+    saved(first, 3, 4)
+    assert "step-2" not in steps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"step": True}, {"step": -1}, {"figures": [1]}, {"figures": {"loss": "x"}}, {"recipe": []}],
+    ids=str,
+)
+def test_manifest_with_wrong_fact_is_rejected(manager, tmp_path, facts):
+    saved(manager(), 1)
+    path = tmp_path / "checkpoints/step-1"
+    rewrite(path, **facts)
+    assert next(iter(facts)) in find_problems(path)[0]
+
+
+def certify(path: Path, name: str, data: bytes) -> None:
+    """Replace a file of a checkpoint and list it in the manifest as its writer would."""
+    (path / name).write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(path, files={**read_manifest(path)["files"], name: entry})
+
+
+@pytest.mark.parametrize("file", ["../../other.safetensors", "/x.safetensors", "other", 3, None])
+def test_index_naming_unlisted_file_is_rejected(manager, tmp_path, file):
+    first = manager()
+    saved(first, 1)
+    path = tmp_path / "checkpoints/step-1"
+    shutil.copy(path / "rank-00000.safetensors", tmp_path / "other.safetensors")
+    index = json.loads((path / "index.json").read_bytes())
+    index["model.scale"]["chunks"][0]["file"] = file
+    certify(path, "index.json", json.dumps(index).encode())
+    with pytest.raises(CheckpointError, match=r"index\.json: model\.scale is in"):
+        first.load(path, *build())
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{}, [], {"dtype": "F31"}, {"shape": [-1]}, {"chunks": 3}, {"chunks": [{"file": []}]}],
+    ids=str,
+)
+def test_index_with_wrong_entry_is_rejected(manager, tmp_path, entry):
+    first = manager()
+    saved(first, 1)
+    path = tmp_path / "checkpoints/step-1"
+    index = json.loads((path / "index.json").read_bytes())
+    old = index["model.scale"]
+    index["model.scale"] = {**old, **entry} if entry else entry
+    certify(path, "index.json", json.dumps(index).encode())
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        first.load(path, *build())
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b'{"state": 1, "trainable": []}'])
+def test_state_with_wrong_content_is_rejected(manager, tmp_path, content):
+    first = manager()
+    saved(first, 1)
+    certify(tmp_path / "checkpoints/step-1", "state.json", content)
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        first.load(tmp_path / "checkpoints/step-1", *build())
+
+
 @pytest.mark.parametrize("name", ["MANIFEST.json", "state.json", "index.json"])
 def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
     """Also where the manifest vouches for them."""
@@ -151,21 +248,6 @@ def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
         checkpoint.write_manifest(path, [*files, entry], manifest)
     assert len(find_problems(path)) == 1 and name in find_problems(path)[0]
     assert first.resume(*build()).step == 1
-
-
-class FullDisk:
-    """Stands in for `Path.open`: what is written to files named `name` goes to /dev/full."""
-
-    def __init__(self, name: str, monkeypatch) -> None:
-        real = Path.open
-
-        def patched(path, mode="r", *args, **kwargs):
-            full = "x" in mode and path.name.startswith(name)
-            if not full:
-                return real(path, mode, *args, **kwargs)
-            return real(Path("/dev/full"), "wb", buffering=0)
-
-        monkeypatch.setattr(Path, "open", patched)
 
 
 @pytest.mark.parametrize("file", ["rank-", "index.json", "state.json", "MANIFEST.json"])

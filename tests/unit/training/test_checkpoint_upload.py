@@ -1,6 +1,8 @@
 """Copies of checkpoints in a store: whole or not there, found again, never in training's way."""
 
 import errno
+import hashlib
+import json
 import logging
 import random
 import shutil
@@ -8,14 +10,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_damage import damage, rewrite
+from checkpoint_damage import FullDisk, damage, rewrite
 from checkpoint_runs import build, everything, make_manager, same, saved, steps
 
 from torchmm.common.errors import CheckpointError
 from torchmm.data.storage import clients
 from torchmm.recipe.training_section import BestConfig
-from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems
-from torchmm.training.checkpoint.remote import RemoteCheckpoints, StoreError, step_of_folder
+from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
+from torchmm.training.checkpoint.remote import (
+    RemoteCheckpoints,
+    StoreError,
+    folder_of,
+    step_of_folder,
+)
 from torchmm.training.checkpoint.upload import share
 
 logger = logging.getLogger("test_checkpoint_upload")
@@ -131,6 +138,25 @@ def test_stores_with_addresses(tmp_path, address, object_server):
     assert [step_of_folder(name) for name in found] == [4, 3]
 
 
+@pytest.mark.parametrize("place", ["file://{}/sp%20ace", "file://localhost{}/sp%20ace", "~/sp ace"])
+def test_upload_to_local_address_uses_directory(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    address = place.format(tmp_path)
+    last = Machine(tmp_path / "a", address).save(1, 2)
+    assert committed(tmp_path / "sp ace") == [2, 1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "sp ace"]
+    step, found = Machine(tmp_path / "b", address).resume()
+    assert step == 2 and same(found, last)
+
+
+@pytest.mark.parametrize("address", ["{}", "file://{}"])
+def test_resume_accepts_copy_in_directory(machines, store, address):
+    machines().save(1, 2)
+    named = address.format(folder(store, 1))
+    assert machines().resume(resume=named)[0] == 1
+
+
 def test_what_is_here_is_not_fetched(machines, store, monkeypatch):
     machine = machines()
     last = machine.save(1, 2)
@@ -243,6 +269,31 @@ def test_a_newer_format_stops_the_start_and_stays(machines, store):
     assert (newer / "index.json").exists()
 
 
+@pytest.mark.parametrize("resume", ["auto", "address"])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_fetch_of_unsafe_name_writes_nothing(machines, store, tmp_path, resume, absolute):
+    machines().save(1, 2)
+    other = machines()
+    planted = other.run_dir.parent / "planted.py"
+    name = str(planted) if absolute else "../../../planted.py"
+    code = b"raise SystemExit(1)"
+    entry = {"bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
+    hostile = shutil.copytree(folder(store, 2), tmp_path / "step-2")
+    shutil.rmtree(folder(store, 2))
+    rewrite(hostile, files={**read_manifest(hostile)["files"], name: entry})
+    (hostile / "planted.py").write_bytes(code)
+    manifest = json.loads((hostile / MANIFEST_NAME).read_bytes())
+    manifest.pop("manifest_sha256")
+    hostile = hostile.rename(store / "run" / folder_of(manifest))
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    if resume == "auto":
+        assert other.resume()[0] == 1
+    else:
+        with pytest.raises(CheckpointError, match="names the file"):
+            other.resume(resume=f"{store.as_uri()}/run/{hostile.name}")
+    assert not planted.exists()
+
+
 class Gate:
     """Lets no file through to the store before it is opened."""
 
@@ -310,6 +361,99 @@ def test_a_full_store_is_told_and_training_goes_on(
     manager._uploads.wait()
     assert committed(store) == [3, 1] and manager.complaint == ""
     assert steps(machine.run_dir)[-3:] == ["step-1", "step-2", "step-3"]
+
+
+def test_full_disk_leaves_no_manifest(machines, store, monkeypatch):
+    """The disk is full when the manifest is written; the next start has room again."""
+    machine = machines()
+    machine.save(1)
+    with monkeypatch.context() as context:
+        FullDisk(f".{MANIFEST_NAME}", context)
+        manager = machine.manager(keep=3)
+        last = saved(manager, 2)
+        manager._uploads.wait()
+        assert "No space left on device" in manager.complaint
+        machine.leave()
+    assert {p.name for p in folder(store, 2).iterdir()} == {
+        "index.json", "state.json", "rank-00000.safetensors"
+    }  # fmt: skip
+    assert committed(store) == [1]
+    assert machine.resume()[0] == 2
+    assert committed(store) == [2, 1]
+    step, found = machines().resume()
+    assert step == 2 and same(found, last)
+
+
+def test_failed_commit_removes_incomplete_manifest(tmp_path, monkeypatch):
+    """As of a file system that keeps what was written before an error."""
+    real = clients._Filesystem.write
+
+    def write(filesystem, path, content):
+        if path.endswith(MANIFEST_NAME):
+            real(filesystem, path, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(filesystem, path, content)
+
+    monkeypatch.setattr(clients._Filesystem, "write", write)
+    machine = Machine(tmp_path, "memory://torn")
+    machine.save(1)
+    assert RemoteCheckpoints("memory://torn/run", 1.0, logger).committed() == []
+
+
+@pytest.mark.parametrize(
+    "damaged", ["no manifest", "empty manifest", "cut manifest", "other manifest", "short file"]
+)
+def test_damaged_copy_is_made_again_at_start(machines, store, damaged):
+    machine = machines()
+    last = machine.save(1, 2)
+    place = folder(store, 2)
+    manifest = place / MANIFEST_NAME
+    good = {p.name: p.read_bytes() for p in place.iterdir()}
+    if damaged == "no manifest":
+        manifest.unlink()
+    elif damaged == "empty manifest":
+        manifest.write_bytes(b"")
+    elif damaged == "cut manifest":
+        manifest.write_bytes(good[MANIFEST_NAME][:-1])
+    elif damaged == "other manifest":
+        shutil.copy(folder(store, 1) / MANIFEST_NAME, manifest)
+    else:
+        (place / "index.json").write_bytes(good["index.json"][:-1])
+    (place / ".index.json.0123").write_bytes(b"of a process that was killed")
+    assert machine.resume()[0] == 2
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == good
+    step, found = machines().resume()
+    assert step == 2 and same(found, last)
+
+
+def test_whole_copy_is_not_made_again(machines, store, monkeypatch):
+    machine = machines()
+    machine.save(1, 2)
+    monkeypatch.setattr(RemoteCheckpoints, "put", None)
+    assert machine.resume()[0] == 2
+
+
+class DyingWrite:
+    """Ends the process in the middle of copying a file."""
+
+    def __init__(self, monkeypatch) -> None:
+        def copy(source, target, length=0):
+            target.write(source.read(100))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("torchmm.common.files.shutil.copyfileobj", copy)
+
+
+def test_interrupted_write_keeps_old_object(store, monkeypatch, tmp_path):
+    client = clients.StoreClient(clients.THIS_MACHINE, 1.0)
+    path = str(store / "object").lstrip("/")
+    client.write(path, b"old")
+    (tmp_path / "new").write_bytes(bytes(1000))
+    DyingWrite(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        client.write(path, tmp_path / "new")
+    assert [p.name for p in store.iterdir()] == ["object"]
+    assert (store / "object").read_bytes() == b"old"
 
 
 def test_figures_are_of_what_ended(machines, store):

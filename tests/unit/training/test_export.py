@@ -34,7 +34,12 @@ from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports import checkpoint as exporting
 from torchmm.training.exports import place
-from torchmm.training.exports.checkpoint import CheckpointWeights, export_checkpoint, recipe_of
+from torchmm.training.exports.checkpoint import (
+    CheckpointWeights,
+    _places_in,
+    export_checkpoint,
+    recipe_of,
+)
 from torchmm.training.exports.place import clear_unfinished, scratch_directory, whole_directory
 from torchmm.training.exports.write import Trained, write_export
 
@@ -479,3 +484,14 @@ def test_an_export_is_pushed_and_stays_if_the_hub_refuses(saved, tmp_path, monke
         text = capsys.readouterr().err
         assert f"was not uploaded to me/mine: {error}" in text and "HF_TOKEN" in text
         assert (tmp_path / f"kept{error}" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"{", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F31"}}', b'{"a": {"dtype": []}}']
+)
+@pytest.mark.parametrize("length", [None, 1 << 63])
+def test_damaged_safetensors_header_is_rejected(tmp_path, header, length):
+    file = tmp_path / "rank-00000.safetensors"
+    file.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors has "):
+        _places_in(file)

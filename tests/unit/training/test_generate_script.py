@@ -154,7 +154,7 @@ def test_until_the_first_word_it_says_that_what_was_asked_is_read(
 ) -> None:
     """And then nothing else between the words."""
     told = io.StringIO()
-    monkeypatch.setattr(script, "Console", lambda **_: Console(file=told))
+    monkeypatch.setattr(script, "make_console", lambda **_: Console(file=told))
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
     logits = Pipeline.next_token_logits

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torchmm.training.evaluation.results import Evaluation, append
+from torchmm.training.page.contents import RunContents
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/show_run.py"))
 
@@ -42,7 +43,7 @@ def test_the_newest_scores_of_a_run_and_those_of_exports_are_shown(tmp_path):
     ]
     append(tmp_path, Evaluation("hf-ema", 4, {"vqa/cider": 1.75}, {"vqa": 8}))
     console = Console(file=io.StringIO(), width=120)
-    SCRIPT["_show_scores"](console, tmp_path, records)
+    SCRIPT["_show_scores"](console, RunContents(tmp_path, records, {}))
     rows = [line.replace("│", "").split() for line in console.file.getvalue().splitlines()]
     assert ["step", "4", "vqa/exact_match", "0.5000"] in rows
     assert ["hf-ema", "vqa/cider", "1.7500"] in rows

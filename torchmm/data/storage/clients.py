@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import fsspec
 
 from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.files import replace_atomically, sync_directory
 from torchmm.data.storage.addresses import split_address, without_secrets
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https")
@@ -156,18 +157,21 @@ class StoreClient:
                 raise ConnectionError(f"{len(data)} bytes came instead of {end - start}")
             return data
 
+        if start == end:  # stores reject such a request
+            return b""
         data = self._repeat(path, read)
         self.bytes_read += len(data)
         return data
 
     def write(self, path: str, content: bytes | Path) -> None:
-        """Makes an object of bytes or of a file of this machine, in the place of what was there.
+        """Write bytes or a local file to an object, replacing the object of this name.
 
-        Objects of buckets appear as a whole or not at all; what else fsspec opens may show a half.
+        Objects of buckets and of local directories appear complete or not at all. Other file
+        systems that fsspec opens may keep an incomplete object if the write fails.
 
         Raises:
-            DataError: the store refuses, is full, or does not answer.
-            OSError: the file cannot be read.
+            DataError: The store rejects the object, is full, or does not respond.
+            OSError: The file cannot be read.
         """
         if isinstance(content, Path):
             content.stat()
@@ -306,6 +310,7 @@ class _Filesystem:
                 f"{root}: fsspec cannot open {address.scheme}:// here ({error})"
             ) from error
         self._prefix = f"{address.store}/"
+        self._is_local = root == THIS_MACHINE
 
     def stat(self, path: str) -> Found:
         info = self._files.info(self._prefix + path)
@@ -327,7 +332,10 @@ class _Filesystem:
     def write(self, path: str, content: bytes | Path) -> None:
         place = self._prefix + path
         self._files.makedirs(posixpath.dirname(place), exist_ok=True)
-        if isinstance(content, bytes):
+        if self._is_local:
+            replace_atomically(Path(place), content)
+            sync_directory(Path(place).parent)
+        elif isinstance(content, bytes):
             self._files.pipe_file(place, content)
         else:
             self._files.put_file(str(content), place)

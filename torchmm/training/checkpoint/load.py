@@ -7,7 +7,9 @@ and what of them is trained. What does not fit is listed as a whole.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ from torchmm.training.checkpoint.storage import SafetensorsReader, read_index
 from torchmm.training.optimizers.average import WeightAverage
 
 STATE_NAME = "state.json"
+PACKAGES = ("transformers", "tokenizers", "numpy", "pillow", "av", "soundfile", "scipy")
+"""Packages, besides torch, that samples and random numbers depend on; some may be missing."""
 _SHOWN_PROBLEMS = 20
 _LEFT_OUT = "averages of weights, which are left out: training.ema_decay is not set"
 _BEGUN = "no averages of weights; they begin as the weights after the next step"
@@ -81,7 +85,7 @@ def load_verified(
     prefix = rng_prefix(group)
     manifest = read_manifest(path)
     index = read_index(path)
-    saved = read_json(path / STATE_NAME)
+    saved = _read_state(path)
     tensors = model_tensors(model)
     optimizer_state: OptimizerState = {}
     trainable: list[str] | None = None
@@ -116,10 +120,56 @@ def load_verified(
     if has_averages != (average is not None):
         logger.warning("%s has %s", path, _LEFT_OUT if has_averages else _BEGUN)
     _tell_what_is_another(path, manifest, facts, bool(rng), logger)
+    if others := find_other_versions(manifest, saved["state"]):
+        logger.warning(
+            "%s was saved with other versions of packages (%s): samples and results may differ "
+            "from those of an uninterrupted run. Install the saved versions to get the same bits",
+            path,
+            ", ".join(others),
+        )
     rng = {name.removeprefix(prefix): value for name, value in rng.items()}
     return Restored(
         path, manifest["step"], saved["state"], rng or None, manifest.get("recipe") or {}
     )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of `PACKAGES`, without those that are not installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def find_other_versions(manifest: dict[str, Any], state: dict[str, Any]) -> list[str]:
+    """Return "NAME SAVED -> NOW" for packages whose version differs from that of a checkpoint.
+
+    Args:
+        state: State of the run. Checkpoints of older versions of torchmm have the version of
+            transformers in their data position, and no other but that of torch.
+    """
+    now = {"torch": str(torch.__version__), **installed_versions()}
+    if "versions" in manifest:
+        saved = {name: manifest["versions"].get(name, "not installed") for name in PACKAGES}
+    else:
+        saved = {}
+        with suppress(KeyError, TypeError):
+            saved["transformers"] = str(state["data"]["content"]["settings"]["transformers"])
+    saved["torch"] = manifest["torch"]
+    pairs = ((name, saved[name], now.get(name, "not installed")) for name in sorted(saved))
+    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return state.json; raise CheckpointError if it is not that of a checkpoint."""
+    saved = read_json(path / STATE_NAME)
+    kinds = {"state": dict, "trainable": list}
+    if not isinstance(saved, dict) or any(
+        not isinstance(saved.get(key), kind) for key, kind in kinds.items()
+    ):
+        raise CheckpointError(f"{path / STATE_NAME} is not the state of a run")
+    return saved
 
 
 def _tell_what_is_another(

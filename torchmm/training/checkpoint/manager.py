@@ -40,7 +40,7 @@ from torchmm.common.files import canonical_json, sync_directory, write_synced
 from torchmm.common.log import working
 from torchmm.common.rng import capture_rng
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
-from torchmm.recipe.data_section import is_address
+from torchmm.recipe.data_section import local_path
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.fetch import fetch_checkpoint
@@ -49,6 +49,7 @@ from torchmm.training.checkpoint.load import (
     Restored,
     as_checkpoint_error,
     bullets,
+    installed_versions,
     load_verified,
     rng_prefix,
 )
@@ -62,7 +63,12 @@ from torchmm.training.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from torchmm.training.checkpoint.remote import RemoteCheckpoints, folder_of, step_of_folder
+from torchmm.training.checkpoint.remote import (
+    RemoteCheckpoints,
+    folder_of,
+    is_in_store,
+    step_of_folder,
+)
 from torchmm.training.checkpoint.site import Site
 from torchmm.training.checkpoint.state import (
     average_tensors,
@@ -116,6 +122,7 @@ class CheckpointManager:
             "recipe_sha256": recipe_sha256,
             "recipe": recipe or {},
             "torch": str(torch.__version__),
+            "versions": installed_versions(),
             "world_size": self._group.size,
         }
         options = StagingOptions(
@@ -139,7 +146,7 @@ class CheckpointManager:
     def _find_places(self, upload: str, run: CheckpointDirectory, name: str) -> None:
         """Where checkpoints are written, which need not be one place for all ranks, and where they
         are copied to."""
-        path = run.path if self._config.staging is None else Path(self._config.staging) / name
+        path = run.path if self._config.staging is None else local_path(self._config.staging) / name
         self._site = Site.find(self._group, path)
         partial = self._site.size < self._group.size
         if partial or path != run.path:
@@ -297,10 +304,10 @@ class CheckpointManager:
             path = self.latest_valid()
             if path is not None:
                 restored = self._load_verified(path, model, optimizer, average)
-        elif is_address(choice):
+        elif choice != "none" and is_in_store(choice):
             restored = self._load_verified(self._fetch_named(choice), model, optimizer, average)
         elif choice != "none":
-            restored = self.load(Path(choice), model, optimizer, average)
+            restored = self.load(local_path(choice), model, optimizer, average)
         step = -1 if restored is None else restored.step
         self._site.on_leaders(lambda: self._directory.set_aside_after(step))
         if self._uploads is not None:

@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.errors import CheckpointError
-from torchmm.common.files import canonical_json, sync_directory, write_synced
+from torchmm.common.files import (
+    UnsafeNameError,
+    canonical_json,
+    require_relative_name,
+    sync_directory,
+    write_synced,
+)
 
 FORMAT = 1
 MANIFEST_NAME = "MANIFEST.json"
@@ -36,6 +42,8 @@ _FACTS: dict[str, type] = {
 }
 """What every manifest says, besides its format."""
 _STEP_DIRECTORY = re.compile(r"step-(\d+)")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class NewerFormatError(CheckpointError):
@@ -83,14 +91,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(data: bytes, file: str) -> dict[str, Any]:
-    """The manifest that a file consists of.
+    """Return the manifest in `data`, in which every value has its type and every name is safe.
+
+    Everybody who reads a manifest calls this function: no file name of a manifest may be joined to
+    a path before.
 
     Args:
-        file: what it is called in errors.
+        data: Content of the file.
+        file: Name of the file in error messages.
 
     Raises:
-        NewerFormatError: a newer version has written it.
-        CheckpointError: it is altered or incomplete.
+        NewerFormatError: A newer version wrote the manifest.
+        CheckpointError: The manifest is altered or incomplete, or an entry is not valid.
     """
     try:
         manifest = json.loads(data)
@@ -109,9 +121,45 @@ def parse_manifest(data: bytes, file: str) -> dict[str, Any]:
         )
     if found != FORMAT:
         raise CheckpointError(f"{file} has format {found}, this version reads {FORMAT}")
-    if missing := [k for k, kind in _FACTS.items() if not isinstance(manifest.get(k), kind)]:
+    _validate_content(manifest, file)
+    return manifest
+
+
+def _validate_content(manifest: dict[str, Any], file: str) -> None:
+    """Raise CheckpointError if a fact is missing, has another type, or names an unsafe file."""
+    if missing := [k for k, kind in _FACTS.items() if type(manifest.get(k)) is not kind]:
         raise CheckpointError(f"{file} is incomplete: it does not say {', '.join(missing)}")
-    return dict(manifest)
+    if manifest["step"] < 0:
+        raise CheckpointError(f"{file}: step = {manifest['step']} is negative")
+    for name, entry in manifest["files"].items():
+        _validate_entry(name, entry, file)
+    for key in ("figures", "recipe", "versions"):
+        if not isinstance(manifest.get(key, {}), dict):
+            raise CheckpointError(f"{file}: {key} is not an object")
+    for key, value in manifest.get("figures", {}).items():
+        if type(value) not in (int, float):
+            raise CheckpointError(f"{file}: figures.{key} = {value!r} is not a number")
+
+
+def _validate_entry(name: str, entry: Any, file: str) -> None:
+    """Raise CheckpointError if the writer cannot have written this entry of "files"."""
+    try:
+        require_relative_name(name, file)
+    except UnsafeNameError as error:
+        raise CheckpointError(f"{error}. Do not use this checkpoint") from None
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+        raise CheckpointError(f"{file}: {name!a} is not the name of a file of a checkpoint")
+    try:
+        size = entry["bytes"]
+        digest = entry["sha256"]
+        valid = type(size) is int and size >= 0 and _SHA256.fullmatch(digest) is not None
+    except (KeyError, TypeError):
+        valid = False
+    if not valid:
+        raise CheckpointError(
+            f"{file}: the entry of {name} is {str(entry)[:200]!a}; it must consist of bytes "
+            "(an integer >= 0) and sha256 (64 hexadecimal digits)"
+        )
 
 
 def digest_of(manifest: dict[str, Any]) -> str:

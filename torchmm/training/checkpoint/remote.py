@@ -31,7 +31,7 @@ from torchmm.common.errors import CheckpointError, DataError
 from torchmm.common.files import naming_the_file
 from torchmm.data.storage.addresses import split_address, without_secrets
 from torchmm.data.storage.clients import THIS_MACHINE, MissingError, StoreClient
-from torchmm.recipe.data_section import is_address
+from torchmm.recipe.data_section import is_address, local_path
 from torchmm.training.checkpoint.manifest import (
     MANIFEST_NAME,
     NewerFormatError,
@@ -56,15 +56,18 @@ class RemoteCheckpoints:
     """The checkpoints of one run in a store.
 
     Args:
-        address: of the folder that theirs are in: `s3://bucket/runs/NAME`, or a path.
+        address: Folder of the checkpoints: `s3://bucket/runs/NAME`, `file:///PATH` or a path.
         give_up_s: seconds after which a request that still fails is given up.
 
     Raises:
         ConfigError: the library that reads it is not installed.
+        ValueError: It is a `file://` address of another host.
     """
 
     def __init__(self, address: str, give_up_s: float, logger: logging.Logger) -> None:
-        place = address if is_address(address) else f"{THIS_MACHINE}{Path(address).absolute()}"
+        place = address
+        if not is_address(address):
+            place = f"{THIS_MACHINE}{local_path(address).absolute()}"
         where = split_address(place)
         self.address = without_secrets(address)
         self._path = where.path
@@ -72,7 +75,7 @@ class RemoteCheckpoints:
         self._logger = logger
 
     def committed(self) -> list[str]:
-        """Folders of checkpoints that are whole as far as names say, newest first."""
+        """Return the folders that have a manifest, which may be damaged, newest first."""
         return _committed(self._folders())
 
     def manifest(self, folder: str) -> tuple[bytes, dict[str, Any]]:
@@ -141,13 +144,15 @@ class RemoteCheckpoints:
         return file.stat().st_size
 
     def commit(self, folder: str, data: bytes) -> None:
-        """Makes a checkpoint of files that have all been put, if they are what is there.
+        """Write the manifest of a checkpoint whose files were all put and have their sizes.
+
+        If that fails, no manifest remains, so that the folder does not look committed.
 
         Args:
-            data: its manifest.
+            data: Content of the manifest.
 
         Raises:
-            StoreError: the store does not take it, or has lost a file.
+            StoreError: The store rejects the manifest, or a file in the store has another size.
         """
         files = parse_manifest(data, folder)["files"]
         there = self._folders().get(folder, {})
@@ -157,8 +162,29 @@ class RemoteCheckpoints:
                     f"{self.address}/{folder}/{name} has {there.get(name, 'no')} bytes after "
                     f"{entry['bytes']} were put"
                 )
+        place = self._object(folder, MANIFEST_NAME)
         with _store_errors():
-            self._client.write(self._object(folder, MANIFEST_NAME), data)
+            try:
+                self._client.write(place, data)
+            except DataError:
+                with suppress(DataError):  # the first error says why
+                    self._client.remove(place)
+                raise
+            for name in there:
+                if name.startswith("."):  # of a process that died while it wrote a file
+                    self._client.remove(self._object(folder, name))
+
+    def is_committed(self, folder: str) -> bool:
+        """Return True if the manifest is intact and all files have the sizes that it lists.
+
+        The SHA-256 of the files is compared when they are fetched.
+
+        Raises:
+            NewerFormatError: A newer version wrote the manifest.
+            StoreError: The store does not respond.
+        """
+        there = self._folders().get(folder, {})
+        return MANIFEST_NAME in there and self._is_whole(folder, there)
 
     def retain(self, keep: int, own: str, best: Collection[int] = ()) -> None:
         """Removes checkpoints older than the `keep` newest that are whole, and what uploads left
@@ -255,6 +281,12 @@ class RemoteCheckpoints:
 def folder_of(manifest: dict[str, Any]) -> str:
     """What the folder of a checkpoint is called."""
     return f"step-{manifest['step']}-{digest_of(manifest)[:12]}"
+
+
+def is_in_store(address: str) -> bool:
+    """Return True if `checkpoint.resume` names a copy in a store, also one in a local directory."""
+    name = address.rstrip("/").rpartition("/")[2]
+    return is_address(address) or _FOLDER.fullmatch(name) is not None
 
 
 def step_of_folder(folder: str) -> int:

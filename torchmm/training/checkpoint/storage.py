@@ -50,8 +50,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from torchmm.common.errors import CheckpointError
 from torchmm.common.files import canonical_json, naming_the_file, write_synced
-from torchmm.training.checkpoint.manifest import WrittenFile, read_json
+from torchmm.training.checkpoint.manifest import (
+    MANIFEST_NAME,
+    WrittenFile,
+    read_json,
+    read_manifest,
+)
 
 INDEX_NAME = "index.json"
 _BLOCK_BYTES = 16 << 20
@@ -209,8 +215,34 @@ def file_of(rank: int) -> str:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """Tensor name -> {"dtype", "shape", "chunks": [{"offsets", "sizes", "file"}]}."""
-    return read_json(path / INDEX_NAME)
+    """Return tensor name -> {"dtype", "shape", "chunks": [{"offsets", "sizes", "file"}]}.
+
+    Raises:
+        CheckpointError: The index cannot be read, is not one, or names a file that the manifest of
+            the checkpoint does not list.
+    """
+    file = path / INDEX_NAME
+    files = read_manifest(path)["files"]
+    index = read_json(file)
+    try:
+        for name, entry in index.items():
+            valid = entry["dtype"] in _DTYPES and _are_sizes(entry["shape"])
+            for chunk in entry["chunks"]:
+                if chunk["file"] not in files:
+                    raise CheckpointError(
+                        f"{file}: {name} is in {chunk['file']!a}, which {MANIFEST_NAME} does not "
+                        "list; use another checkpoint"
+                    )
+                valid = valid and _are_sizes(chunk["offsets"]) and _are_sizes(chunk["sizes"])
+            if not valid:
+                raise CheckpointError(f"{file}: the entry of {name} is not that of a tensor")
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is not the index of a checkpoint: {error!r}") from None
+    return index
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -108,12 +108,13 @@ class Uploads:
             self._start(path)
 
     def resumed(self, path: Path) -> None:
-        """Copies the checkpoint that training goes on from, unless the store has it; collective.
+        """Copy the checkpoint that training continues from, unless the store has it; collective.
 
-        The last run may have ended before it was copied.
+        The last run may have ended before the copy was complete. A folder counts if its manifest
+        is intact and its files have their sizes: a name alone proves nothing.
         """
         folder = self._group.on_rank_0(lambda: folder_of(_manifest(path)))
-        if self._group.on_rank_0(lambda: folder in self._remote.committed()):
+        if self._group.on_rank_0(lambda: self._remote.is_committed(folder)):
             self._newest = self._tried = path
         else:
             self.committed(path, now=True)

@@ -46,7 +46,21 @@ def append(run_dir: Path, evaluation: Evaluation) -> None:
 
 
 def read(run_dir: Path) -> list[Evaluation]:
-    """All of a run, in order."""
+    """Return all evaluations of a run, in order; raise ValueError if a line is damaged."""
     path = run_dir / RESULTS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Evaluation(**json.loads(line)) for line in lines]
+    return [parse_evaluation(line) for line in lines]
+
+
+def parse_evaluation(line: str) -> Evaluation:
+    """Return the evaluation in a line of evaluations.jsonl.
+
+    Raises:
+        ValueError: The line has other keys or types.
+    """
+    try:
+        found = Evaluation(**json.loads(line))
+        scores = {name: float(value) for name, value in found.scores.items()}
+        return Evaluation(str(found.export), found.step, scores, dict(found.samples))
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"a line of {RESULTS} is not an evaluation: {error!r}") from None

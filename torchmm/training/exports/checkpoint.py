@@ -19,6 +19,7 @@ import json
 import math
 import mmap
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -134,7 +135,7 @@ def push(directory: Path, name: str, private: bool) -> str:
         text = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{directory} was not uploaded to {name}: {text}. It is complete; set HF_TOKEN to a "
-            f"token that may write there, and run `hf upload {name} {directory}`"
+            f"token that may write there, and run `hf upload {name} {shlex.quote(str(directory))}`"
         ) from error
     return str(repository)
 
@@ -275,14 +276,24 @@ def _fill(target: Tensor, file: BinaryIO, place: _Place) -> None:
 
 
 def _places_in(file: Path) -> dict[str, _Place]:
-    """From the header of a safetensors file."""
+    """Return the places of the tensors of a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: The header is damaged.
+    """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
-    return {
-        name: _Place(
-            8 + length + entry["data_offsets"][0], dtype_named(entry["dtype"]), entry["shape"]
-        )
-        for name, entry in header.items()
-    }
+        if length > file.stat().st_size:
+            raise CheckpointError(f"{file} has a header of {length} bytes, more than the file")
+        text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        header.pop("__metadata__", None)
+        return {
+            name: _Place(
+                8 + length + entry["data_offsets"][0], dtype_named(entry["dtype"]), entry["shape"]
+            )
+            for name, entry in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{file} has no header of safetensors: {error!r}") from None

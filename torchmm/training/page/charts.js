@@ -108,35 +108,27 @@ function draw(figure) {
 }
 
 function zoomable(frame) {
-  const svg = frame.querySelector("svg");
-  if (!svg.getAttribute("viewBox")) {
-    svg.setAttribute("viewBox", `0 0 ${parseFloat(svg.getAttribute("width"))} ${parseFloat(svg.getAttribute("height"))}`);
-  }
-  svg.removeAttribute("width");
-  svg.removeAttribute("height");
-  const whole = svg.getAttribute("viewBox").split(/[ ,]+/).map(Number);
-  let [left, top, width, height] = whole;
-  const put = () => svg.setAttribute("viewBox", [left, top, width, height].join(" "));
+  const image = frame.querySelector("img");
+  let scale = 1, left = 0, top = 0;
+  const put = () => { image.style.transform = `translate(${left}px, ${top}px) scale(${scale})`; };
   frame.addEventListener("wheel", (event) => {
     event.preventDefault();
-    const box = svg.getBoundingClientRect();
-    const across = (event.clientX - box.left) / box.width, down = (event.clientY - box.top) / box.height;
-    const factor = Math.min(Math.exp(event.deltaY / 400), whole[2] / width);
-    left += across * width * (1 - factor);
-    top += down * height * (1 - factor);
-    width *= factor;
-    height *= factor;
+    const box = frame.getBoundingClientRect();
+    const across = event.clientX - box.left, down = event.clientY - box.top;
+    const factor = Math.max(Math.exp(-event.deltaY / 400), 1 / scale);
+    left = across - factor * (across - left);
+    top = down - factor * (down - top);
+    scale *= factor;
     put();
   }, {passive: false});
   frame.addEventListener("pointermove", (event) => {
     if (!(event.buttons & 1)) return;
-    const box = svg.getBoundingClientRect();
-    left -= event.movementX / box.width * width;
-    top -= event.movementY / box.height * height;
+    left += event.movementX;
+    top += event.movementY;
     put();
   });
   frame.addEventListener("dblclick", () => {
-    [left, top, width, height] = whole;
+    [scale, left, top] = [1, 0, 0];
     put();
   });
 }

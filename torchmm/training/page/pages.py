@@ -6,6 +6,8 @@ once more when STATUS.json says how the run ended. A page that cannot be written
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,7 @@ from torchmm.training.page.sections import (
     ranks_of,
     recipe_of,
     samples_of,
+    skipped_of,
     warnings_of,
 )
 
@@ -64,6 +67,7 @@ def run_page(run: RunContents) -> str:
         "What the recipe sets": recipe_of(run),
         "How to go on": commands_of(run),
     }
+    parts["Left out"] = skipped_of(run)
     running = run.status is not None and run.status.state == "running"
     renews = running and run.status_age_s < SILENT_S
     return _page(run.name, parts, RENEWED_S if renews else 0)
@@ -88,14 +92,23 @@ def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
         else part
         for heading, part in kept.items()
     )
+    script = (HERE / "charts.js").read_text()
+    # No browser runs any other script of the page, whatever a file has brought into it.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{escape(title)}</title>"
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<style>{(HERE / 'style.css').read_text()}</style></head>"
         f'<body data-renew-s="{renewed_s:.0f}"><h1>{escape(title)}</h1><nav>{links}</nav>{sections}'
         f"<footer><p>Written {written} by torchmm.</p></footer>"
-        f"<script>{(HERE / 'charts.js').read_text()}</script></body></html>\n"
+        f"<script>{script}</script></body></html>\n"
     )
 
 

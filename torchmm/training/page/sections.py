@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ import tomli_w
 from torchmm.recipe.read import changed_values, dotted_values
 from torchmm.training.page.contents import (
     SAMPLES_FOLDER,
+    GeneratedText,
     RunContents,
-    data_uri,
     slowest_ranks,
     thinned,
 )
@@ -27,6 +28,11 @@ SHOWN_SAMPLES = 24
 SHOWN_STEPS = 6
 """At which a sample's text is shown: the first and the newest."""
 GIB = 2.0**30
+RECIPE_WARNING = (
+    "If somebody else made this directory, read recipe.toml before you start it. A recipe names "
+    "files to read and to write, addresses that checkpoints are sent to, and the program of "
+    "validation.benchmarks."
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ def headline(run: RunContents) -> str:
     """How the run stands, in figures."""
     status = run.status
     state = status.state if status else "unknown"
-    step = max([status.step if status else 0, *(int(r["step"]) for r in run.records[-1:])])
+    step = max([status.step if status else 0, *(r["step"] for r in run.records[-1:])])
     shown = {"state": state, "step": f"{step:,} of {run.steps:,}"}
     left = _time_left(run, step) if state == "running" else None
     if left:
@@ -157,57 +163,55 @@ def _time_left(run: RunContents, step: int) -> str | None:
 
 def samples_of(run: RunContents) -> str:
     """Held-out samples with what was written for them over time."""
-    cards = [_sample(run, key, entries) for key, entries in list(run.samples.items())]
+    cards = [_sample(run, entries) for entries in list(run.samples.values())[:SHOWN_SAMPLES]]
     if not cards:
         return _nothing("no held-out samples: validation.samples, validation.interval")
-    last = max(entries[-1]["step"] for entries in run.samples.values())
-    newest = [e[-1] for e in run.samples.values() if e[-1]["step"] == last]
-    right = sum(map(_is_right, newest))
+    last = max(entries[-1].step for entries in run.samples.values())
+    newest = [e[-1] for e in run.samples.values() if e[-1].step == last]
+    right = sum(sample.is_right for sample in newest)
     told = (
         f"<p>After step {last:,}: {right} of {len(newest)} are written exactly as they should.</p>"
     )
-    more = len(cards) - SHOWN_SAMPLES
+    more = len(run.samples) - SHOWN_SAMPLES
     rest = f"<p>and {more} more in samples.json</p>" if more > 0 else ""
-    return f'{told}<div class="cards">{"".join(cards[:SHOWN_SAMPLES])}</div>{rest}'
+    return f'{told}<div class="cards">{"".join(cards)}</div>{rest}'
 
 
-def _sample(run: RunContents, key: tuple[str, int], entries: Sequence[Mapping[str, Any]]) -> str:
+def _sample(run: RunContents, entries: Sequence[GeneratedText]) -> str:
     shown = [*entries[:1], *entries[1:][-SHOWN_STEPS + 1 :]]
     rows = "".join(
-        f'<tr class="{"right" if _is_right(entry) else ""}"><th>{int(entry["step"]):,}</th>'
-        f"<td>{escape(str(entry.get('generated', '')).strip()) or '<i>nothing</i>'}</td></tr>"
+        f'<tr class="{"right" if entry.is_right else ""}"><th>{entry.step:,}</th>'
+        f"<td>{escape(entry.generated) or '<i>nothing</i>'}</td></tr>"
         for entry in shown
     )
-    picture = ""
-    if name := entries[-1].get("picture"):
-        uri = data_uri(run.directory / SAMPLES_FOLDER / str(name))
-        picture = f'<img alt="" src="{uri}">' if uri else ""
-    prompt = str(entries[-1].get("prompt", "")).strip()
-    asked = f'<p class="prompt">{escape(prompt)}</p>' if prompt else ""
+    newest = entries[-1]
+    uri = run.png_uri(f"{SAMPLES_FOLDER}/{newest.picture}") if newest.picture else ""
+    picture = f'<img alt="" src="{uri}">' if uri else ""
+    asked = f'<p class="prompt">{escape(newest.prompt)}</p>' if newest.prompt else ""
     return (
         f'<article class="card">{picture}<div>{asked}<p class="truth">'
-        f"{escape(str(entries[-1].get('truth', '')).strip())}</p><table>{rows}</table>"
-        f"<small>{escape(key[0])}[{key[1]}]</small></div></article>"
+        f"{escape(newest.truth)}</p><table>{rows}</table>"
+        f"<small>{escape(newest.source)}[{newest.index}]</small></div></article>"
     )
-
-
-def _is_right(entry: Mapping[str, Any]) -> bool:
-    wanted = {entry.get("truth"), *(entry.get("references") or ())}
-    return str(entry.get("generated", "")).strip() in {str(text).strip() for text in wanted}
 
 
 def pictures_of(run: RunContents) -> str:
-    """Drawings and pipelines."""
+    """Return the newest generated images, and timelines of pipelines.
+
+    A timeline is an SVG in an <img>, in which no browser runs scripts or loads other files.
+    """
     parts = [
         f'<figure><figcaption>{escape(file.stem)}</figcaption><img alt="{escape(file.stem)}" '
-        f'src="{data_uri(file)}"></figure>'
+        f'src="{run.png_uri(f"drawings/{file.name}")}"></figure>'
         for file in run.drawings()[-1:]
     ]
-    for name, picture in run.timelines():
+    for name, svg in run.timelines():
         what = "the searched order and the static one" if "schedules" in name else "a step"
+        data = base64.b64encode(svg.encode(errors="replace")).decode()
         parts.append(
             f"<figure><figcaption>{escape(name)}: {what}<small>wheel: zoom, drag: move, "
-            f'double click: all</small></figcaption><div class="zoom">{picture}</div></figure>'
+            f'double click: all</small></figcaption><div class="zoom"><img alt="{escape(name)}" '
+            f'draggable="false" src="data:image/svg+xml;base64,{data}"></div></figure>'
         )
     return "".join(parts)
 
@@ -261,6 +265,12 @@ def warnings_of(run: RunContents) -> str:
     return f'<pre class="log">{escape(chr(10).join(lines))}</pre>'
 
 
+def skipped_of(run: RunContents) -> str:
+    """Return the notes on what was left out of the page; call it after all other sections."""
+    lines = list(dict.fromkeys(run.skipped))
+    return f'<pre class="log">{escape(chr(10).join(lines))}</pre>' if lines else ""
+
+
 def evaluations_of(run: RunContents) -> str:
     """Scores of exports."""
     rows = "".join(
@@ -287,8 +297,9 @@ def recipe_of(run: RunContents) -> str:
 
 
 def commands_of(run: RunContents) -> str:
-    """How to go on."""
-    place = shlex.quote(str(run.directory))
+    """Return commands that use the run. Names of directories are quoted for a shell."""
+    directory = str(run.directory)
+    place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
     lines = {
         "go on from the newest checkpoint, with the same command or": (
             f"torchrun --nproc-per-node N train.py --config {place}/recipe.toml"
@@ -299,7 +310,7 @@ def commands_of(run: RunContents) -> str:
         "lay it beside another run": f"python scripts/compare_runs.py {place} OTHER",
         "make this page again": f"python scripts/show_run.py {place} --page",
     }
-    return "".join(
+    return f"<p>{escape(RECIPE_WARNING)}</p>" + "".join(
         f"<p>{escape(what)}</p><pre>{escape(command)}</pre>" for what, command in lines.items()
     )
 

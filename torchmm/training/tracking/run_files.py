@@ -13,13 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchmm.pipelining.view.draw import Panel
 from torchmm.pipelining.view.records import read_records
 from torchmm.recipe.training_section import Artifact
 from torchmm.training.checkpoint.manifest import list_steps
-from torchmm.training.page.contents import SAMPLES_FILE, SAMPLES_FOLDER, RunContents
+from torchmm.training.page.contents import (
+    SAMPLES_FILE,
+    SAMPLES_FOLDER,
+    GeneratedText,
+    RunContents,
+)
 
 GIT_TIMEOUT_S = 5.0
 _STEP = re.compile(r"step-(\d+)\.")
@@ -64,7 +69,7 @@ class RunFiles:
         self._run_dir = run_dir
         self._seen_step = after_step
         self._read_ns = 0
-        self._entries: list[Mapping[str, Any]] = []
+        self._entries: list[GeneratedText] = []
 
     def until(self, step: int) -> NewFiles:
         """What is new up to a step that is recorded: its files are there before its record."""
@@ -88,13 +93,20 @@ class RunFiles:
             self._entries = [entry for of_sample in run.samples.values() for entry in of_sample]
             self._read_ns = written_ns
         # The file may be ahead of the records, which wait in a queue.
-        return [self._sample(entry) for entry in self._entries if entry["step"] in steps]
+        return [self._sample(entry) for entry in self._entries if entry.step in steps]
 
-    def _sample(self, entry: Mapping[str, Any]) -> Sample:
-        picture = self._run_dir / SAMPLES_FOLDER / str(entry.get("picture"))
-        texts = (str(entry.get(key, "")).strip() for key in ("prompt", "truth", "generated"))
-        shown = picture if picture.is_file() else None
-        return Sample(entry["step"], entry["source"], entry["index"], shown, *texts)
+    def _sample(self, entry: GeneratedText) -> Sample:
+        picture = self._run_dir / SAMPLES_FOLDER / (entry.picture or "")
+        shown = picture if picture.is_file() and not picture.is_symlink() else None
+        return Sample(
+            entry.step,
+            entry.source,
+            entry.index,
+            shown,
+            entry.prompt,
+            entry.truth,
+            entry.generated,
+        )
 
 
 def _step(name: str) -> int:
