@@ -158,6 +158,13 @@ class ChatTemplate:
             self._habits[style, with_tools] = self._find_habits(style)
         return self._habits[style, with_tools]
 
+    def end_tokens(self) -> set[int]:
+        """Return the ids of the special tokens that the template writes after an answer."""
+        styles = [Style(parts, json_arguments=False) for parts in (False, True)]
+        tokens = {token for style in styles for token in self.habits(style, False).ends}
+        vocabulary = self.tokenizer.get_vocab()
+        return {vocabulary[token] for token in tokens if token in vocabulary}
+
     def _find_habits(self, style: Style) -> Habits:
         turns = (Turn("user", ("a",)), Turn("assistant", ("b",)))
         messages = messages_of(Conversation(turns), style, Marks())
