@@ -25,7 +25,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def untrained_tokens(
     model: ModelConfig, tokenizer: PreTrainedTokenizerBase, *, trains_embeddings: bool
 ) -> str:
-    """Return a warning about tokens that the tokenizer of the LLM source lacks and that never learn.
+    """Return a warning about frozen tokens that the tokenizer of the LLM source lacks.
 
     The embeddings of placeholders are replaced by features, so placeholders are not listed.
 

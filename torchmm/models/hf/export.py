@@ -46,6 +46,7 @@ from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.experts_apart import Keep, has_stacked_experts, in_memory, taken_apart
+from torchmm.models.hf.legacy_keys import add_legacy_keys
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.hf.pairs import CONNECTORS, PairClass, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
@@ -152,6 +153,8 @@ def export_hf(
             save_processor(model, directory, tokenizer)
         else:
             _save_parts_description(model, directory)
+        for export in exports:
+            add_legacy_keys(export.directory)
     if dist.is_initialized():
         dist.barrier()
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.data.media.chat import ChatTemplate
@@ -121,6 +122,11 @@ def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
     if trained.recipe:
         lines += ["```toml", trained.recipe.strip(), "```", ""]
     lines += ["## Use", "", *_use(directory), ""]
+    lines += [
+        f"Written by transformers {transformers.__version__}. Use transformers 5.0 or later. Older "
+        "versions are not supported: some model types compute other values there.",
+        "",
+    ]
     return "\n".join(lines)
 
 
