@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,11 +52,12 @@ from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.hf.pairs import CONNECTORS, PairClass, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
 from torchmm.models.initialize import named_tensors, random_copy
-from torchmm.models.layered import LayeredModule, units
+from torchmm.models.layered import LayeredModule, WeightFiles, units
 from torchmm.models.layers.lora import CHILD, merged, of_adapter
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, split_place
 
+_logger = logging.getLogger(__name__)
 _TOWER = "model.vision_tower."
 VAE = "vae"
 """Where a generator's autoencoder is, as in diffusers' pipelines."""
@@ -132,11 +134,8 @@ def export_hf(
     """
     directory = Path(directory)
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    as_one = model.composite is not None or not model.encoders or _pair(model) is not None
-    with torch.device("meta"):
-        exports = [_whole(model, directory, tokenizer)] if as_one else _separately(model, directory)
-        if model.generator is not None:
-            exports += _generator(model.generator, directory / GENERATOR)
+    # Other ranks only send weights. They need no class.
+    exports = _choose_exports(model, directory, tokenizer) if writes else []
     connectors = _gather(model, exports, gather, writes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
@@ -148,6 +147,7 @@ def export_hf(
             scheduler.save_pretrained(directory / GENERATOR / "scheduler")
         for name, weights in connectors.items():
             save_file(weights, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
+        as_one = exports[0].directory == directory
         tokenizer.save_pretrained(directory if as_one else directory / "llm")
         if as_one:
             save_processor(model, directory, tokenizer)
@@ -159,31 +159,49 @@ def export_hf(
         dist.barrier()
 
 
-def _pair(model: MultimodalModel) -> PairClass | None:
-    """The class of a model from separate sources; None: it is another, or has none."""
-    if model.composite is not None or not model.encoders:
-        return None
-    found = pair_class(model)
-    return None if isinstance(found, str) else found
+def _choose_exports(
+    model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
+) -> list[_Export]:
+    """Return the Hugging Face models to write: the full model, or its parts if no class fits."""
+    pair = _pair(model)
+    with torch.device("meta"):
+        if isinstance(pair, str):
+            _logger.warning("exporting encoders and LLM separately: %s", pair)
+            exports = _separately(model, directory)
+        else:
+            exports = [_whole(model, pair, directory, tokenizer)]
+        if model.generator is not None:
+            exports += _generator(model.generator, directory / GENERATOR)
+    return exports
 
 
-def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Export:
+def _pair(model: MultimodalModel) -> PairClass | str | None:
+    """Return the class of a model from separate sources, or the reason why it has none.
+
+    Returns None for composites and for LLMs without an encoder.
+    """
+    return None if model.composite is not None or not model.encoders else pair_class(model)
+
+
+def _whole(
+    model: MultimodalModel,
+    pair: PairClass | None,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> _Export:
     dtype = model.llm.dtype
     prefixes = {name: p for name, p in hf_prefixes(model).items() if name != GENERATOR}
-    if not model.encoders:
-        hf = model.llm.family.build(model.llm.config, dtype)
-        return _Export(directory, hf, prefixes, model.llm.weights.source)
-    if model.composite is not None:
+    if pair is not None:
+        placeholder = model.image_token_id(tokenizer)
+        assert placeholder is not None
+        (encoder,) = model.encoder_modules()
+        prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: pair.encoder_files.hf_prefixes}
+        hf = pair.kind._from_config(pair.config(placeholder), dtype=dtype)
+    elif model.composite is not None:
         kind: Any = COMPOSITES[model.composite.model_type].kind
         hf = kind._from_config(model.composite, dtype=dtype)
-        return _Export(directory, hf, prefixes, model.llm.weights.source)
-    pair = _pair(model)
-    assert pair is not None
-    placeholder = model.image_token_id(tokenizer)
-    assert placeholder is not None
-    (encoder,) = model.encoder_modules()
-    prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: pair.encoder_files.hf_prefixes}
-    hf = pair.kind._from_config(pair.config(placeholder), dtype=dtype)
+    else:
+        hf = model.llm.family.build(model.llm.config, dtype)
     return _Export(directory, hf, prefixes, model.llm.weights.source)
 
 
@@ -214,11 +232,8 @@ def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
 
 
 def hf_name(prefixes: dict[str, Prefixes], module: str, name: str) -> str | None:
-    """Hugging Face's name of a parameter of `module`; None if the class does not have it."""
-    for ours, theirs in prefixes.get(module, ()):
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    return None
+    """Return the Hugging Face name of a parameter, or None if the class does not have it."""
+    return WeightFiles(hf_prefixes=prefixes.get(module, ())).hf_name(name)
 
 
 @torch.no_grad()
