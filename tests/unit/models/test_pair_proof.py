@@ -1,4 +1,4 @@
-"""Classes of exports and composites compute the same logits as the trained model, or are rejected."""
+"""Classes of exports and composites compute the logits of the trained model, or are rejected."""
 
 import pytest
 import torch

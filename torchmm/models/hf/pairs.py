@@ -78,7 +78,8 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
         names = " and ".join(encoder.name for encoder in encoders)
         return f"no class puts several encoders ({names}) before an LLM of its own"
     (encoder,) = encoders
-    spec, llm = encoder.spec, model.llm
+    spec = encoder.spec
+    llm = model.llm
     if reason := _llm_problem(llm) or _connector_problem(spec):
         return reason
     if spec.config.model_type == HEARING:
