@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 import yaml
 from chat_templates import TEMPLATES, with_template
 from checkpoint_runs import make_manager
@@ -217,6 +218,8 @@ def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     assert "data" not in told and "output_dir" not in told
     assert "- loss 2.0000 nats a token at step 3" in body
     assert "- held-out loss 1.5000 nats a token at step 2" in body
+    version = transformers.__version__
+    assert f"Written by transformers {version}. Use transformers 5.0 or later." in body
     code = body.split("```python\n")[1].split("```")[0].replace('"."', repr(str(tmp_path / "hf")))
     found: dict = {}
     exec(code, found)

@@ -147,7 +147,7 @@ def _copy_weights(module: LayeredModule, weights: Mapping[str, Tensor]) -> None:
     tied = module.tied_parameters()
     for name in module.state_dict():
         theirs = module.weights.hf_name(name)
-        if theirs in weights:
+        if theirs is not None and theirs in weights:
             values[name] = weights[theirs]
         elif name not in tied:
             raise ConfigError(f"it has no weight for {module.name}.{name}")
