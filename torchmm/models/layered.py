@@ -93,6 +93,13 @@ class WeightFiles:
     partial: bool = False
     """Whether the files may hold more than the module, such as a dual model's text tower."""
 
+    def hf_name(self, name: str) -> str | None:
+        """Return the name of a parameter in the Hugging Face class, or None if it has none."""
+        for ours, theirs in self.hf_prefixes:
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return None
+
 
 class WeightInitializer(Protocol):
     """Knows the initial values of a model's parts, as every Hugging Face model does."""

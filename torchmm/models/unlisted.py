@@ -48,6 +48,7 @@ from torchmm.models.families.encoders import structural as towers
 from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.families.encoders.form import example_pixels, find_tower_form, first
 from torchmm.models.families.encoders.structural import StructuralFamily
+from torchmm.models.families.forms import randomize
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.structural import copy_config, find_form
 from torchmm.models.families.text import TextConventions
@@ -116,36 +117,25 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        small = _saying("a small copy of its config", copy_config, config)
+        small = run_foreign("a small copy of its config", copy_config, config)
         plain = AutoModelForCausalLM.from_config(
             small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
         family = find_form(plain)
         if isinstance(family, list):
             raise ConfigError(family)
-        _randomize(plain)
-        ours = _saying("building it packed", LlmModule, small, family, torch.float32, files)
+        randomize(plain)
+        ours = run_foreign("building it packed", LlmModule, small, family, torch.float32, files)
         ours.backbone.load_state_dict(plain.state_dict())
         differences: dict[str, float] = {}
         for packing, lengths in (("alone", _ALONE), ("packed", _PACKED)):
             batch = _batch(lengths)
-            expected = _saying("Hugging Face's model by itself", _plain_results, plain, batch)
+            expected = run_foreign("Hugging Face's model by itself", _plain_results, plain, batch)
             for cut, run in (("whole", _whole_results), ("a stage per layer", _stage_results)):
-                found = _saying(f"samples {packing}, {cut}", run, ours, batch)
+                found = run_foreign(f"samples {packing}, {cut}", run, ours, batch)
                 for what, difference in _compare(found, expected).items():
                     differences[f"{what} of samples {packing}, {cut}"] = difference
-        family = replace(family, own_logits=_own_logits(plain, family))
         return Proof(family, _judge(differences), _unreadable(plain, ours))
-
-
-@torch.no_grad()
-def _own_logits(plain: PreTrainedModel, family: LlmFamily) -> bool:
-    """Whether logits are more than what the head makes of hidden states."""
-    ids = _batch(_ALONE).input_ids_T[None]
-    hidden = plain.get_submodule(family.text_model)(ids, use_cache=False).last_hidden_state
-    return not torch.equal(
-        plain.get_submodule(family.head)(hidden), plain(ids, use_cache=False).logits
-    )
 
 
 def adopt_encoder(
@@ -189,29 +179,31 @@ def prove_encoder(
     """
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        small = _saying("a small copy of its config", towers.copy_config, config)
+        small = run_foreign("a small copy of its config", towers.copy_config, config)
         plain = towers.build_tower(small, torch.float32, "eager")
-        form = _saying("Hugging Face's model by itself", find_tower_form, plain, processor_class)
-        _randomize(plain)
+        form = run_foreign(
+            "Hugging Face's model by itself", find_tower_form, plain, processor_class
+        )
+        randomize(plain)
         family = StructuralFamily(form)
         spec = EncoderSpec(
             "encoder", family, small, "", {}, None, _WIDTH, torch.float32, connector="linear"
         )
         files = replace(files, renames=(*family.renames, *files.renames))
-        ours = _saying("building it", EncoderModule, spec, files)
+        ours = run_foreign("building it", EncoderModule, spec, files)
         ours.tower.load_state_dict(plain.state_dict(), strict=False)
-        if places := _saying("what is before its layers", towers.misplaced, family, ours.tower):
+        if places := run_foreign("what is before its layers", towers.misplaced, family, ours.tower):
             raise ConfigError(places)
         differences: dict[str, float] = {}
         rows = patches_per_row(small)
         for count, packing in ((1, "alone"), (_IMAGES, "together")):
             pixels = example_pixels(small, count)
             inputs = EncoderInputs(pixels, [(1, rows, rows)] * count, torch.empty(0))
-            expected = _saying(
+            expected = run_foreign(
                 "Hugging Face's model by itself", _plain_features, plain, ours, pixels
             )
             for cut, run in (("whole", _whole_features), ("a stage per layer", _stage_features)):
-                found = _saying(f"images {packing}, {cut}", run, ours, inputs)
+                found = run_foreign(f"images {packing}, {cut}", run, ours, inputs)
                 for what, difference in _compare(found, expected).items():
                     differences[f"{what} of images {packing}, {cut}"] = difference
         family.in_composites = _as_llava_takes_it(plain, family, example_pixels(small, 1))
@@ -291,8 +283,12 @@ Results = dict[str, Tensor]
 Result = TypeVar("Result")
 
 
-def _saying(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
-    """Runs foreign code on a model that nobody has tried: whatever it raises is said by name."""
+def run_foreign(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
+    """Run code of Hugging Face on an untested config and return its result.
+
+    Raises:
+        ConfigError: The code raised an error. The message has its type and text.
+    """
     try:
         return run(*arguments)
     except ConfigError:
@@ -300,14 +296,6 @@ def _saying(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{what} fails: {type(error).__name__}: {reason}") from error
-
-
-@torch.no_grad()
-def _randomize(model: nn.Module) -> None:
-    """Moves all weights off their initial values: zero biases and unit norms hide mistakes."""
-    for value in model.state_dict().values():
-        if value.is_floating_point():
-            value.add_(torch.randn_like(value), alpha=0.1)
 
 
 def _batch(lengths: list[int]) -> Microbatch:

@@ -36,7 +36,7 @@ from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.shared_reader import ReaderAddress
-from torchmm.data.tokenizer import load_tokenizer
+from torchmm.data.tokenizer import load_tokenizer, untrained_tokens
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -232,6 +232,9 @@ def build_run(
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
         print_summary(console, recipe.name, run_summary(run, model))
+        learns = model.llm.embedding.weight.requires_grad
+        if warning := untrained_tokens(recipe.model, tokenizer, trains_embeddings=learns):
+            logger.warning(warning)
     data = open_data(run, model, tokenizer, streams)  # weights need not load for data that are none
     if mesh.rank == 0:
         logger.info("%s\n%s (scripts/inspect_data.py shows them)", *data.training.digest())

@@ -1,5 +1,6 @@
 """Low-rank adapters: PEFT's numbers and files, the right linears, and nothing else is trained."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from model_cases import (
     relative_error,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.models.hf import adapter_files
 from torchmm.models.hf.adapter_files import WEIGHTS_FILE, load_adapters, save_adapters
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
@@ -208,6 +210,93 @@ def test_files_of_another_adapter_are_refused(change: dict, message: str, tmp_pa
     other = build(config, mine={**section, **change})
     with pytest.raises(CheckpointError, match=message):
         load_adapters(other, {"mine": str(tmp_path / "mine")})
+
+
+def lora_file(directory: Path, **settings: Any) -> Path:
+    """Write an adapter with PEFT and return its directory."""
+    base = AutoModelForCausalLM.from_pretrained(directory / "llm")
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["q_proj", "v_proj"], **settings)
+    get_peft_model(base, config).save_pretrained(directory / "theirs")
+    return directory / "theirs"
+
+
+UNSUPPORTED = [
+    ({"alpha_pattern": {"q_proj": 12}}, 'alpha_pattern = {"q_proj": 12}'),
+    ({"rank_pattern": {"q_proj": 4}}, 'rank_pattern = {"q_proj": 4}'),
+    ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa"'),
+    ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights = "pissa_niter_4"'),
+    ({"init_lora_weights": "olora"}, 'init_lora_weights = "olora"'),
+    ({"bias": "lora_only"}, 'bias = "lora_only"'),
+    ({"lora_bias": True}, "lora_bias = true"),
+    ({"modules_to_save": ["lm_head"]}, 'modules_to_save = ["lm_head"]'),
+    ({"trainable_token_indices": [1, 2]}, "trainable_token_indices = "),
+    ({"layer_replication": [(0, 1), (0, 2)]}, "layer_replication = [[0, 1], [0, 2]]"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), UNSUPPORTED)
+def test_unsupported_peft_settings_are_rejected(settings, message: str, tmp_path: Path) -> None:
+    config = saved_llm(tmp_path / "llm")
+    source = lora_file(tmp_path, **settings)
+    section = {"modules": ["llm"], "targets": ["q_proj", "v_proj"], "rank": 2, "alpha": 6.0}
+    model = build(config, move=False, mine=section)
+    with pytest.raises(CheckpointError) as error:
+        load_adapters(model, {"mine": str(source)})
+    assert f"{message}" in str(error.value) and "is not supported; " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init_lora_weights": "gaussian", "lora_dropout": 0.1},
+        {"alpha_pattern": {"q_proj": 6}, "rank_pattern": {"v_proj": 2}},
+        {"init_lora_weights": "orthogonal"},
+    ],
+)
+def test_peft_settings_without_effect_load(settings, tmp_path: Path) -> None:
+    config = saved_llm(tmp_path / "llm")
+    source = lora_file(tmp_path, **settings)
+    section = {"modules": ["llm"], "targets": ["q_proj", "v_proj"], "rank": 2, "alpha": 6.0}
+    model = build(config, move=False, mine=section)
+    load_adapters(model, {"mine": str(source)})
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "llm", attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(base, source)
+    batch = microbatch([9])
+    found = theirs(batch.input_ids_T[None], use_cache=False).logits[0, batch.target_positions_L]
+    assert relative_error(model.llm.logits(batch, {}, batch.target_positions_L), found) < EXACT
+
+
+def test_every_peft_setting_has_a_rule() -> None:
+    """A field that PEFT adds fails here until somebody decides what it means."""
+    known = {*adapter_files._RUN_SETTINGS, *adapter_files._ACCEPTED, *adapter_files._PATTERNS}
+    known |= {"r", "lora_alpha", "use_rslora", "use_dora"}
+    assert {field.name for field in dataclasses.fields(LoraConfig)} == known
+    defaults = LoraConfig().to_dict()
+    assert not list(adapter_files._unsupported_settings(defaults))
+
+
+def test_unknown_peft_setting_and_wrong_shape_are_rejected(tmp_path: Path) -> None:
+    config = pair_config("llama", "clip")
+    section = {"modules": ["llm"], "targets": ["q_proj"], "rank": 2, "alpha": 6.0}
+    model = build(config, mine=section)
+    save_adapters(model, tmp_path)
+    file = tmp_path / "mine/adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, "use_new_idea": True, "peft_type": "LOHA"}))
+    with pytest.raises(CheckpointError, match=r"use_new_idea = true is not supported") as error:
+        load_adapters(model, {"mine": str(tmp_path / "mine")})
+    assert 'peft_type = "LOHA" is not supported' in str(error.value)
+    file.write_text(json.dumps({**settings, "use_new_idea": None}))
+    weights = load_file(tmp_path / "mine" / WEIGHTS_FILE)
+    name = next(name for name in weights if "lora_A" in name)
+    weights[name] = weights[name].repeat(2, 1)
+    save_file(weights, tmp_path / "mine" / WEIGHTS_FILE)
+    with pytest.raises(CheckpointError, match=r"has shape \[4, \d+\], which is not of rank 2"):
+        load_adapters(model, {"mine": str(tmp_path / "mine")})
+    weights[name] = weights[name][:2, :5].contiguous()
+    save_file(weights, tmp_path / "mine" / WEIGHTS_FILE)
+    with pytest.raises(CheckpointError, match=r"has shape \[2, 5\], but the model needs \[2, "):
+        load_adapters(model, {"mine": str(tmp_path / "mine")})
 
 
 def test_parts_of_a_pair_have_directories_of_their_own(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_impossible_towers_are_refused(name: str, changes: dict, message: str) -
 
 
 def test_llms_with_logits_of_their_own_are_refused() -> None:
-    text = {**COMPOSITES["voxtral"]["text_config"], "model_type": "granite"}
+    text = {**COMPOSITES["voxtral"]["text_config"], "model_type": "granite", "logits_scaling": 2.0}
     with pytest.raises(ConfigError, match="'granite' scales or caps its logits"):
         build(composite_config("voxtral", text_config=text))
     with pytest.raises(ConfigError, match="audio_token_id is missing"):

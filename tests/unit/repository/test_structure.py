@@ -103,6 +103,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/measure/trial_inputs.py": "makes inputs from sizes; its importer takes times",
     "torchmm/training/text/pictures.py": "what is drawn for words; its importer is a program",
     "torchmm/models/adapters.py": "which linears get adapters; its importer builds whole models",
+    "torchmm/models/hf/legacy_keys.py": "about config files alone, which need no model",
     "torchmm/models/hf/chat_parts.py": "about chat templates alone, which its importer writes",
     "torchmm/models/layers/patches.py": "a computation of its own, for all families alike",
     **{

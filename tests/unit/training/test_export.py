@@ -16,11 +16,13 @@ from typing import ClassVar
 
 import pytest
 import torch
+import transformers
 import yaml
+from chat_templates import TEMPLATES, with_template
 from checkpoint_runs import make_manager
 from huggingface_hub import RepoUrl
 from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from torchmm.common.errors import CheckpointError, ConfigError
@@ -49,15 +51,19 @@ LORA = {"both": {"modules": ["llm"], "rank": 2}}
 
 @pytest.fixture
 def saved(tmp_path, real_data):
-    """Saves a step of a model; the recipe's model, and the checkpoint."""
+    """Return a function that saves a checkpoint and returns its model and its path."""
 
-    def save(config: ModelConfig, **sections) -> tuple[MultimodalModel, Path]:
+    def save(
+        config: ModelConfig, *, change: Callable[[MultimodalModel], None] | None = None, **sections
+    ) -> tuple[MultimodalModel, Path]:
         config = config.model_copy(update={"tokenizer": str(real_data / "tokenizer")})
         recipe = Recipe.model_validate({"model": config.model_dump(), **sections})
         model = recipe_model(recipe)
         materialize(model, "cpu")
         init_weights(model, 0)
         randomize(model)
+        if change is not None:
+            change(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
         table = recipe.model_dump(mode="json")
@@ -133,6 +139,59 @@ def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
         assert torch.equal(loaded.state_dict()[name], value.bfloat16()), name
 
 
+def test_export_ends_texts_as_the_run(saved, tokenizer, tmp_path):
+    model, checkpoint = saved(CASES["LLaVA"])
+    export_checkpoint(checkpoint, tmp_path / "hf")
+    opened = GenerationConfig.from_pretrained(tmp_path / "hf")
+    assert opened.eos_token_id == tokenizer.eos_token_id
+    chatting = with_template(tokenizer, TEMPLATES["chatml"])
+    write(model, tmp_path / "chat", chatting)
+    answer_end = chatting.convert_tokens_to_ids("<|im_end|>")
+    opened = GenerationConfig.from_pretrained(tmp_path / "chat")
+    assert opened.eos_token_id == [tokenizer.eos_token_id, answer_end]
+    config = AutoConfig.from_pretrained(tmp_path / "chat")
+    assert config.text_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_export_keeps_end_tokens_of_source(saved, tokenizer, tmp_path):
+    _, checkpoint = saved(CASES["tied"])
+    source = tmp_path / "source"
+    export_checkpoint(checkpoint, source)
+    generation = {"eos_token_id": [40, 41], "temperature": 0.7, "do_sample": True}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    model, _ = saved(ModelConfig(llm=LlmConfig(source=str(source))))
+    write(model, tmp_path / "hf", tokenizer)
+    opened = GenerationConfig.from_pretrained(tmp_path / "hf")
+    assert opened.eos_token_id == [40, 41, tokenizer.eos_token_id]
+    assert opened.temperature == 0.7
+
+
+def test_export_with_overflow_in_float16_raises(saved, tmp_path):
+    def enlarge(model: MultimodalModel) -> None:
+        model.llm.get_parameter("backbone.model.norm.weight").data[0] = 1e5
+
+    _, checkpoint = saved(CASES["tied"], change=enlarge)
+    message = r"llm.backbone.model.norm.weight has 1 values beyond 65,504.* use --dtype bfloat16"
+    with pytest.raises(ConfigError, match=message):
+        export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.float16)
+    assert not (tmp_path / "half").exists()
+    export_checkpoint(checkpoint, tmp_path / "wide", dtype=torch.bfloat16)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    assert opened.model.norm.weight[0] == torch.tensor(1e5).bfloat16()
+
+
+def test_merged_adapter_with_overflow_raises(saved, tmp_path):
+    def enlarge(model: MultimodalModel) -> None:
+        linear = model.llm.get_submodule("backbone.model.layers.0.mlp.down_proj")
+        linear.weight.data.fill_(6e4)
+        linear.lora.down.data.fill_(30.0)
+        linear.lora.up.data.fill_(30.0)
+
+    _, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA, change=enlarge)
+    with pytest.raises(ConfigError, match=r"down_proj.weight has \d+ values beyond 65,504"):
+        export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.float16)
+
+
 def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     sources = [
         {"path": str(real_data / "tuxpaint_stamps"), "weight": 2.0},
@@ -164,6 +223,8 @@ def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     assert "data" not in told and "output_dir" not in told
     assert "- loss 2.0000 nats a token at step 3" in body
     assert "- held-out loss 1.5000 nats a token at step 2" in body
+    version = transformers.__version__
+    assert f"Written by transformers {version}. Use transformers 5.0 or later." in body
     code = body.split("```python\n")[1].split("```")[0].replace('"."', repr(str(tmp_path / "hf")))
     found: dict = {}
     exec(code, found)

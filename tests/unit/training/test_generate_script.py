@@ -44,8 +44,9 @@ def _config(connector: str) -> ModelConfig:
     return ModelConfig.model_validate({"llm": {"config": llm}, "encoders": {"vision": encoder}})
 
 
-def _export(directory: Path, tokenizer: Path, connector: str = "mlp") -> Path:
-    model = build_model(_config(connector), FreezeConfig())
+def _export(directory: Path, tokenizer: Path, connector: str = "mlp", **changes: object) -> Path:
+    config = _config(connector).model_copy(update=changes)
+    model = build_model(config, FreezeConfig())
     materialize(model, "cpu")
     init_weights(model, seed=0)
     with torch.no_grad():
@@ -260,6 +261,13 @@ def test_pictures_are_drawn_for_words(
     first = drawn("first")
     assert drawn("again") == first and first[0] != first[1]
     assert not set(drawn("other", "--seed", 4)) & set(first)
+
+
+def test_generate_opens_text_only_export(run: Run, tmp_path: Path, real_data: Path) -> None:
+    export = _export(tmp_path / "run" / "hf", real_data / "tokenizer", encoders={})
+    for model in (export, export.parent):
+        lines = run("--prompt", "one", "--max-new-tokens", "3", model=model)
+        assert len(lines) == 1 and lines[0].startswith("one: ")
 
 
 def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:

@@ -205,6 +205,13 @@ class ChatTemplate:
             self._habits[key] = self._find_habits(style, options)
         return self._habits[key]
 
+    def end_tokens(self) -> set[int]:
+        """Return the ids of the special tokens that the template writes after an answer."""
+        styles = [Style(parts, json_arguments=False) for parts in (False, True)]
+        tokens = {token for style in styles for token in self.habits(style, False, {}).ends}
+        vocabulary = self.tokenizer.get_vocab()
+        return {vocabulary[token] for token in tokens if token in vocabulary}
+
     def _find_habits(self, style: Style, options: Mapping[str, Any]) -> Habits:
         """Render plain chats to find the prompt before answers and the tokens after them."""
         plain = (Turn("user", ("a",)), Turn("assistant", ("b",)))

@@ -149,6 +149,14 @@ def small_copy(
     return small
 
 
+@torch.no_grad()
+def randomize(model: nn.Module) -> None:
+    """Move all weights off their initial values: zero biases and unit norms hide mistakes."""
+    for value in model.state_dict().values():
+        if value.is_floating_point():
+            value.add_(torch.randn_like(value), alpha=0.1)
+
+
 _MECHANISMS = (
     (r"mamba|\bssm\b|A_log", "state-space (Mamba) layers"),
     (r"linear_attn|delta_net|\bkda\b|lightning|rwkv|time_mix", "linear attention"),

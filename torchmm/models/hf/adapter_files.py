@@ -36,6 +36,44 @@ _PEFT_NAMES = {
 }
 """By parameter of `Lora`: what PEFT calls it."""
 
+_RUN_SETTINGS = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "runtime_config", "megatron_core"),
+        "lora_dropout",  # concerns the training of the file; [adapters] has no dropout
+        "fan_in_fan_out",  # PEFT ignores it for linears
+        # The names of the tensors show which linears have an adapter.
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        # Settings of a value of `init_lora_weights` or of `use_qalora`, which decide.
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+        "ensure_weight_tying",  # concerns embeddings, which have no adapters
+    )
+)
+"""Fields of `LoraConfig` of PEFT that do not change what an adapter computes."""
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # Other values change the weights of the base model when PEFT loads the adapter.
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
+    **dict.fromkeys(
+        (
+            *("modules_to_save", "megatron_config", "trainable_token_indices", "velora_config"),
+            *("alora_invocation_tokens", "use_qalora", "monteclora_config", "layer_replication"),
+            *("lora_bias", "target_parameters", "use_bdlora", "arrow_config", "kasa_config"),
+        ),
+        (None, False, [], {}),
+    ),
+}
+"""Fields with the values that torchmm supports. Other values are rejected by name."""
+_PATTERNS = {"rank_pattern": "r", "alpha_pattern": "lora_alpha"}
+"""Fields with values by linear, and the field with the value of the other linears."""
+_FIXES = {
+    "init_lora_weights": "convert the adapter with PEFT: save_pretrained("
+    'path_initial_model_for_weight_conversion="...")',
+    "rank_pattern": "use one adapter with its own rank for each group of linears",
+    "alpha_pattern": "use one adapter with its own alpha for each group of linears",
+}
+
 
 class _Files(NamedTuple):
     """One directory of an adapter."""
@@ -121,7 +159,14 @@ def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str
         with safe_open(source / WEIGHTS_FILE, "pt") as opened:
             for module, linear, part, parameter in files.parameters():
                 path = _hf_path(prefixes, module, linear)
-                copy_slice(parameter, opened.get_tensor(_peft_name(path, part)))
+                value = opened.get_tensor(name := _peft_name(path, part))
+                if value.shape != parameter.shape:
+                    problems.append(
+                        f"{source}: {name} has shape {list(value.shape)}, but the model needs "
+                        f"{list(parameter.shape)}; use an adapter of this model"
+                    )
+                    continue
+                copy_slice(parameter, value)
                 filled.add(f"{modules[module.name]}.{linear}.{CHILD}.{part}")
     if problems:
         raise CheckpointError("adapters do not fit:\n  - " + "\n  - ".join(problems))
@@ -183,12 +228,20 @@ def _settings(spec: LoraSpec) -> dict[str, Any]:
 
 
 def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]:
+    """Yield the differences between the files of an adapter and its section of the recipe."""
     try:
         config = json.loads((source / CONFIG_FILE).read_text())
         with safe_open(source / WEIGHTS_FILE, "pt") as opened:
-            found = set(opened.keys())
+            names = opened.keys()
+            shapes = {name: opened.get_slice(name).get_shape() for name in names}
     except (OSError, ValueError, SafetensorError) as error:
         yield f"{source}: cannot be read as an adapter of PEFT ({error})"
+        return
+    if not isinstance(config, dict):
+        yield f"{source}: {CONFIG_FILE} is not a JSON object"
+        return
+    if unsupported := list(_unsupported_settings(config)):
+        yield from (f"{source}: {problem}" for problem in unsupported)
         return
     for key, value in _settings(spec).items():
         if config.get(key, False) != value:
@@ -196,9 +249,30 @@ def _problems(source: Path, spec: LoraSpec, expected: set[str]) -> Iterator[str]
                 f"{source}: has {key} = {config.get(key)}, but [adapters.{spec.adapter}] means "
                 f"{value}; change rank, alpha or method"
             )
+    found = set(shapes)
     for what, names in (("lacks", expected - found), ("also has", found - expected)):
         if names:
             yield (
                 f"{source}: {what} {min(names)} (and {len(names) - 1} more); change modules or "
                 f"targets of [adapters.{spec.adapter}]"
             )
+    for name in sorted(expected & found):
+        part = next(part for part, peft in _PEFT_NAMES.items() if name.endswith(peft))
+        if part != "magnitude" and shapes[name][part == "up"] != spec.rank:
+            yield f"{source}: {name} has shape {shapes[name]}, which is not of rank {spec.rank}"
+
+
+def _unsupported_settings(config: dict[str, Any]) -> Iterator[str]:
+    """Yield the settings of PEFT that change what an adapter computes and are not supported."""
+    for key, value in config.items():
+        if key in _RUN_SETTINGS or key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+            continue
+        if key in _PATTERNS:
+            usual = config.get(_PATTERNS[key])
+            supported = not value or all(own == usual for own in value.values())
+        else:
+            # A field that this version does not list may have its default value.
+            supported = value in _ACCEPTED.get(key, (None, False, [], {}))
+        if not supported:
+            fix = _FIXES.get(key, "use an adapter without it")
+            yield f"{key} = {json.dumps(value)} is not supported; {fix}"

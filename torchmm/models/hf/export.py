@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from torchmm.common.errors import ConfigError
 from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
@@ -44,15 +47,17 @@ from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.experts_apart import Keep, has_stacked_experts, in_memory, taken_apart
+from torchmm.models.hf.legacy_keys import add_legacy_keys
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
 from torchmm.models.hf.pairs import CONNECTORS, PairClass, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
 from torchmm.models.initialize import named_tensors, random_copy
-from torchmm.models.layered import LayeredModule, units
+from torchmm.models.layered import LayeredModule, WeightFiles, units
 from torchmm.models.layers.lora import CHILD, merged, of_adapter
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import PARTS_FILE, split_place
 
+_logger = logging.getLogger(__name__)
 _TOWER = "model.vision_tower."
 VAE = "vae"
 """Where a generator's autoencoder is, as in diffusers' pipelines."""
@@ -74,6 +79,7 @@ class _Export:
     prefixes: dict[str, Prefixes]
     """By module name: our parameter names -> Hugging Face's."""
     generation_source: str | None = None
+    """Source whose generation settings are copied, if the LLM has one."""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -110,71 +116,92 @@ def export_hf(
     gather: Gather = gather_whole,
     shard_bytes: int | None = None,
     keep: Keep = in_memory,
+    ends: Collection[int] = (),
 ) -> None:
-    """Write `model` in Hugging Face's format; collective, rank 0 writes.
+    """Write `model` in Hugging Face format. Collective; rank 0 writes.
 
     Args:
-        model: its structure is enough if `gather` gives the weights.
-        directory: is made.
-        tokenizer: is saved with it.
-        gather: where weights come from.
-        shard_bytes: of the largest file with weights; None: Hugging Face's default.
-        keep: where experts are that files have apart.
+        model: Model to export. Its structure is enough if `gather` provides the weights.
+        directory: Directory to create.
+        tokenizer: Tokenizer to save with the model.
+        gather: Source of the weights.
+        shard_bytes: Maximum size of a weight file. If None, use the default of Hugging Face.
+        keep: Storage for experts that files store separately.
+        ends: Ids of tokens that end a text, in addition to the EOS token of the tokenizer.
 
     Raises:
-        ConfigError: the tokenizer lacks the model's placeholder token.
+        ConfigError: The tokenizer lacks the placeholder token of the model.
     """
     directory = Path(directory)
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    as_one = model.composite is not None or not model.encoders or _pair(model) is not None
-    with torch.device("meta"):
-        exports = [_whole(model, directory, tokenizer)] if as_one else _separately(model, directory)
-        if model.generator is not None:
-            exports += _generator(model.generator, directory / GENERATOR)
+    # Other ranks only send weights. They need no class.
+    exports = _choose_exports(model, directory, tokenizer) if writes else []
     connectors = _gather(model, exports, gather, writes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
         for export in exports:
+            _set_end_tokens(export, tokenizer, ends)
             _save(model, export, shard_bytes, keep)
         if model.generator is not None:
             scheduler = model.generator.family.scheduler()
             scheduler.save_pretrained(directory / GENERATOR / "scheduler")
         for name, weights in connectors.items():
             save_file(weights, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
+        as_one = exports[0].directory == directory
         tokenizer.save_pretrained(directory if as_one else directory / "llm")
         if as_one:
             save_processor(model, directory, tokenizer)
         else:
             _save_parts_description(model, directory)
+        for export in exports:
+            add_legacy_keys(export.directory)
     if dist.is_initialized():
         dist.barrier()
 
 
-def _pair(model: MultimodalModel) -> PairClass | None:
-    """The class of a model from separate sources; None: it is another, or has none."""
-    if model.composite is not None or not model.encoders:
-        return None
-    found = pair_class(model)
-    return None if isinstance(found, str) else found
+def _choose_exports(
+    model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
+) -> list[_Export]:
+    """Return the Hugging Face models to write: the full model, or its parts if no class fits."""
+    pair = _pair(model)
+    with torch.device("meta"):
+        if isinstance(pair, str):
+            _logger.warning("exporting encoders and LLM separately: %s", pair)
+            exports = _separately(model, directory)
+        else:
+            exports = [_whole(model, pair, directory, tokenizer)]
+        if model.generator is not None:
+            exports += _generator(model.generator, directory / GENERATOR)
+    return exports
 
 
-def _whole(model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase) -> _Export:
+def _pair(model: MultimodalModel) -> PairClass | str | None:
+    """Return the class of a model from separate sources, or the reason why it has none.
+
+    Returns None for composites and for LLMs without an encoder.
+    """
+    return None if model.composite is not None or not model.encoders else pair_class(model)
+
+
+def _whole(
+    model: MultimodalModel,
+    pair: PairClass | None,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+) -> _Export:
     dtype = model.llm.dtype
     prefixes = {name: p for name, p in hf_prefixes(model).items() if name != GENERATOR}
-    if not model.encoders:
-        hf = model.llm.family.build(model.llm.config, dtype)
-        return _Export(directory, hf, prefixes, model.llm.weights.source)
-    if model.composite is not None:
+    if pair is not None:
+        placeholder = model.image_token_id(tokenizer)
+        assert placeholder is not None
+        (encoder,) = model.encoder_modules()
+        prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: pair.encoder_files.hf_prefixes}
+        hf = pair.kind._from_config(pair.config(placeholder), dtype=dtype)
+    elif model.composite is not None:
         kind: Any = COMPOSITES[model.composite.model_type].kind
         hf = kind._from_config(model.composite, dtype=dtype)
-        return _Export(directory, hf, prefixes, model.llm.weights.source)
-    pair = _pair(model)
-    assert pair is not None
-    placeholder = model.image_token_id(tokenizer)
-    assert placeholder is not None
-    (encoder,) = model.encoder_modules()
-    prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: pair.encoder_files.hf_prefixes}
-    hf = pair.kind._from_config(pair.config(placeholder), dtype=dtype)
+    else:
+        hf = model.llm.family.build(model.llm.config, dtype)
     return _Export(directory, hf, prefixes, model.llm.weights.source)
 
 
@@ -205,11 +232,8 @@ def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
 
 
 def hf_name(prefixes: dict[str, Prefixes], module: str, name: str) -> str | None:
-    """Hugging Face's name of a parameter of `module`; None if the class does not have it."""
-    for ours, theirs in prefixes.get(module, ()):
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    return None
+    """Return the Hugging Face name of a parameter, or None if the class does not have it."""
+    return WeightFiles(hf_prefixes=prefixes.get(module, ())).hf_name(name)
 
 
 @torch.no_grad()
@@ -228,6 +252,7 @@ def _gather(
         linear, _, leaf = name.rpartition(".")
         if leaf == "weight" and linear in module.adapters:
             whole = merged(value, adapters[module.name][linear], module.adapters[linear])
+            check_range(whole, value, f"{module.name}.{name}")
         for export in exports:
             if (theirs := hf_name(export.prefixes, module.name, name)) is not None:
                 export.weights[theirs] = whole
@@ -235,6 +260,32 @@ def _gather(
         else:
             connectors.setdefault(module.name, {})[name] = whole
     return connectors
+
+
+def check_range(values: Tensor, before: Tensor, name: str) -> None:
+    """Raise an error if finite values became infinite or NaN.
+
+    Args:
+        values: Values after a conversion to another dtype or after merging an adapter.
+        before: Values before.
+        name: Name of the tensor for the error message.
+
+    Raises:
+        ConfigError: At least one value is out of the range of the dtype.
+    """
+    if not values.is_floating_point() or values.numel() == 0:
+        return
+    if all(bound.isfinite() for bound in torch.aminmax(values)):  # needs no temporary tensors
+        return
+    overflows = ~values.isfinite() & before.isfinite()
+    if overflows.any():
+        largest = before[overflows].abs().max().item()
+        dtype = str(values.dtype).removeprefix("torch.")
+        limit = torch.finfo(values.dtype).max
+        raise ConfigError(
+            f"{name} has {int(overflows.sum())} values beyond {limit:,.0f}, the largest value of "
+            f"{dtype} (up to {largest:,.0f}); use --dtype bfloat16 or float32"
+        )
 
 
 def gather_adapters(
@@ -284,6 +335,37 @@ def _to_rank_0(
     return received.cpu()
 
 
+def _set_end_tokens(
+    export: _Export, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
+) -> None:
+    """Copy the generation settings of the source and add the tokens that end texts.
+
+    Configs without a source have the defaults of their class, which belong to another tokenizer.
+    """
+    hf = export.hf
+    if not isinstance(hf, PreTrainedModel) or not hf.can_generate():
+        return
+    own = [token for token in (tokenizer.eos_token_id, *sorted(ends)) if token is not None]
+    known: Any = None
+    if export.generation_source is None:
+        hf.generation_config = GenerationConfig.from_model_config(hf.config)
+        if own:
+            hf.config = copy.deepcopy(hf.config)  # the model in training has the same object
+            hf.config.get_text_config().eos_token_id = own[0]
+    else:
+        # If the source has no valid generation config, keep the settings of the model config.
+        with suppress(OSError, ValueError):
+            name, revision = split_place(export.generation_source)
+            found = GenerationConfig.from_pretrained(name, revision=revision or "main")
+            found.validate(strict=True)
+            hf.generation_config = found
+        known = hf.generation_config.eos_token_id
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    tokens = list(dict.fromkeys([*known, *own]))
+    if tokens:
+        hf.generation_config.eos_token_id = tokens[0] if len(tokens) == 1 else tokens
+
+
 def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None, keep: Keep) -> None:
     for module in model.encoder_modules():
         if module.unused and module.name in export.prefixes:
@@ -297,14 +379,6 @@ def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None, keep
     tensors = export.hf.state_dict()
     left = [name for name in loaded.missing_keys if tensors[name].is_meta]
     assert not left and not loaded.unexpected_keys, (left, loaded.unexpected_keys)
-    if export.generation_source is not None and export.hf.can_generate():
-        try:
-            name, revision = split_place(export.generation_source)
-            found = GenerationConfig.from_pretrained(name, revision=revision or "main")
-            found.validate(strict=True)
-            export.hf.generation_config = found
-        except (OSError, ValueError):
-            pass  # none, or one that cannot be saved again: what follows from the config stays
     settings: dict[str, Any] = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     tower = f"{_TOWER}vision_model." if _names_clip_twice(model, export) else _TOWER
     named = {name.replace(_TOWER, tower, 1): x for name, x in export.hf.state_dict().items()}
@@ -350,6 +424,7 @@ def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
             with safe_open(file.path, "pt") as opened:
                 value = opened.get_tensor(file.name)
                 values[name] = value.to(module.spec.dtype) if value.is_floating_point() else value
+                check_range(values[name], value, f"{module.name}.{name}")
     with torch.device("meta"):
         holder = nn.Module()
         holder.tower = module.uncut_tower()

@@ -39,6 +39,8 @@ from torchmm.models.families.composites.parts import LLAVA_VISION
 from torchmm.models.families.composites.speech import SOUND_FILES
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row
+from torchmm.models.families.llms.structural import own_logits
+from torchmm.models.hf.pair_proof import class_difference
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
@@ -64,10 +66,12 @@ class PairClass(NamedTuple):
 
 
 def pair_class(model: MultimodalModel) -> PairClass | str:
-    """The class of a model from separate sources, or why it has none.
+    """Return the class of a model from separate sources, or the reason why it has none.
+
+    Needs no other ranks.
 
     Args:
-        model: with at least one encoder, and no composite.
+        model: Model with at least one encoder that is not a composite.
     """
     encoders = model.encoder_modules()
     if len(encoders) > 1:
@@ -76,21 +80,38 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
     (encoder,) = encoders
     spec = encoder.spec
     llm = model.llm
-    reason = _llm_problem(llm) or _connector_problem(spec)
+    if reason := _llm_problem(llm) or _connector_problem(spec):
+        return reason
     if spec.config.model_type == HEARING:
         if llm.text_config.tie_word_embeddings:
-            reason = reason or "Audio Flamingo 3 does not tie the LLM's head to its embeddings"
-        config = partial(_hearing_config, spec, llm.config)
-        found = PairClass(AudioFlamingo3ForConditionalGeneration, config, SOUND_FILES)
-        return reason or found
-    reason = reason or ("" if becomes_llava(spec.family) else _tower_problem(spec))
-    reason = reason or _tile_problem(spec)
+            return "Audio Flamingo 3 does not tie the LLM's head to its embeddings"
+    else:
+        reason = "" if becomes_llava(spec.family) else _tower_problem(spec)
+        reason = reason or _tile_problem(spec)
+        if spec.connector == "norm_mlp":
+            reason = reason or _intern_problem(spec, llm)
+        if reason:
+            return reason
+    found = _class_of(spec, llm.config)
+
+    def build_hf(spec: EncoderSpec, config: PreTrainedConfig, token_id: int) -> PreTrainedModel:
+        plain = _class_of(spec, config)
+        return plain.kind._from_config(plain.config(token_id), attn_implementation="eager")
+
+    name = found.kind.__name__
+    return class_difference(spec, llm, name, found.encoder_files, build_hf) or found
+
+
+def _class_of(spec: EncoderSpec, llm_config: PreTrainedConfig) -> PairClass:
+    """Return the class of an encoder and an LLM that have one."""
+    if spec.config.model_type == HEARING:
+        config = partial(_hearing_config, spec, llm_config)
+        return PairClass(AudioFlamingo3ForConditionalGeneration, config, SOUND_FILES)
     if spec.connector == "norm_mlp":
-        reason = reason or _intern_problem(spec, llm)
-        config = partial(_intern_config, spec, llm.config)
-        return reason or PairClass(InternVLForConditionalGeneration, config, INTERN_VISION)
-    config = partial(_llava_config, spec, llm.config)
-    return reason or PairClass(LlavaForConditionalGeneration, config, LLAVA_VISION)
+        config = partial(_intern_config, spec, llm_config)
+        return PairClass(InternVLForConditionalGeneration, config, INTERN_VISION)
+    config = partial(_llava_config, spec, llm_config)
+    return PairClass(LlavaForConditionalGeneration, config, LLAVA_VISION)
 
 
 def exported_as(model: MultimodalModel) -> str:
@@ -114,11 +135,8 @@ def becomes_llava(family: EncoderFamily) -> bool:
 def _llm_problem(llm: LlmModule) -> str:
     family = llm.family
     model_type = llm.config.model_type
-    if family.own_logits:
-        return (
-            f"{model_type} scales or caps its logits, which Hugging Face's classes with an encoder "
-            "and any LLM leave out"
-        )
+    if change := own_logits(llm.text_config, family):
+        return f"{model_type} {change}, which Hugging Face classes with an encoder and any LLM omit"
     if (family.text_model, family.head) != ("model", "lm_head"):
         return (
             f"{model_type} has other names of parts ({family.text_model}, {family.head}) than LLMs "

@@ -27,13 +27,14 @@ from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.tokenizer import read_tokenizer
+from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
 from torchmm.recipe.data_section import DataConfig
-from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
+from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.pipeline import whole_pipeline
@@ -65,10 +66,10 @@ class Export:
 
     @classmethod
     def read(cls, directory: Path) -> Export:
-        """What is in the directory, without weights.
+        """Return the contents of an export, without weights.
 
         Raises:
-            ConfigError: it is no export.
+            ConfigError: The directory is not an export.
         """
         model = ModelConfig(source=str(directory))
         if not model.is_composite:
@@ -79,7 +80,10 @@ class Export:
                 f"{directory} is no export: it has neither config.json nor {PARTS_FILE}; a run "
                 "writes one at its end, scripts/export.py one of a checkpoint"
             )
-        (kind,) = json.loads(config.read_text())["architectures"]
+        settings = json.loads(config.read_text())
+        (kind,) = settings["architectures"]
+        if settings["model_type"] not in COMPOSITES:
+            model = ModelConfig(llm=LlmConfig(source=str(directory)))
         return cls(directory, model, directory, kind)
 
 

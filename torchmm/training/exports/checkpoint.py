@@ -38,7 +38,7 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.export import whole_tensors
+from torchmm.models.hf.export import check_range, whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import recipe_model
@@ -70,21 +70,21 @@ def export_checkpoint(
     apart: bool = False,
     averaged: bool = False,
 ) -> None:
-    """Writes the model of a checkpoint in Hugging Face's format.
+    """Write the model of a checkpoint in Hugging Face format.
 
     Args:
-        path: a directory called "step-N".
-        directory: must not exist.
-        dtype: of weights; None: that of the checkpoint's parameters.
-        shard_bytes: of the largest file with weights.
-        apart: whether adapters are written alone, as PEFT's files, not added to the weights.
-        averaged: whether weights are those averaged over steps, where they were trained.
+        path: Checkpoint directory named "step-N".
+        directory: Directory to create. It must not exist.
+        dtype: Dtype of the weights. If None, use the dtype of the parameters in the checkpoint.
+        shard_bytes: Maximum size of a weight file.
+        apart: Whether to write adapters alone in PEFT format instead of merging them.
+        averaged: Whether to export the weights averaged over steps.
 
     Raises:
-        CheckpointError: it is damaged, or holds another model than its recipe says; there is no
-            room for the export.
-        ConfigError: the directory exists, or another process writes it; the recipe's model cannot
-            be built here.
+        CheckpointError: The checkpoint is damaged or does not match its recipe, or the disk is
+            full.
+        ConfigError: The directory exists, another process writes it, the model of the recipe
+            cannot be built, or a weight is out of the range of `dtype`.
     """
     refuse_existing(directory)
     if problems := find_problems(path):
@@ -228,7 +228,7 @@ class CheckpointWeights:
             )
             place = self._places(chunk["file"])[chunk_name(name, chunk["offsets"])]
             with (self._path / chunk["file"]).open("rb") as file:
-                _fill(whole[window], file, place)
+                _fill(whole[window], file, place, name)
         if room is not None:
             room.madvise(mmap.MADV_DONTNEED)  # is in its file, and read from there when saved
         return whole
@@ -259,8 +259,8 @@ class CheckpointWeights:
             return mmap.mmap(file.fileno(), size_bytes)
 
 
-def _fill(target: Tensor, file: BinaryIO, place: _Place) -> None:
-    """Copies a piece into its part of the whole, by blocks of rows."""
+def _fill(target: Tensor, file: BinaryIO, place: _Place, name: str) -> None:
+    """Copy a stored chunk into its slice of the tensor `name`, by blocks of rows."""
     rows_RN = target.view(1) if target.ndim == 0 else target
     row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
     count = max(1, BLOCK_BYTES // max(1, row_bytes))
@@ -272,7 +272,11 @@ def _fill(target: Tensor, file: BinaryIO, place: _Place) -> None:
             continue
         if file.readinto(data) < len(data):  # type: ignore[attr-defined]
             raise CheckpointError(f"{file.name} is cut off: verify the checkpoint")
-        part.copy_(torch.frombuffer(data, dtype=place.dtype).view(part.shape))
+        values = torch.frombuffer(data, dtype=place.dtype).view(part.shape)
+        part.copy_(values)
+        if part.dtype != values.dtype:
+            plain = name.removeprefix(MODEL_PREFIX).removeprefix(AVERAGE_PREFIX)
+            check_range(part, values, plain)
 
 
 def _places_in(file: Path) -> dict[str, _Place]:

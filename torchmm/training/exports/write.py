@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.prepare.manifest import read as read_prepared
 from torchmm.data.storage.addresses import without_secrets
 from torchmm.models.hf.adapter_files import save_adapters
@@ -83,8 +85,9 @@ def write_files(
     shard_bytes: int | None = None,
     keep: Keep = in_memory,
 ) -> None:
-    """`write_export` into a place that is there already; collective, rank 0 writes."""
-    export_hf(model, place, tokenizer, gather, shard_bytes, keep)
+    """Write an export into an existing directory. Collective; rank 0 writes."""
+    ends = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
+    export_hf(model, place, tokenizer, gather, shard_bytes, keep, ends)
     if not dist.is_initialized() or dist.get_rank() == 0:
         (place / CARD).write_text(card(model, place, trained))
 
@@ -119,6 +122,11 @@ def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
     if trained.recipe:
         lines += ["```toml", trained.recipe.strip(), "```", ""]
     lines += ["## Use", "", *_use(directory), ""]
+    lines += [
+        f"Written by transformers {transformers.__version__}. Use transformers 5.0 or later. Older "
+        "versions are not supported: some model types compute other values there.",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.structural import own_logits
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions, Token
 from torchmm.models.families.tiling import Tiling
@@ -41,8 +42,8 @@ ROW_MARKS: dict[str, Any] = {"suffix": (Token("[IMG_END]"),), "row_end": Token("
 """How images of Pixtral's tower appear in the text, for `TextConventions`."""
 PAIR_PROCESSOR = "LlavaProcessor"
 """Hugging Face's processor of images as encoder and LLM from separate sources have them."""
-_OWN_LOGITS = ("paligemma", "gemma4")
-"""Composites that cap logits as their LLMs do."""
+_CAPS = ("paligemma", "gemma4")
+"""Composites that apply `final_logit_softcapping` of the LLM."""
 
 
 class EncoderPart(NamedTuple):
@@ -114,16 +115,16 @@ def part_problems(
 
 
 def llm_problems(config: Any, unlisted: Unlisted = ALL_LISTED) -> list[str]:
-    """What is not supported of the LLM."""
+    """Return the problems of the LLM of a composite."""
     text = config.text_config.model_type
     problems = []
     family = unlisted.llm or LLM_FAMILIES.get(text)
     if family is None:
         problems.append(f"LLM {text!r} is not supported; supported: {', '.join(LLM_FAMILIES)}")
-    elif family.own_logits and config.model_type not in _OWN_LOGITS:
+    elif change := own_logits(config.text_config, family, caps=config.model_type in _CAPS):
         problems.append(
-            f"LLM {text!r} scales or caps its logits, which Hugging Face's composite leaves out; "
-            "name encoder and LLM as [model.encoders.NAME] and [model.llm] instead"
+            f"LLM {text!r} {change}, which the composite class of Hugging Face omits; override the "
+            "setting, or specify encoder and LLM as [model.encoders.NAME] and [model.llm]"
         )
     return problems
 

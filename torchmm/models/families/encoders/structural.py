@@ -170,7 +170,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if getattr(config, "num_hidden_layers", None) is None:
         raise ConfigError("no list of layers: its config has no num_hidden_layers")
     patches_per_row(config)
-    return small_copy(config, _layers, _shrunk)
+    return small_copy(config, _layers, shrunk_settings)
 
 
 def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
@@ -229,8 +229,16 @@ def _layers(config: PreTrainedConfig) -> nn.ModuleList:
     return found
 
 
-def _shrunk(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
-    """Settings of the copy."""
+def shrunk_settings(
+    config: PreTrainedConfig, layers: int, patches_per_row: int = _PATCHES_PER_ROW
+) -> dict[str, Any]:
+    """Return the settings of a small copy of a tower.
+
+    Args:
+        config: Config of the tower.
+        layers: Number of layers of the copy.
+        patches_per_row: Patches per row of an image.
+    """
     usual = {own: name for name, own in config.attribute_map.items()}
     small = {
         key: shrunk_value(usual.get(key, key), value)
@@ -240,8 +248,9 @@ def _shrunk(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
     for key in ("pooler_output_size", "projection_dim"):
         if key in small:
             small[key] = 32
-    for name, size in (("image_size", _PATCHES_PER_ROW * _PATCH_PX), ("patch_size", _PATCH_PX)):
-        square = [size, size]
-        given = getattr(config, name)
-        small[config.attribute_map.get(name, name)] = size if isinstance(given, int) else square
+    for name, size in (("image_size", patches_per_row * _PATCH_PX), ("patch_size", _PATCH_PX)):
+        given = getattr(config, name, None)
+        if given is not None:
+            key = config.attribute_map.get(name, name)
+            small[key] = size if isinstance(given, int) else [size, size]
     return small | {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}

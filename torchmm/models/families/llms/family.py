@@ -65,9 +65,6 @@ class LlmFamily:
     multiplier: str | None = None
     """Attribute of the text model with which its forward scales `inputs_embeds`; set to 1 on
     later stages, where that input is a hidden state."""
-    own_logits: bool = False
-    """Whether logits are scaled or capped after the head, which Hugging Face's LLaVA and similar
-    composites omit, as they have a separate head."""
     gated_ffn: bool = True
     """Whether the feed-forward network has a gate: three weight matrices instead of two."""
     activation: str = ""

@@ -67,6 +67,5 @@ GEMMA4 = LlmFamily(
     norms=GEMMA_NORMS,
     norm_place="around",
     norm_weight_float32=True,
-    own_logits=True,
     choose=_choose,
 )

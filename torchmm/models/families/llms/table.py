@@ -104,7 +104,7 @@ LLM_FAMILIES = {
     "qwen2": LlmFamily(),
     "qwen3": LlmFamily(),
     "smollm3": LlmFamily(),  # some layers without rotary positions
-    "gemma2": replace(_GEMMA, own_logits=True),  # capped scores, every other layer with a window
+    "gemma2": _GEMMA,  # capped scores and logits, every other layer with a window
     "gemma3_text": _GEMMA,
     "gemma4_text": GEMMA4,
     "qwen3_moe": _QWEN3_MOE,
@@ -112,7 +112,7 @@ LLM_FAMILIES = {
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
     "lfm2": LFM2,
-    "granite": LlmFamily(multiplier="embedding_multiplier", own_logits=True),
+    "granite": LlmFamily(multiplier="embedding_multiplier"),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,  # three of four layers with a window
     "phi3": _PHI3,
@@ -125,7 +125,6 @@ LLM_FAMILIES = {
         norm_place="shared",
         norm_weight_float32=True,
         rotary_float32=True,
-        own_logits=True,
     ),
     "mixtral": replace(_QWEN3_MOE, old_names=_EXPERTS_OF_BLOCKS),
     "glm4_moe": LlmFamily(

@@ -1,0 +1,114 @@
+"""Classes of exports and composites compute the logits of the trained model, or are rejected."""
+
+import pytest
+import torch
+from model_cases import ENCODERS, LLMS, build, composite_config, pair_config
+from transformers import AutoConfig
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.llms.structural import own_logits
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.hf import pair_proof, pairs
+from torchmm.models.hf.export import export_hf
+from torchmm.models.hf.pairs import PairClass, exported_as, pair_class
+from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
+
+SCALED = {
+    "minicpm3": ({}, "dim_model_base = 256"),
+    "gemma3_text": ({"final_logit_softcapping": 3.0}, "final_logit_softcapping = 3.0"),
+    "granite": ({}, "logits_scaling = 2.0"),
+    "cohere2": ({}, "logit_scale = 0.0625"),
+    "gemma2": ({}, "final_logit_softcapping = 3.0"),
+}
+"""LLMs that change their logits: changes of the test config, and the setting that is named."""
+PLAIN = {
+    "minicpm3": {"dim_model_base": 32},
+    "granite": {"logits_scaling": 1.0},
+    "gemma2": {"final_logit_softcapping": None},
+}
+"""The same LLMs with settings that change nothing."""
+
+
+def pair(llm: str, **changes: object) -> ModelConfig:
+    section = LlmConfig(config={**LLMS[llm], **changes})
+    return ModelConfig(llm=section, encoders={"eye": EncoderConfig(config=ENCODERS["clip"])})
+
+
+@pytest.mark.parametrize("llm", SCALED)
+def test_scaled_logits_are_exported_in_parts(llm: str, tmp_path, tokenizer, caplog) -> None:
+    changes, setting = SCALED[llm]
+    model = build(pair(llm, **changes))
+    found = pair_class(model)
+    assert isinstance(found, str) and f"scales or caps its logits ({setting})" in found
+    assert setting in exported_as(model)
+    export_hf(model, tmp_path, tokenizer)
+    assert (tmp_path / "torchmm.json").exists()
+    assert f"exporting encoders and LLM separately: {found}" in caplog.text
+
+
+@pytest.mark.parametrize("llm", PLAIN)
+def test_neutral_scales_keep_the_class(llm: str) -> None:
+    assert isinstance(pair_class(build(pair(llm, **PLAIN[llm]))), PairClass)
+
+
+@pytest.mark.parametrize("llm", SCALED)
+def test_proof_finds_scaled_logits_without_the_rule(llm: str, monkeypatch) -> None:
+    monkeypatch.setattr(pairs, "own_logits", lambda *_: "")
+    found = pair_class(build(pair(llm, **SCALED[llm][0])))
+    assert isinstance(found, str) and "logits of LlavaForConditionalGeneration differ by" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("vision_feature_layer", -1), ("vision_feature_select_strategy", "full")],
+)
+def test_proof_finds_other_features(key: str, value: object, monkeypatch) -> None:
+    build_config = pairs._llava_config
+
+    def changed(*arguments):
+        config = build_config(*arguments)
+        setattr(config, key, value)
+        return config
+
+    config = pair_config("llama", "clip", feature_layer=-2)
+    assert isinstance(pair_class(build(config)), PairClass)
+    pair_proof._compare.cache_clear()
+    monkeypatch.setattr(pairs, "_llava_config", changed)
+    found = pair_class(build(config))
+    pair_proof._compare.cache_clear()
+    assert isinstance(found, str) and "LlavaForConditionalGeneration" in found
+
+
+def test_proof_runs_once_and_keeps_random_state(monkeypatch) -> None:
+    model = build(pair_config("qwen2", "siglip"))
+    pair_proof._compare.cache_clear()
+    state = torch.get_rng_state()
+    pair_class(model)
+    pair_class(model)
+    exported_as(model)
+    assert pair_proof._compare.cache_info().misses == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def composite(name: str, llm: str, **changes: object) -> ModelConfig:
+    text = {**LLMS[llm], **changes}
+    return composite_config(name, text_config=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "llm"),
+    [*((name, llm) for name in ("llava", "internvl") for llm in SCALED), ("gemma3", "gemma3_text")],
+)
+def test_composite_with_scaled_logits_is_rejected(name: str, llm: str) -> None:
+    changes, setting = SCALED[llm]
+    with pytest.raises(ConfigError, match=r"scales or caps its logits") as error:
+        build(composite(name, llm, **changes))
+    assert setting in str(error.value)
+
+
+def test_composite_that_caps_logits_accepts_caps_only() -> None:
+    capped = LLM_FAMILIES["gemma2"], LLM_FAMILIES["cohere2"]
+    gemma, cohere = (AutoConfig.for_model(**LLMS[name]) for name in ("gemma2", "cohere2"))
+    assert own_logits(gemma, capped[0]) and not own_logits(gemma, capped[0], caps=True)
+    assert own_logits(cohere, capped[1], caps=True)
+    build(composite_config("paligemma2"))
