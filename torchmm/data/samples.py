@@ -175,7 +175,6 @@ def find_samples(
 def remote_decoder(
     samples: SampleSet,
     data: DataConfig,
-    training: TrainingConfig,
     rank: int,
     reads: Reads | None,
     validation: bool,
@@ -189,8 +188,7 @@ def remote_decoder(
     fingerprint = samples.fingerprint()
     # Of its own, as workers take it with them before it has asked anybody.
     asking = Asking(data.producers, listed or fingerprint)
-    length = training.sequence_length
-    return RemoteDecoder(asking, fingerprint, length, rank, reads, samples.decoder)
+    return RemoteDecoder(asking, fingerprint, rank, reads, samples.decoder)
 
 
 def shares_reader(data: DataConfig) -> bool:

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from torchmm.common.errors import ConfigError
+from torchmm.data.corrupt import printable
 from torchmm.recipe.data_section import is_local
 
 TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
@@ -108,8 +109,9 @@ def describe(error: Exception) -> str:
 
 
 def said(error: Exception) -> str:
-    """What the other side said, without what libraries add."""
-    return str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
+    """Return the message of the other side, printable and without additions of libraries."""
+    text = str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
+    return printable(text)
 
 
 def ended_by_signals() -> threading.Event:

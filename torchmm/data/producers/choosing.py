@@ -46,6 +46,8 @@ class Choice:
         self._client: flight.FlightClient | None = None
         self._asked_s = -REFRESH_S
         self._failed_s: dict[str, float] = {}
+        self.left_out: dict[str, str] = {}
+        """Wrong responses by address; these producers are not asked again."""
         self.complaint = ""
         """What is wrong with the registry."""
 
@@ -55,12 +57,24 @@ class Choice:
         if self._registry is not None and now - self._asked_s > REFRESH_S:
             self._refresh(self._registry)
         avoided = {a: at for a, at in self._failed_s.items() if now - at < AVOIDED_S}
-        return in_turn(self._known, number, avoided)
+        known = [each for each in self._known if each.address not in self.left_out]
+        return in_turn(known, number, avoided)
 
     def failed(self, address: str) -> None:
         """It did not answer, or not as it should."""
         self._failed_s[address] = time.monotonic()
         self._asked_s = min(self._asked_s, time.monotonic() - REFRESH_S / 2)
+
+    def leave_out(self, address: str, why: str) -> None:
+        """Log a wrong response and stop asking this producer."""
+        self.left_out[address] = why
+        logger.warning(
+            "producer %s sent a wrong response and is not asked again in this run: %s. Use the "
+            "same torchmm and transformers on both sides (wrong_producers=%d)",
+            address,
+            why,
+            len(self.left_out),
+        )
 
     def _refresh(self, registry: str) -> None:
         self._asked_s = time.monotonic()
