@@ -18,7 +18,7 @@ from pyarrow import flight
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import printable
-from torchmm.recipe.data_section import is_local
+from torchmm.recipe.data_section import is_host_port, is_local
 
 TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
 TOKEN_HEADER = "torchmm-token"
@@ -62,6 +62,8 @@ class Server(flight.FlightServerBase):
     def __init__(
         self, bind: str, token: str | None = None, certificate: Certificate | None = None
     ) -> None:
+        if not is_host_port(bind, lowest_port=0):
+            raise ConfigError(f"--bind {printable(bind)}: is not an address; use HOST:PORT")
         try:
             super().__init__(
                 f"{'grpc+tls' if certificate else 'grpc+tcp'}://{bind}",

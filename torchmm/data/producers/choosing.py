@@ -21,6 +21,8 @@ REFRESH_S = 2.0
 """How old what is known of a registry's producers may be."""
 BUSY = 2.0
 """Unfinished microbatches per worker from which on others are asked first."""
+MAX_TURNS = 20_000
+"""Limit on the turns of all producers before a producer has its next turn."""
 AVOIDED_S = 5.0
 """How long one that did not answer comes last."""
 
@@ -102,10 +104,13 @@ def in_turn(
     Args:
         avoided: addresses that come last.
     """
+    # Larger clusters get the same shares of fewer turns, so that sorting stays fast.
+    scale = max(1.0, sum(each.workers for each in producers) / MAX_TURNS)
+    workers = {each.address: max(1, int(each.workers / scale)) for each in producers}
     slots = sorted(
-        ((turn + 0.5) / each.workers, each.address)
-        for each in producers
-        for turn in range(each.workers)
+        ((turn + 0.5) / count, address)
+        for address, count in workers.items()
+        for turn in range(count)
     )
     if not slots:
         return []
