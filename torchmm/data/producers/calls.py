@@ -10,6 +10,7 @@ import hmac
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -18,6 +19,7 @@ from pyarrow import flight
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import printable
+from torchmm.data.producers.connections import ConnectionWatch
 from torchmm.recipe.data_section import is_host_port, is_local
 
 TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
@@ -48,7 +50,7 @@ class TokenCheck(flight.ServerMiddlewareFactory):
 
 
 class Server(flight.FlightServerBase):
-    """Listens from when it is made.
+    """Listens from when it is made; `watch` limits what clients send.
 
     Args:
         bind: HOST:PORT; port 0: the system chooses one (`port`).
@@ -72,6 +74,17 @@ class Server(flight.FlightServerBase):
             )
         except IN_VAIN as error:
             raise ConfigError(f"cannot listen on {bind}: {error}; is another process?") from error
+        self.watch = ConnectionWatch(self.port)
+
+    def respond(self, context: flight.ServerCallContext, body: bytes) -> Iterator[flight.Result]:
+        """Yield the response to an action."""
+        with self.watch.sending(context.peer(), len(body)):
+            yield flight.Result(body)
+
+    def shutdown(self) -> None:
+        """Stop listening, and wait for current requests."""
+        super().shutdown()
+        self.watch.close()  # until then it ends responses that are not read
 
 
 def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.FlightClient:

@@ -131,8 +131,10 @@ class Registry(Server):
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[Any]:
         """`report` and `leave` of a producer, `list` for a trainer."""
+        self.watch.accept(context.peer())
         if action.type == "list":
-            return iter([json.dumps([each._asdict() for each in self.listed()]).encode()])
+            body = json.dumps([each._asdict() for each in self.listed()]).encode()
+            return self.respond(context, body)
         try:
             if action.body.size > MOST_REPORT_BYTES:
                 raise ValueError(f"a report of {action.body.size} bytes")
