@@ -163,9 +163,10 @@ def find_samples(
         decoder = StepDecoder(reader, records, training.sequence_length)
         return SamplesElsewhere(names, decoder, told, "", client.part, client)
     differences = partial(_differences, data, training, reader, tokenizer, validation)
-    plans = ProducersPlans(data.producers, validation, differences)
+    length = training.sequence_length
+    plans = ProducersPlans(data.producers, validation, differences, reader, length)
     described = plans.described
-    decoder = StepDecoder(reader, [None for _ in described.names], training.sequence_length)
+    decoder = StepDecoder(reader, [None for _ in described.names], length)
     return SamplesElsewhere(
         described.names, decoder, described.digest, described.fingerprint, plans.part, plans,
         described.listed,

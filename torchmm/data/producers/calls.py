@@ -10,7 +10,7 @@ import hmac
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -107,6 +107,20 @@ def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.
     return flight.FlightClient(
         f"{scheme}://{address}", tls_root_certs=certificate, generic_options=options
     )
+
+
+def single_response(results: Iterable[flight.Result], most_bytes: int) -> bytes:
+    """Return the only response to an action; raise ValueError if there are more, or it is large."""
+    found: list[bytes] = []
+    for result in results:
+        if found:
+            raise ValueError("more than one response")
+        if (size := result.body.size) > most_bytes:
+            raise ValueError(f"a response of {size} bytes; at most {most_bytes}")
+        found.append(result.body.to_pybytes())
+    if not found:
+        raise ValueError("no response")
+    return found[0]
 
 
 def within(timeout_s: float) -> flight.FlightCallOptions:

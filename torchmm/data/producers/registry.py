@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from torchmm.data.producers.calls import (
     Server,
     connect,
     describe,
+    single_response,
     within,
 )
 from torchmm.recipe.data_section import (
@@ -241,7 +242,8 @@ class Reporter:
 
     def _send(self, kind: str) -> None:
         body = json.dumps(self._load()._asdict()).encode()
-        list(self._client.do_action(flight.Action(kind, body), within(ANSWER_S)))
+        for _ in self._client.do_action(flight.Action(kind, body), within(ANSWER_S)):
+            raise ValueError("a response to a report")
 
 
 def ask_registry(client: flight.FlightClient, timeout_s: float = ANSWER_S) -> list[Reported]:
@@ -250,12 +252,8 @@ def ask_registry(client: flight.FlightClient, timeout_s: float = ANSWER_S) -> li
     Raises:
         errors in `IN_VAIN`: it does not answer, or something else.
     """
-    answers: Sequence[flight.Result] = list(
-        client.do_action(flight.Action("list", b""), within(timeout_s))
-    )
-    if len(answers) != 1:
-        raise ValueError(f"{len(answers)} answers of a registry")
-    listed = json.loads(answers[0].body.to_pybytes())
+    results = client.do_action(flight.Action("list", b""), within(timeout_s))
+    listed = json.loads(single_response(results, MOST_LIST_BYTES))
     if not isinstance(listed, list) or len(listed) > MOST_PRODUCERS:
         raise ValueError(
             f"the registry response is not a list of at most {MOST_PRODUCERS} producers"
