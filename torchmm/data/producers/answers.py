@@ -231,8 +231,8 @@ class _Expected:
         if found.generator is not None:
             counts = [sum(g.context for g in s.generated) for s in meta.samples]
             positions_K = found.generator.context_positions_K
-            bounds = np.repeat(firsts, counts), np.repeat(stops, counts)
-            _require_inside(GENERATOR, positions_K, *bounds)
+            lower, upper = (np.repeat(bounds, counts) for bounds in (firsts, stops))
+            _require_inside(GENERATOR, positions_K, lower, upper)
 
     def _sample_bounds(self) -> tuple[list[int], list[int]]:
         """Return first positions of samples and the positions after their last tokens."""
@@ -284,7 +284,8 @@ def _is_kept(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int)
         and 0 <= kept.line_ends <= rows
     )
     if (shrunk := kept.shrunk) is not None:
-        height, width = kept.bottom - kept.top, kept.right - kept.left
+        height = kept.bottom - kept.top
+        width = kept.right - kept.left
         inside &= _is_span(shrunk.rows, shrunk.from_row, height, shrunk.to_rows, rows * tiles)
         inside &= _is_span(
             shrunk.columns, shrunk.from_column, width, shrunk.to_columns, columns * tiles

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -100,15 +100,12 @@ class ConnectionWatch:
             late = {peer for peer, deadline_s in self._deadlines.values() if now_s > deadline_s}
         bases: dict[str, int] = {}
         for connection, peer in _connections(self._port):
-            with connection:
-                received = _received_bytes(connection)
-                bases[peer] = received if peer in accepted else self._bases.get(peer, 0)
-                if received - bases[peer] > MAX_REQUEST_BYTES:
-                    self._cut(
-                        connection, peer, f"a request has more than {MAX_REQUEST_BYTES} bytes"
-                    )
-                elif peer in late:
-                    self._cut(connection, peer, "the response is not read")
+            received = _received_bytes(connection)
+            bases[peer] = received if peer in accepted else self._bases.get(peer, 0)
+            if received - bases[peer] > MAX_REQUEST_BYTES:
+                self._cut(connection, peer, f"a request has more than {MAX_REQUEST_BYTES} bytes")
+            elif peer in late:
+                self._cut(connection, peer, "the response is not read")
         self._bases = bases
 
     def _cut(self, connection: socket.socket, peer: str, why: str) -> None:
@@ -131,16 +128,23 @@ def _connections(port: int) -> Iterator[tuple[socket.socket, str]]:
         with suppress(OSError):  # closed meanwhile, or not connected
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            connection = socket.socket(fileno=os.dup(number))
-            try:
-                own, peer = connection.getsockname(), connection.getpeername()
-            except OSError:
-                connection.close()
-                raise
-            if connection.type == socket.SOCK_STREAM and isinstance(own, tuple) and own[1] == port:
+            connection = _copy_of(number)
+            with closing(connection):
+                own = connection.getsockname()
+                if connection.type != socket.SOCK_STREAM or own[1:2] != (port,):
+                    continue
+                peer = connection.getpeername()
                 yield connection, f"{peer[0].removeprefix('::ffff:')}:{peer[1]}"
-            else:
-                connection.close()
+
+
+def _copy_of(number: int) -> socket.socket:
+    """Return a copy of an open socket, which no other file can replace meanwhile."""
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _received_bytes(connection: socket.socket) -> int:
