@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -284,13 +285,14 @@ class StepDecoder(Dataset[DecodedStep]):
             ValueError: The images of a sample do not fit into its tokens.
         """
         row = RowBuilder(self._reader, images)
-        copied = found and _Copied(found, self._reader.encoders)
+        copied = None if found is None else _Copied(found, self._reader.encoders)
         start = 0
         for pack in packs:
             for item in pack:
-                sample = copied and copied.next(item, start, self._reader.drawings)
-                if sample is None or sample_name(item.meta) in corrupt:
-                    sample = self._blank(item, _OfSample.nothing(item.meta))
+                sample = self._blank(item, _OfSample.nothing(item.meta))
+                if copied is not None:
+                    own = copied.next(item, start, self._reader.drawings)
+                    sample = sample if sample_name(item.meta) in corrupt else own
                 row.append(sample, item.meta)
                 start += item.meta.tokens
             padding = self._sequence_length - sum(item.meta.tokens for item in pack)
@@ -344,7 +346,7 @@ class _Copied:
         for name, inputs in found.encoders.items():
             tokens = [image.tokens for image in found.meta.images_read_by(name)]
             self._positions[name] = iter(inputs.positions_K.split(tokens))
-            self._kept[name] = iter(inputs.kept or [None] * len(tokens))
+            self._kept[name] = repeat(None) if inputs.kept is None else iter(inputs.kept)
         contexts = [each.context for each in found.meta.generated]
         drawn = found.generator
         self._contexts = iter(drawn.context_positions_K.split(contexts) if drawn else ())
@@ -357,7 +359,9 @@ class _Copied:
         """
         meta = item.meta
         own = slice(start, start + meta.tokens)
-        starts, kept, places = [], [], []
+        starts: list[int] = []
+        places: list[np.ndarray] = []
+        kept: list[Kept | None] = []
         for image in meta.images:
             name = image.encoder or meta.encoder or self._encoders[0]
             positions = next(self._positions[name]).numpy() - start

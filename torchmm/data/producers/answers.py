@@ -172,7 +172,7 @@ class _Expected:
         if drawn is not None:
             places_K = self._parts[GENERATOR].tensors[PLACES]
             drawn = replace(drawn, context_positions_K=places_K)
-        tensors = {key: texts[key] for key in TEXT_TENSORS}
+        tensors: dict[str, Any] = {key: texts[key] for key in TEXT_TENSORS}
         return replace(self._form, encoders=encoders, generator=drawn, **tensors)
 
     def _read_kept(self, name: str, values: Any, corrupt: Mapping[str, str]) -> list[Kept] | None:
