@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 from data_cases import CLIP, QWEN
-from test_producers import Liar, site, take
+from test_producers import Liar, Site, site, take
 
 from torchmm.common.errors import DataError
 from torchmm.data.producers.answers import unpack_step
@@ -91,14 +91,14 @@ def requests(site, spec):
     raise AssertionError(found.keys())
 
 
-@pytest.fixture(params=["clip", "qwen", "fractional"])
-def requested(request, site):
+@pytest.fixture(scope="module", params=["clip", "qwen", "fractional"])
+def requested(request, tmp_path_factory, tokenizer, text_spec):
+    """Microbatches for one encoder and type of position ids."""
     spec = CLIP if request.param == "clip" else QWEN
     if request.param != "clip":
         times = "sides" if request.param == "qwen" else "fractional"
-        text_spec = replace(site.common["text_spec"], positions="mrope", clip_times=times)
-        site.common["text_spec"] = text_spec
-    return requests(site, spec)
+        text_spec = replace(text_spec, positions="mrope", clip_times=times)
+    return requests(Site(tmp_path_factory.mktemp("site"), tokenizer, text_spec), spec)
 
 
 def test_right_response_is_accepted(requested):
