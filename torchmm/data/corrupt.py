@@ -33,7 +33,7 @@ class CorruptSampleError(ValueError):
     """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(_printable(reason))
+        super().__init__(printable(reason))
 
 
 class BeyondLimitError(CorruptSampleError):
@@ -52,9 +52,10 @@ class BeyondLimitError(CorruptSampleError):
         self.limit = limit
 
 
-def _printable(text: str) -> str:
-    if len(text) > LONGEST_REASON:  # the reason stands at the end, behind names
-        half = LONGEST_REASON // 2
+def printable(text: str, longest: int = LONGEST_REASON) -> str:
+    """Return text with control characters escaped, at most about `longest` characters of it."""
+    if len(text) > longest:  # the reason stands at the end, behind names
+        half = longest // 2
         text = f"{text[:half]} ... {text[-half:]}"
     if text.isprintable():
         return text

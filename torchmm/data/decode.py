@@ -10,18 +10,21 @@ may find different ones: `StepDecoder.blank_out` does the same to what others ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmm.common.batch import ImageMeta, Microbatch
+from torchmm.common.batch import ImageMeta, Microbatch, SampleMeta
 from torchmm.common.dtypes import ByteValues
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import Reads
+from torchmm.common.tiles import Kept
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.items import Item, PackItems, microbatch_meta
 from torchmm.data.layouts.questions import references_of
@@ -87,6 +90,15 @@ class StepDecoder(Dataset[DecodedStep]):
     def for_rank(self, reads: Reads | None) -> StepDecoder:
         """The same for a rank that decodes other images."""
         return StepDecoder(self._reader, self._sources, self._sequence_length, reads)
+
+    def without_sources(self, reads: Reads | None) -> StepDecoder:
+        """Return a decoder that only checks microbatches of another process (`rebuild`)."""
+        return StepDecoder(self._reader, (), self._sequence_length, reads)
+
+    @property
+    def reader(self) -> SampleReader:
+        """Tokenizer, media and text settings of the samples."""
+        return self._reader
 
     @property
     def drawings(self) -> DrawingPreprocessor | None:
@@ -252,9 +264,49 @@ class StepDecoder(Dataset[DecodedStep]):
         _, _, columns = self._reader.medium(image).block(image)
         return places_in_rows(image.tokens, columns)
 
+    def rebuild(
+        self,
+        packs: list[PackItems],
+        images: Mapping[str, range],
+        found: Microbatch | None = None,
+        corrupt: Collection[str] = (),
+    ) -> Microbatch:
+        """Return the microbatch of these samples without pixels, computed from their metadata.
+
+        Token ids, targets, kept parts of tiles and positions of images and contexts are copied from
+        `found`. Everything else follows from them: position ids, segments, patch grids, times.
+
+        Args:
+            images: Result of `wanted`.
+            found: Microbatch with tensors of the right shapes. If None, all samples are blank.
+            corrupt: Names of samples that are blank (`sample_name`).
+
+        Raises:
+            ValueError: The images of a sample do not fit into its tokens.
+        """
+        row = RowBuilder(self._reader, images)
+        copied = None if found is None else _Copied(found, self._reader.encoders)
+        start = 0
+        for pack in packs:
+            for item in pack:
+                sample = self._blank(item, _OfSample.nothing(item.meta))
+                if copied is not None:
+                    own = copied.next(item, start, self._reader.drawings)
+                    sample = sample if sample_name(item.meta) in corrupt else own
+                row.append(sample, item.meta)
+                start += item.meta.tokens
+            padding = self._sequence_length - sum(item.meta.tokens for item in pack)
+            row.append_padding(padding)
+            start += padding
+        rebuilt = row.microbatch(packs, self._sequence_length)
+        modules: dict[str, Any] = {**rebuilt.encoders, GENERATOR: rebuilt.generator}
+        for name, inputs in modules.items():
+            if inputs is not None and name in images:
+                inputs.held = list(images[name])
+        return rebuilt
+
     def _blank(self, item: Item, own: _OfSample) -> DecodedSample:
-        sample = blank_sample(self._reader, item.meta)
-        pixels = [p if here else None for p, here in zip(sample.pixels, own.images, strict=True)]
+        sample = blank_sample(self._reader, item.meta, own.images)
         drawings: list[DecodedDrawing] = []
         for number, drawn in enumerate(item.meta.generated):
             assert self._reader.drawings is not None
@@ -262,7 +314,7 @@ class StepDecoder(Dataset[DecodedStep]):
             if not own.drawings[number]:
                 drawing = replace(drawing, patches_PV=None)
             drawings.append(drawing)
-        return replace(sample, pixels=pixels, drawings=drawings)
+        return replace(sample, drawings=drawings)
 
 
 @dataclass(frozen=True)
@@ -271,6 +323,62 @@ class _OfSample:
 
     images: list[bool]
     drawings: list[bool]
+
+    @classmethod
+    def nothing(cls, meta: SampleMeta) -> _OfSample:
+        """Return the flags of a rank that decodes no image of a sample."""
+        return cls([False] * len(meta.images), [False] * len(meta.generated))
+
+
+class _Copied:
+    """Texts and positions of a microbatch, sample by sample, without pixels.
+
+    Args:
+        found: Microbatch to copy from.
+        encoders: Names of the encoders.
+    """
+
+    def __init__(self, found: Microbatch, encoders: Sequence[str]) -> None:
+        self._found = found
+        self._encoders = encoders
+        self._positions: dict[str, Iterator[Tensor]] = {}
+        self._kept: dict[str, Iterator[Kept | None]] = {}
+        for name, inputs in found.encoders.items():
+            tokens = [image.tokens for image in found.meta.images_read_by(name)]
+            self._positions[name] = iter(inputs.positions_K.split(tokens))
+            self._kept[name] = repeat(None) if inputs.kept is None else iter(inputs.kept)
+        contexts = [each.context for each in found.meta.generated]
+        drawn = found.generator
+        self._contexts = iter(drawn.context_positions_K.split(contexts) if drawn else ())
+
+    def next(self, item: Item, start: int, drawings: DrawingPreprocessor | None) -> DecodedSample:
+        """Return the next sample.
+
+        Args:
+            start: Position of the sample in the microbatch.
+        """
+        meta = item.meta
+        own = slice(start, start + meta.tokens)
+        starts: list[int] = []
+        places: list[np.ndarray] = []
+        kept: list[Kept | None] = []
+        for image in meta.images:
+            name = image.encoder or meta.encoder or self._encoders[0]
+            positions = next(self._positions[name]).numpy() - start
+            first = int(positions[0]) if len(positions) else 0
+            starts.append(first)
+            places.append(positions - first)
+            kept.append(next(self._kept[name]))
+        generated = []
+        for number, each in enumerate(meta.generated):
+            assert drawings is not None
+            context_end = int(next(self._contexts)[-1]) + 1 - start
+            key = _drawing_key(item, number)
+            generated.append(drawings.without_pixels(each, context_end, key))
+        ids_L = self._found.input_ids_T[own].numpy()
+        targets_L = self._found.targets_T[own].numpy()
+        pixels: list[np.ndarray | None] = [None] * len(starts)
+        return DecodedSample(ids_L, targets_L, starts, pixels, kept, places, generated)
 
 
 @dataclass

@@ -427,7 +427,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         training.sequence_length,
         rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
-        remote=remote_decoder(samples, data, training, rank, reads, validation),
+        remote=remote_decoder(samples, data, rank, reads, validation),
     )
 
 

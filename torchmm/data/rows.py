@@ -190,20 +190,27 @@ class RowBuilder:
         return np.arange(length, dtype=np.int64)
 
 
-def blank_sample(reader: SampleReader, meta: SampleMeta) -> DecodedSample:
-    """A sample of the same size that teaches nothing, without what it has to draw."""
+def blank_sample(
+    reader: SampleReader, meta: SampleMeta, held: Sequence[bool] | None = None
+) -> DecodedSample:
+    """Return a sample of the same size without targets and without images to generate.
+
+    Args:
+        held: Whether this rank decodes each image. If None, it decodes all images.
+    """
     spec = reader.text_spec
     ids_L = np.full(meta.tokens, spec.pad_token_id, np.int64)
     starts: list[int] = []
     pixels: list[np.ndarray | None] = []
     start = 0
-    for image in meta.images:
+    for number, image in enumerate(meta.images):
         assert spec.image_token_id is not None
         start = min(start, meta.tokens - image.tokens)
         starts.append(start)
         ids_L[start : start + image.tokens] = spec.image_token_id
         start += image.tokens
-        pixels.append(reader.medium(image).blank(image))
+        here = held is None or held[number]
+        pixels.append(reader.medium(image).blank(image) if here else None)
     places = [np.arange(image.tokens) for image in meta.images]
     # Any tokens will do, as long as they are as many.
     kept: list[Kept | None] = [Kept(0, 0, 0, 0, i.tokens) for i in meta.images]

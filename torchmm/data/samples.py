@@ -163,9 +163,10 @@ def find_samples(
         decoder = StepDecoder(reader, records, training.sequence_length)
         return SamplesElsewhere(names, decoder, told, "", client.part, client)
     differences = partial(_differences, data, training, reader, tokenizer, validation)
-    plans = ProducersPlans(data.producers, validation, differences)
+    length = training.sequence_length
+    plans = ProducersPlans(data.producers, validation, differences, reader, length)
     described = plans.described
-    decoder = StepDecoder(reader, [None for _ in described.names], training.sequence_length)
+    decoder = StepDecoder(reader, [None for _ in described.names], length)
     return SamplesElsewhere(
         described.names, decoder, described.digest, described.fingerprint, plans.part, plans,
         described.listed,
@@ -175,7 +176,6 @@ def find_samples(
 def remote_decoder(
     samples: SampleSet,
     data: DataConfig,
-    training: TrainingConfig,
     rank: int,
     reads: Reads | None,
     validation: bool,
@@ -189,8 +189,7 @@ def remote_decoder(
     fingerprint = samples.fingerprint()
     # Of its own, as workers take it with them before it has asked anybody.
     asking = Asking(data.producers, listed or fingerprint)
-    length = training.sequence_length
-    return RemoteDecoder(asking, fingerprint, length, rank, reads, samples.decoder)
+    return RemoteDecoder(asking, fingerprint, rank, reads, samples.decoder)
 
 
 def shares_reader(data: DataConfig) -> bool:

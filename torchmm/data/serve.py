@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.processes import end_workers
+from torchmm.data.corrupt import printable
 from torchmm.data.producers.calls import (
     TOKEN_VARIABLE,
     Certificate,
@@ -31,6 +32,7 @@ from torchmm.data.producers.calls import (
     read_certificate,
 )
 from torchmm.data.producers.registry import Reporter
+from torchmm.recipe.data_section import MAX_PRODUCER_WORKERS, is_host_port
 
 if TYPE_CHECKING:
     from torchmm.data.producers.server import Producer
@@ -92,6 +94,7 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     Raises:
         ConfigError, DataError: it cannot begin.
     """
+    _check_arguments(arguments)
     token = os.environ.get(TOKEN_VARIABLE)
     certificate = key_pair(arguments.tls_certificate, arguments.tls_key)
     check_exposure(arguments.bind, certificate is not None, token)
@@ -107,6 +110,19 @@ def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
     closing.start()
     closing.join(GRACE_S)
     end_workers(multiprocessing.active_children())
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if an address or the number of workers is wrong."""
+    lowest_ports = {"bind": 0, "registry": 1, "advertise": 1}
+    for name, lowest in lowest_ports.items():
+        address = getattr(arguments, name)
+        if address is not None and not is_host_port(address, lowest):
+            raise ConfigError(f"--{name} {printable(address)}: is not an address; use HOST:PORT")
+    if not 0 <= arguments.workers <= MAX_PRODUCER_WORKERS:
+        raise ConfigError(
+            f"--workers {arguments.workers}: is out of range; use 0 to {MAX_PRODUCER_WORKERS}"
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -28,6 +28,7 @@ from torchmm.recipe.data_section import (
     SourceConfig,
     StageConfig,
     is_address,
+    is_host_port,
     is_local,
     local_path,
     secret_in,
@@ -230,12 +231,22 @@ def _check_producers(producers: ProducersConfig) -> Problems:
             if getattr(producers, name) is None:
                 text = "is needed, as the registry is on another machine"
                 yield Problem(f"data.producers.{name}", None, text, ("data.producers.registry",))
+    yield from _check_producer_addresses(producers)
+
+
+def _check_producer_addresses(producers: ProducersConfig) -> Problems:
+    """Yield addresses of a wrong form, and addresses that need a certificate."""
+    registry = producers.registry
+    named = [(f"addresses[{n}]", each) for n, each in enumerate(producers.addresses)]
+    named += [("registry", registry)] if registry is not None else []
+    for name, address in named:
+        if not is_host_port(address):
+            text = "is not an address; use HOST:PORT, for example 10.0.0.7:7411 or [fd00::7]:7411"
+            yield Problem(f"data.producers.{name}", address, text)
     if producers.ca_certificate is None:
         key = "data.producers.ca_certificate"
-        named = [(f"addresses[{n}]", each) for n, each in enumerate(producers.addresses)]
-        named += [("registry", registry)] if registry is not None else []
         for name, address in named:
-            if not is_local(address):
+            if is_host_port(address) and not is_local(address):
                 text = f"is on another machine, to which nothing goes unencrypted; set {key}"
                 yield Problem(f"data.producers.{name}", address, text, (key,))
 

@@ -17,7 +17,12 @@ from torchmm.recipe.section import Section
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _SCHEME = re.compile(r"(file|local|memory|s3a?|gc?s|az(ure)?|abfss?|hf|https?):", re.IGNORECASE)
+_HOST_PORT = re.compile(
+    r"(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,252}):([0-9]{1,5})"
+)
 _SECRET = re.compile(r"sig|token|credential|key|secret|password", re.IGNORECASE)
+MAX_PRODUCER_WORKERS = 4096
+"""Limit on the worker processes of a producer."""
 
 
 class ProducersConfig(Section):
@@ -42,7 +47,7 @@ class ProducersConfig(Section):
     the environment variable RAY_ADDRESS or one on this machine; Ray starts those again that die."""
     count: int = Field(default=1, ge=1)
     """Producers that the engine starts."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = Field(default=1, ge=1, le=MAX_PRODUCER_WORKERS)
     """Processes that decode, in each of these."""
     tls_certificate: str | None = None
     """PEM file with their certificate, on their machine, where others have to reach them."""
@@ -171,6 +176,12 @@ class SourceConfig(Section):
     """Of held-out sources: how the texts are judged that the model writes for their samples
     (`validation.samples`), against all that the data have as answers; see
     docs/start/evaluation.md."""
+
+
+def is_host_port(address: str, lowest_port: int = 1) -> bool:
+    """Return True if an address is HOST:PORT, with a name, an IPv4 or a bracketed IPv6 address."""
+    match = _HOST_PORT.fullmatch(address)
+    return match is not None and lowest_port <= int(match[1]) <= 65535
 
 
 def is_local(address: str) -> bool:

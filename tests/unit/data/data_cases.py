@@ -16,9 +16,10 @@ import pyarrow as pa
 from PIL import Image
 
 from torchmm.common.batch import ImageSpec, Microbatch
-from torchmm.data.decode import DecodedStep
+from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import Item
-from torchmm.data.producers.messages import from_arrow, messages_of, to_arrow, unpack_step
+from torchmm.data.producers.answers import unpack_step
+from torchmm.data.producers.messages import from_arrow, messages_of, to_arrow
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -137,14 +138,16 @@ def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> Da
     return DataConfig(sources=list(sources), **{**values, **changes})
 
 
-def through_messages(microbatch: Microbatch) -> Microbatch:
-    """A microbatch of one pack as a producer's messages bring it."""
-    sent = [to_arrow(message, 0) for message in messages_of(DecodedStep([microbatch], {}))]
+def through_messages(
+    microbatch: Microbatch, decoder: StepDecoder, corrupt: Iterable[str] = ()
+) -> Microbatch:
+    """Return a microbatch of one pack as the trainer receives it from a producer."""
+    step = DecodedStep([microbatch], dict.fromkeys(corrupt, "torn"))
+    sent = [to_arrow(message, 0) for message in messages_of(step)]
     chunks = [SimpleNamespace(data=batch, app_metadata=pa.py_buffer(v)) for batch, v in sent]
     packs = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
-    known = {name: inputs.byte_values for name, inputs in microbatch.encoders.items()}
     arrived = map(from_arrow, chunks)  # type: ignore[arg-type]
-    return unpack_step(arrived, [packs], microbatch.meta.tokens, known).microbatches[0]
+    return unpack_step(arrived, [packs], decoder).microbatches[0]
 
 
 def largest_first(packs: list) -> list:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import time
+from functools import partial, reduce
 from itertools import islice
+from operator import getitem
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +17,10 @@ from test_producers import DRAWN, content, take
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.loader import build_loader
 from torchmm.data.producers.calls import Server
+from torchmm.data.producers.planning import UNREADABLE
 from torchmm.data.producers.server import open_producer
 from torchmm.data.samples import SamplesElsewhere, find_samples
+from torchmm.data.steps.elsewhere import Asked
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 
@@ -174,6 +180,108 @@ def test_nonsense_is_not_taken_for_a_step(site, answer):
         assert take(site.loader(f"127.0.0.1:{liar.port}", address)) == take(site.loader())
     finally:
         liar.shutdown()
+
+
+JUNK = [None, "x", True, -1, 1.5, 10**30, [], {}]
+
+
+def path_to(plan, field):
+    """Return the path to the first sample whose list `field` is not empty."""
+    return next(
+        ["packs", n, 1, i]
+        for n, (_, pack) in enumerate(plan["packs"])
+        for i in range(len(pack))
+        if pack[i][field]
+    )
+
+
+def wrong_plans(plan):
+    """Yield plans with one wrong value: of each type, out of range, missing, unknown."""
+    numbers = [number for number, _ in plan["packs"]]
+    read, drawn = path_to(plan, 4), path_to(plan, 6)
+    image, to_generate = [*read, 4, 0], [*drawn, 6, 0]
+    changes = [
+        (["packs", 0, 0], [*JUNK, 99, numbers[1]]),
+        (["packs"], [plan["packs"][1:], [*plan["packs"], [99, []]], *JUNK]),
+        (["packs", 0, 1], [plan["packs"][0][1] * 50]),
+        *(([*read, place], JUNK) for place in range(4)),  # feed, epoch, index, tokens
+        ([*read, 0], [2]),
+        ([*read, 5], ["other", True, 3, []]),
+        (read, [[], [0, 0, 0]]),
+        *(
+            ([*image, place], [value for value in JUNK if place != 5 or value])
+            for place in range(8)
+        ),
+        ([*image, 2], [10**6]),
+        ([*image, 3], [10**6]),
+        ([*image, 5], ["other", []]),
+        *(([*to_generate, 0, place], [*JUNK, 0, 10**6]) for place in range(3)),
+        ([*to_generate, 1], [*JUNK, 0, 10**6]),
+        (["epoch"], JUNK),
+    ]
+    for path, values in changes:
+        for value in values:
+            copy = json.loads(json.dumps(plan))
+            reduce(getitem, path[:-1], copy)[path[-1]] = value
+            yield path, value, copy
+    for key in ("packs", "state", "epoch", "skipped", "notice"):
+        yield [key], "missing", {name: value for name, value in plan.items() if name != key}
+
+
+def test_wrong_plan_is_rejected(site):
+    site.start()
+    plans = site.opened[0]._plans
+    asked = Asked("start", None, False, None, False)
+    body = json.dumps(asked._asdict() | {"held_out": False}).encode()
+    plan = json.loads(plans.answer("plan", body))
+    trainer = find_samples(
+        site.data("/nowhere", [f"127.0.0.1:{site.opened[0].port}"], plan=True),
+        training(),
+        **site.specs,
+    )
+    read = partial(trainer.look._read_part, asked)
+    assert set(read(plan).packs) == set(range(4))
+    tried = 0
+    for path, value, wrong in wrong_plans(plan):
+        with pytest.raises((ValueError, *UNREADABLE)):
+            pytest.fail(f"accepted: {path} = {value!r}: {read(wrong)}")
+        tried += 1
+    assert tried > 150
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"names": ["a", "a"]}, {"names": "ab"}, {"identity": {}}, {"identity": []}, {"digest": ["x"]},
+     {"global_batch_size": True}, {"listed": 3}, {"fingerprint": None}, {"other": 1}],
+)  # fmt: skip
+def test_wrong_description_leaves_producer_out(site, changes):
+    address = site.start()
+    described = json.loads(site.opened[0]._plans.answer("describe", b'{"held_out": false}'))
+    liar = Liar({"describe": json.dumps(described | changes).encode()})
+    try:
+        with pytest.raises(DataError, match="malformed answer"):
+            site.loader(f"127.0.0.1:{liar.port}", give_up_s=60)
+        both = site.loader(f"127.0.0.1:{liar.port}", address)
+        assert take(both, 1) == take(site.loader(), 1)
+    finally:
+        liar.shutdown()
+
+
+class Endless(Server):
+    """Responds to each action without end."""
+
+    def do_action(self, context, action):
+        while True:
+            yield flight.Result(b"{}")
+
+
+def test_endless_response_to_action_is_rejected(site):
+    server = Endless("127.0.0.1:0")
+    begin_s = time.monotonic()
+    with pytest.raises(DataError, match="more than one response"):
+        site.loader(f"127.0.0.1:{server.port}", give_up_s=60)
+    assert time.monotonic() - begin_s < 30
+    server.shutdown()
 
 
 @pytest.mark.parametrize(

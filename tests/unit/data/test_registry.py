@@ -13,10 +13,12 @@ from pyarrow import flight
 from test_producers import site, take
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.producers.calls import TOKEN_VARIABLE, connect, within
+from torchmm.data.producers import registry as registry_module
+from torchmm.data.producers.calls import TOKEN_VARIABLE, connect, said, within
 from torchmm.data.producers.choosing import in_turn
 from torchmm.data.producers.registry import (
     FORGOTTEN_S,
+    MAX_PRODUCERS_PER_HOST,
     Registry,
     Reported,
     Reporter,
@@ -25,6 +27,7 @@ from torchmm.data.producers.registry import (
 )
 from torchmm.data.registry import make_parser as registry_parser
 from torchmm.data.serve import make_parser as serve_parser
+from torchmm.data.serve import serve
 from torchmm.recipe.data_section import ProducersConfig
 
 LAUNCH = Path(__file__).parents[3] / "scripts" / "launch"
@@ -141,12 +144,6 @@ def test_registries_want_the_token_and_reports_as_they_are(reporting, monkeypatc
     }.items():
         with pytest.raises(flight.FlightServerError):
             list(client.do_action(flight.Action(kind, body), within(5)))
-    for wrong in ({"workers": 0}, {"unfinished": -1}, {"address": "x"}, {"workers": "2"}):
-        said = Reported("a:1", "f", 1, 0)._asdict() | wrong
-        with pytest.raises(flight.FlightServerError, match="not a producer's report"):
-            body = json.dumps(said).encode()
-            list(client.do_action(flight.Action("report", body), within(5)))
-    assert reporting.known() == []
     guarded = Registry("127.0.0.1:0", token="secret")
     asked = connect(f"127.0.0.1:{guarded.port}", None, 10**6)
     with pytest.raises(flight.FlightUnauthenticatedError, match="no token"):
@@ -154,6 +151,100 @@ def test_registries_want_the_token_and_reports_as_they_are(reporting, monkeypatc
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     assert ask_registry(asked) == []
     guarded.shutdown()
+
+
+WRONG_REPORTS = [
+    *({"workers": wrong} for wrong in (0, -1, 4097, 10**7, 10**12, 10**400, "2", 2.0, True, None)),
+    *({"unfinished": wrong} for wrong in (-1, 10**10, "0", 0.5, False, None)),
+    *(
+        {"address": wrong}
+        for wrong in (
+            "x", ":1", "a:", "a:0", "a:65536", "a:-1", "a:1 ", " a:1", "a:1\n", "a\nb:1",
+            "a\x1b[2J:1", "a:1:2", "::1:7", "[::1:7", "user@a:1", "a/b:1", "a" * 300 + ":1",
+            "\u202ea:1", 7, None, [],
+        )
+    ),
+    *({"fingerprint": wrong} for wrong in ("f" * 129, "f\n", "f\x1b", "\u00e9", 1, None)),
+    {"other": 1},
+]  # fmt: skip
+
+
+def report(client, kind="report", **changes):
+    body = json.dumps(Reported("a:1", "f", 1, 0)._asdict() | changes).encode()
+    list(client.do_action(flight.Action(kind, body), within(5)))
+
+
+@pytest.mark.parametrize("wrong", WRONG_REPORTS, ids=lambda w: ascii(w)[:40])
+def test_registry_rejects_wrong_report(reporting, wrong, caplog):
+    caplog.set_level("INFO")
+    client = connect(reporting.address, None, 10**6)
+    with pytest.raises(flight.FlightServerError, match="not a producer's report") as caught:
+        report(client, **wrong)
+    assert said(caught.value).isprintable()
+    assert reporting.known() == [] and not caplog.records
+    for right in ("node-3.example_1:7411", "10.0.0.7:65535", "[fd00::7]:7411"):
+        report(client, address=right, workers=4096)
+    assert len(reporting.known()) == 3
+
+
+def test_large_report_does_not_disturb_run(reporting, site):
+    """A report of 10^7 workers once ended the runs that use the registry."""
+    reporting.add()
+    client = connect(reporting.address, None, 10**6)
+    fingerprint = site.opened[0].load("a:1").fingerprint
+    for workers in (10**7, 10**12):
+        with pytest.raises(flight.FlightServerError):
+            report(client, fingerprint=fingerprint, workers=workers)
+    assert take(site.loader(registry=reporting.address, give_up_s=10), 3) == take(site.loader(), 3)
+
+
+def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):
+    registry = reporting.registry
+    now_s = [0.0]
+    monkeypatch.setattr(registry_module.time, "monotonic", lambda: now_s[0])
+    right = Reported("right:1", "f", 1, 0)
+    registry._hear("report", right, "ipv4:10.0.0.1")
+    for number in range(MAX_PRODUCERS_PER_HOST):
+        registry._hear("report", Reported(f"wrong{number}:1", "f", 1, 0), "ipv4:10.0.0.9")
+    with pytest.raises(ValueError, match=r"10\.0\.0\.9 has 256 producers; at most 256"):
+        registry._hear("report", Reported("wrong:1", "f", 1, 0), "ipv4:10.0.0.9")
+    registry._hear("report", right, "ipv4:10.0.0.1")
+    registry._hear("report", Reported("second:1", "f", 1, 0), "ipv4:10.0.0.2")
+    for kind in ("report", "leave"):  # an address belongs to the host that reports it
+        with pytest.raises(ValueError, match=r"right:1 is reported by ipv4:10\.0\.0\.1"):
+            registry._hear(kind, right, "ipv4:10.0.0.9")
+    assert right in registry.listed()
+    monkeypatch.setattr(registry_module, "MOST_PRODUCERS", len(registry._last))
+    registry._hear("report", right, "ipv4:10.0.0.1")  # known producers can always report
+    with pytest.raises(ValueError, match="there are 258 producers; at most 258"):
+        registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
+    now_s[0] += FORGOTTEN_S  # the made-up addresses expire, though no trainer lists producers
+    registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
+    assert registry.listed() == [Reported("third:1", "f", 1, 0)]
+
+
+def test_turns_of_many_workers_are_limited():
+    many = [Reported(f"n{number}:1", "f", 4096, 0) for number in range(2000)]
+    begin_s = time.monotonic()
+    assert len(in_turn(many, 7)) == 2000
+    assert time.monotonic() - begin_s < 5
+    firsts = [
+        in_turn([*many[:9], Reported("small:1", "f", 1, 0)], n)[0] for n in range(0, 20000, 50)
+    ]
+    assert {each.address for each in many[:9]} <= set(firsts)
+    assert firsts.count("small:1") <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--workers", "-1"], ["--workers", "4097"], ["--bind", "nowhere"], ["--bind", "a:1\x1b[2J"],
+     ["--registry", "a:0"], ["--advertise", "http://a:1"]],
+)  # fmt: skip
+def test_serve_rejects_wrong_arguments(wrong):
+    arguments, overrides = serve_parser().parse_known_args(["--config", "none.toml", *wrong])
+    with pytest.raises(ConfigError, match=wrong[0]) as caught:
+        serve(arguments, overrides)
+    assert "\x1b" not in str(caught.value)
 
 
 def test_nothing_is_reported_unencrypted_to_other_machines():

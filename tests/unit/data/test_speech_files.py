@@ -181,7 +181,7 @@ def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) ->
     (batch,) = islice(loader, 1)
     assert not batch.skipped
     (microbatch,) = batch.microbatches
-    received = through_messages(microbatch)
+    received = through_messages(microbatch, loader._decoder)
     assert received.encoders["audio"].patches_per_token == PER_TOKEN[name]
     plain = plain_composite(model)
     losses = []

@@ -3,6 +3,7 @@ same."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import islice
 
@@ -28,6 +29,7 @@ from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
+from torchmm.data.rows import sample_name
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 from torchmm.recipe.data_section import SourceConfig
@@ -38,6 +40,10 @@ PICTURES = [(100, 40), (40, 120), (64, 64), (20, 20), (200, 30), (50, 45)]
 SETTINGS = {"gemma3": {"pan_and_scan_min_crop_size": 16}, "internvl": {"max_patches": 4}}
 """So that small pictures have some tiles, and few."""
 CAPTIONS = [" a red dog", " two", " the small green cats", " in the sun", " blue", " square"]
+
+
+def fail_to_decode(*_: object) -> None:
+    raise CorruptSampleError("torn")
 
 
 @pytest.fixture
@@ -69,6 +75,7 @@ def open_run(tmp_path):
         )
         (batch,) = islice(loader, 1)
         assert bool(batch.skipped) == torn
+        opened.decoder = loader._decoder
         processor = hf_processor(family, images, tokenizer)
         processor.vision_aspect_ratio = config.get("vision_aspect_ratio", "anyres_max_9")
         return model, batch.microbatches, processor, settings
@@ -87,24 +94,22 @@ def processed(family, processor, settings, number):
 
 SHRUNK = {"vision_aspect_ratio": "anyres_max_1"}
 """OneVision then shrinks the features of nearly all pictures."""
+TILED = [
+    ("internvl", {}),
+    ("idefics3", {}),
+    ("smolvlm", {}),
+    ("gemma3", {}),
+    ("llava_next", {}),
+    ("llava_onevision", {}),
+    ("llava_onevision", SHRUNK),
+]
 
 
 @proves("tiles", COMPOSITES)
 @proves("images", COMPOSITES)
 @proves("equal", COMPOSITES)
 @proves("packed", COMPOSITES)
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("internvl", {}),
-        ("idefics3", {}),
-        ("smolvlm", {}),
-        ("gemma3", {}),
-        ("llava_next", {}),
-        ("llava_onevision", {}),
-        ("llava_onevision", SHRUNK),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes"), TILED)
 def test_tiles_give_hugging_faces_loss_and_gradients(family, changes, open_run) -> None:
     model, microbatches, processor, settings = open_run(family, **changes)
     plain = plain_composite(model)
@@ -190,10 +195,44 @@ def test_tiles_of_one_picture_may_be_in_different_sub_microbatches(
         assert relative_error(torch.cat(parts), whole) < 1e-6
 
 
-def test_producers_send_what_is_kept_of_tiles(open_run) -> None:
-    _, (microbatch, *_), _, _ = open_run("llava_onevision", **SHRUNK)
-    received = through_messages(microbatch)
-    assert received.encoders["vision"].kept == microbatch.encoders["vision"].kept
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize(("family", "changes"), TILED)
+def test_producer_response_has_same_tiles(family, changes, torn, open_run, monkeypatch) -> None:
+    if torn:
+        monkeypatch.setattr("torchmm.data.media.tiles.decode_rgb", fail_to_decode)
+    _, microbatches, _, _ = open_run(family, torn=torn, **changes)
+    for microbatch in microbatches:
+        corrupt = [sample_name(s) for s in microbatch.meta.samples if torn]
+        received = through_messages(microbatch, open_run.decoder, corrupt)
+        ours, theirs = microbatch.encoders["vision"], received.encoders["vision"]
+        assert theirs.kept == ours.kept and theirs.blank == ours.blank
+        assert torch.equal(theirs.positions_K, ours.positions_K)
+        assert torch.equal(theirs.pixels, ours.pixels)
+        assert torch.equal(received.position_ids, microbatch.position_ids)
+
+
+@pytest.mark.parametrize("changes", [{}, SHRUNK])
+def test_wrong_kept_tiles_are_rejected(changes, open_run) -> None:
+    _, (microbatch, *_), _, _ = open_run("llava_onevision", **changes)
+    inputs = microbatch.encoders["vision"]
+    assert inputs.kept is not None
+    honest = [list(kept) for kept in inputs.kept]
+    wrong = [None, honest[:-1], [None, *honest[1:]], [[0] * 6, *honest[1:]]]
+    for image, kept in enumerate(honest):
+        for place in range(6):
+            for value in (-1, 10**6, 1.0, True, "x", None, [[9, 9]] * 6):
+                if json.dumps(value) != json.dumps(kept[place]):
+                    other = [*kept[:place], value, *kept[place + 1 :]]
+                    wrong.append([*honest[:image], other, *honest[image + 1 :]])
+        shrunk = kept[5]
+        for place in range(6 if shrunk else 0):
+            for value in (-1, 10**6, [0, 10**6], [3, 1], [0, 1, 2], 0.5):
+                other = [*kept[:5], [*shrunk[:place], value, *shrunk[place + 1 :]]]
+                wrong.append([*honest[:image], other, *honest[image + 1 :]])
+    for values in wrong:
+        inputs.kept = values
+        with pytest.raises(ValueError, match="kept"):
+            through_messages(microbatch, open_run.decoder)
 
 
 @pytest.mark.parametrize("family", ["internvl", "llava_next", "llava_onevision"])
@@ -201,10 +240,7 @@ def test_a_torn_picture_keeps_its_place_and_its_tiles(family, open_run, monkeypa
     changes = SHRUNK if family == "llava_onevision" else {}
     model, (whole, *_), _, _ = open_run(family, **changes)
 
-    def torn(*_: object) -> None:
-        raise CorruptSampleError("torn")
-
-    monkeypatch.setattr("torchmm.data.media.tiles.decode_rgb", torn)
+    monkeypatch.setattr("torchmm.data.media.tiles.decode_rgb", fail_to_decode)
     _, (blank, *_), _, _ = open_run(family, torn=True, **changes)
     assert blank.meta == whole.meta
     ours, theirs = blank.encoders["vision"], whole.encoders["vision"]

@@ -389,6 +389,15 @@ def test_nothing_goes_to_producers_elsewhere_unencrypted(valid):
     load_recipe(valid, [*apart, "--data.producers.ca_certificate", "ca.pem"], 1)
 
 
+@pytest.mark.parametrize("address", ["here", "127.0.0.1", "127.0.0.1:0", "a:1\\nb", "http://a:1"])
+def test_producer_address_without_port_is_rejected(valid, address):
+    problem = one_problem(valid, "--data.producers.registry", address, world_size=1)
+    assert "data.producers.registry" in problem and "use HOST:PORT" in problem
+    addresses = f'["127.0.0.1:1", "{address}"]'
+    problem = one_problem(valid, "--data.producers.addresses", addresses, world_size=1)
+    assert "data.producers.addresses[1]" in problem and "use HOST:PORT" in problem
+
+
 def test_producers_are_listed_or_registered(valid):
     both = ("addresses", '["127.0.0.1:7411"]'), ("registry", "127.0.0.1:7410")
     given = [text for name, value in both for text in (f"--data.producers.{name}", value)]

@@ -2,8 +2,10 @@
 
 `RemoteDecoder` takes the place of `StepDecoder` in the data workers, which then only wait, so that
 exactly as many steps are in flight as they would prepare ahead (back-pressure). If a producer
-fails, hangs, is busy or answers something else, the next one is asked; no sample is lost, because a
-request is self-contained. DistTrain §4.2.
+fails, hangs or is busy, the next one is asked; no sample is lost, because a request is
+self-contained. DistTrain §4.2.
+
+A producer whose response is wrong is logged and not asked again until the run ends.
 
 Which is asked first: `choosing.py`.
 """
@@ -22,6 +24,7 @@ from torchmm.common.errors import DataError
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder, with_noise
 from torchmm.data.items import PackItems
+from torchmm.data.producers.answers import unpack_step
 from torchmm.data.producers.calls import (
     IN_VAIN,
     LONGEST_WAIT_S,
@@ -42,7 +45,6 @@ from torchmm.data.producers.messages import (
     from_arrow,
     names_of,
     pack_request,
-    unpack_step,
 )
 from torchmm.recipe.data_section import ProducersConfig
 
@@ -78,14 +80,14 @@ class Asking:
         """Of a message."""
 
     def ask(self, first: int, question: Question[T]) -> T:
-        """The answer.
+        """Return the first correct response.
 
         Args:
-            first: whose turn it is; see `Choice.in_turn`.
+            first: Turn of the first producer (`Choice.in_turn`).
 
         Raises:
-            DataError: nobody has answered for `give_up_s`, one that did refuses, or all that there
-                are have other data.
+            DataError: No producer has responded for `give_up_s`, a producer rejects the request, or
+                all of `data.producers.addresses` have different data or sent a wrong response.
         """
         tried: dict[str, str] = {}
         others: set[str] = set()
@@ -99,7 +101,9 @@ class Asking:
                     return question(self._client(address), options)
                 except IN_VAIN as error:
                     tried[address] = describe(error)
-                    if _info(error) != BUSY:
+                    if isinstance(error, ValueError):
+                        self._choice.leave_out(address, describe(error))
+                    elif _info(error) != BUSY:
                         self._choice.failed(address)
                     if _is_final(error):
                         raise DataError(self._explain(address, error)) from error
@@ -107,9 +111,10 @@ class Asking:
                         others.add(address)
                 if time.monotonic() > give_up:
                     break
-            hopeless = self._config.registry is None and others >= set(self._config.addresses)
+            useless = others | set(self._choice.left_out)
+            hopeless = self._config.registry is None and useless >= set(self._config.addresses)
             if hopeless or time.monotonic() > give_up:
-                raise DataError(self._nobody(tried))
+                raise DataError(self._nobody(self._choice.left_out | tried, hopeless))
             time.sleep(min(wait_s, max(0.0, give_up - time.monotonic())))  # all were asked
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
@@ -133,13 +138,13 @@ class Asking:
             )
         return f"producer {address}: {said(error)}"
 
-    def _nobody(self, tried: dict[str, str]) -> str:
+    def _nobody(self, tried: dict[str, str], hopeless: bool) -> str:
         told = [f"{address}: {why}" for address, why in tried.items()]
         answers = "; ".join([*told, *filter(None, [self._choice.complaint])])
+        limit = f"within data.producers.give_up_s = {self._config.give_up_s:g} s "
         return (
-            "no producer has answered within data.producers.give_up_s = "
-            f"{self._config.give_up_s:g} s ({answers}). Start them with python -m "
-            "torchmm.data.serve --config RECIPE --bind HOST:PORT, or correct "
+            f"no producer has answered {'' if hopeless else limit}({answers}). Start them with "
+            "python -m torchmm.data.serve --config RECIPE --bind HOST:PORT, or correct "
             f"data.producers.{'registry' if self._config.registry else 'addresses'}"
         )
 
@@ -150,28 +155,24 @@ class RemoteDecoder(Dataset[DecodedStep]):
     Args:
         asking: asks those with the same data.
         fingerprint: of the data and how they are prepared.
-        sequence_length: tokens of a pack.
         rank: this data-parallel rank; ranks begin with different producers.
         reads: which images this rank decodes; None: all.
-        decoder: of this run, which knows what producers do not send.
+        decoder: Decoder of this run, which validates responses and adds noise.
     """
 
     def __init__(
         self,
         asking: Asking,
         fingerprint: str,
-        sequence_length: int,
         rank: int,
         reads: Reads | None,
         decoder: StepDecoder,
     ) -> None:
         self._asking = asking
         self._fingerprint = fingerprint
-        self._sequence_length = sequence_length
         self._rank = rank
         self._reads = reads
-        self._drawings = decoder.drawings
-        self._byte_values = decoder.byte_values
+        self._decoder = decoder.without_sources(reads)
         self._asked = 0
 
     def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
@@ -183,7 +184,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
             step = self._asking.ask(self._next_turn(), partial(self._get, request, microbatches))
         except DataError as error:  # a traceback of the worker would hide what it says
             return DecodedStep([], {}, str(error))
-        return with_noise(self._drawings, step, microbatches)
+        return with_noise(self._decoder.drawings, step, microbatches)
 
     def _next_turn(self) -> int:
         """Number of the step, from the start of this run, beginning elsewhere on every rank."""
@@ -202,9 +203,7 @@ class RemoteDecoder(Dataset[DecodedStep]):
     ) -> DecodedStep:
         stream = client.do_get(flight.Ticket(request), options)
         try:
-            return unpack_step(
-                _messages(stream), microbatches, self._sequence_length, self._byte_values
-            )
+            return unpack_step(_messages(stream), microbatches, self._decoder)
         finally:
             stream.cancel()  # it has ended, unless something is wrong
 

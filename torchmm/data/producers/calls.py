@@ -10,6 +10,7 @@ import hmac
 import os
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -17,7 +18,9 @@ import pyarrow as pa
 from pyarrow import flight
 
 from torchmm.common.errors import ConfigError
-from torchmm.recipe.data_section import is_local
+from torchmm.data.corrupt import printable
+from torchmm.data.producers.connections import ConnectionWatch
+from torchmm.recipe.data_section import is_host_port, is_local
 
 TOKEN_VARIABLE = "TORCHMM_DATA_TOKEN"
 TOKEN_HEADER = "torchmm-token"
@@ -47,7 +50,7 @@ class TokenCheck(flight.ServerMiddlewareFactory):
 
 
 class Server(flight.FlightServerBase):
-    """Listens from when it is made.
+    """Listens from when it is made; `watch` limits what clients send.
 
     Args:
         bind: HOST:PORT; port 0: the system chooses one (`port`).
@@ -61,6 +64,8 @@ class Server(flight.FlightServerBase):
     def __init__(
         self, bind: str, token: str | None = None, certificate: Certificate | None = None
     ) -> None:
+        if not is_host_port(bind, lowest_port=0):
+            raise ConfigError(f"--bind {printable(bind)}: is not an address; use HOST:PORT")
         try:
             super().__init__(
                 f"{'grpc+tls' if certificate else 'grpc+tcp'}://{bind}",
@@ -69,6 +74,17 @@ class Server(flight.FlightServerBase):
             )
         except IN_VAIN as error:
             raise ConfigError(f"cannot listen on {bind}: {error}; is another process?") from error
+        self.watch = ConnectionWatch(self.port)
+
+    def respond(self, context: flight.ServerCallContext, body: bytes) -> Iterator[flight.Result]:
+        """Yield the response to an action."""
+        with self.watch.sending(context.peer(), len(body)):
+            yield flight.Result(body)
+
+    def shutdown(self) -> None:
+        """Stop listening, and wait for current requests."""
+        super().shutdown()
+        self.watch.close()  # until then it ends responses that are not read
 
 
 def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.FlightClient:
@@ -93,6 +109,20 @@ def connect(address: str, certificate: bytes | None, most_bytes: int) -> flight.
     )
 
 
+def single_response(results: Iterable[flight.Result], most_bytes: int) -> bytes:
+    """Return the only response to an action; raise ValueError if there are more, or it is large."""
+    found: list[bytes] = []
+    for result in results:
+        if found:
+            raise ValueError("more than one response")
+        if (size := result.body.size) > most_bytes:
+            raise ValueError(f"a response of {size} bytes; at most {most_bytes}")
+        found.append(result.body.to_pybytes())
+    if not found:
+        raise ValueError("no response")
+    return found[0]
+
+
 def within(timeout_s: float) -> flight.FlightCallOptions:
     """Of a call: its deadline, and this process's token."""
     token = os.environ.get(TOKEN_VARIABLE)
@@ -108,8 +138,9 @@ def describe(error: Exception) -> str:
 
 
 def said(error: Exception) -> str:
-    """What the other side said, without what libraries add."""
-    return str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
+    """Return the message of the other side, printable and without additions of libraries."""
+    text = str(error).partition(". Detail:")[0].partition(". gRPC client debug context:")[0]
+    return printable(text)
 
 
 def ended_by_signals() -> threading.Event:

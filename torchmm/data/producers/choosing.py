@@ -21,6 +21,8 @@ REFRESH_S = 2.0
 """How old what is known of a registry's producers may be."""
 BUSY = 2.0
 """Unfinished microbatches per worker from which on others are asked first."""
+MAX_TURNS = 20_000
+"""Limit on the turns of all producers before a producer has its next turn."""
 AVOIDED_S = 5.0
 """How long one that did not answer comes last."""
 
@@ -46,6 +48,8 @@ class Choice:
         self._client: flight.FlightClient | None = None
         self._asked_s = -REFRESH_S
         self._failed_s: dict[str, float] = {}
+        self.left_out: dict[str, str] = {}
+        """Wrong responses by address; these producers are not asked again."""
         self.complaint = ""
         """What is wrong with the registry."""
 
@@ -55,12 +59,24 @@ class Choice:
         if self._registry is not None and now - self._asked_s > REFRESH_S:
             self._refresh(self._registry)
         avoided = {a: at for a, at in self._failed_s.items() if now - at < AVOIDED_S}
-        return in_turn(self._known, number, avoided)
+        known = [each for each in self._known if each.address not in self.left_out]
+        return in_turn(known, number, avoided)
 
     def failed(self, address: str) -> None:
         """It did not answer, or not as it should."""
         self._failed_s[address] = time.monotonic()
         self._asked_s = min(self._asked_s, time.monotonic() - REFRESH_S / 2)
+
+    def leave_out(self, address: str, why: str) -> None:
+        """Log a wrong response and stop asking this producer."""
+        self.left_out[address] = why
+        logger.warning(
+            "producer %s sent a wrong response and is not asked again in this run: %s. Use the "
+            "same torchmm and transformers on both sides (wrong_producers=%d)",
+            address,
+            why,
+            len(self.left_out),
+        )
 
     def _refresh(self, registry: str) -> None:
         self._asked_s = time.monotonic()
@@ -88,10 +104,13 @@ def in_turn(
     Args:
         avoided: addresses that come last.
     """
+    # Larger clusters get the same shares of fewer turns, so that sorting stays fast.
+    scale = max(1.0, sum(each.workers for each in producers) / MAX_TURNS)
+    workers = {each.address: max(1, int(each.workers / scale)) for each in producers}
     slots = sorted(
-        ((turn + 0.5) / each.workers, each.address)
-        for each in producers
-        for turn in range(each.workers)
+        ((turn + 0.5) / count, address)
+        for address, count in workers.items()
+        for turn in range(count)
     )
     if not slots:
         return []

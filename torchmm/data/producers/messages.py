@@ -18,9 +18,7 @@ Shape legend as in `torchmm.common.batch`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from math import prod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,14 +27,10 @@ import torch
 from pyarrow import flight
 from torch import Tensor
 
-from torchmm.common.batch import EncoderInputs, Microbatch, MicrobatchMeta
-from torchmm.common.dtypes import ByteValues
-from torchmm.common.generated import GeneratorInputs
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import Reads, Share
-from torchmm.common.tiles import Kept
 from torchmm.data.decode import DecodedStep
-from torchmm.data.items import PackItems, microbatch_meta
+from torchmm.data.items import PackItems
 
 VERSION = 6
 BUSY = b"busy"
@@ -51,6 +45,8 @@ TEXT_TENSORS = ("input_ids_T", "targets_T", "position_ids")
 GENERATOR_LISTS = ("times", "grids_thw", "contexts", "counted", "held")
 COUNTS = ("corrupt", "decoded_images", "read_bytes")
 SCHEMA = pa.schema([(str(number), pa.large_binary()) for number in range(3)])
+MAX_VALUES_BYTES = 8 * 10**6
+"""Limit on the JSON of a message. Python objects of hostile JSON use some 20 times its bytes."""
 MOST_RANKS = 1 << 16
 DTYPES = {"uint8": torch.uint8, "int64": torch.int64, "float32": torch.float32}
 
@@ -162,6 +158,8 @@ def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
     batch = chunk.data
     if batch is None or chunk.app_metadata is None or batch.schema != SCHEMA:
         raise ValueError("a message of another form")
+    if (size := chunk.app_metadata.size) > MAX_VALUES_BYTES:
+        raise ValueError(f"a message with {size} bytes of JSON; at most {MAX_VALUES_BYTES}")
     batch.validate(full=True)
     try:
         values = json.loads(chunk.app_metadata.to_pybytes())
@@ -173,131 +171,6 @@ def from_arrow(chunk: flight.FlightStreamChunk) -> Message:
         return Message(values, tensors)
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ValueError(f"a message of another form ({type(error).__name__}: {error})") from error
-
-
-def unpack_step(
-    messages: Iterable[Message],
-    microbatches: Sequence[list[PackItems]],
-    sequence_length: int,
-    byte_values: Mapping[str, ByteValues | None],
-) -> DecodedStep:
-    """The decoded step that messages bring, still without noise.
-
-    Args:
-        microbatches: what was asked for.
-        sequence_length: tokens of a pack.
-        byte_values: what pixels stand for, by encoder.
-
-    Raises:
-        ValueError: this is no such step, or not of these microbatches.
-    """
-    parts: list[dict[str, Message]] = [{} for _ in microbatches]
-    for message in messages:
-        number: Any = message.values.get("microbatch")
-        part: Any = message.values.get("part")
-        if number not in range(len(parts)) or not isinstance(part, str) or part in parts[number]:
-            raise ValueError(f"a message about part {part!r} of microbatch {number!r}")
-        parts[number][part] = message
-    step = DecodedStep([], {})
-    for number, packs in enumerate(microbatches):
-        meta = microbatch_meta(packs, sequence_length)
-        try:
-            step.microbatches.append(_microbatch(parts[number], meta, byte_values))
-            values = parts[number][TEXT].values
-            step.corrupt |= {str(name): str(why) for name, why in values["corrupt"].items()}
-            step.decoded_images += int(values["decoded_images"])
-            step.read_bytes += int(values["read_bytes"])
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            text = f"microbatch {number}: {type(error).__name__}: {error}"
-            raise ValueError(text) from error
-    return step
-
-
-def _microbatch(
-    parts: Mapping[str, Message],
-    meta: MicrobatchMeta,
-    byte_values: Mapping[str, ByteValues | None],
-) -> Microbatch:
-    text = parts[TEXT]
-    ids_T, targets_T, position_ids = (text.tensors[key] for key in TEXT_TENSORS)
-    starts = text.values["cu_seqlens"]
-    _require(ids_T.shape == targets_T.shape == (meta.tokens,), f"{ids_T.shape} tokens")
-    _require(position_ids.shape[-1:] == (meta.tokens,), f"{position_ids.shape} positions")
-    _require(starts[0] == 0 and starts[-1] == meta.tokens, f"segments {starts}")
-    _require(all(a < b for a, b in pairwise(starts)), f"segments {starts}")
-    read = [name for name in byte_values if meta.images_read_by(name)]
-    drawn = [GENERATOR] if meta.generated else []
-    _require(set(parts) == {TEXT, *read, *drawn}, f"parts {sorted(parts)}")
-    return Microbatch(
-        input_ids_T=ids_T,
-        targets_T=targets_T,
-        position_ids=position_ids,
-        cu_seqlens=starts,
-        encoders={name: _encoder(parts[name], name, meta, byte_values[name]) for name in read},
-        meta=meta,
-        generator=_generator(parts[GENERATOR], meta) if drawn else None,
-    )
-
-
-def _encoder(
-    message: Message, name: str, meta: MicrobatchMeta, byte_values: ByteValues | None
-) -> EncoderInputs:
-    values = message.values
-    pixels = message.tensors["pixels"]
-    wanted = torch.float32 if byte_values is None else torch.uint8
-    if pixels.dtype != wanted:
-        text = f"pixels of {name!r} are {pixels.dtype}, {wanted} here"
-        raise ValueError(f"{text}; use the same torchmm and transformers on both sides")
-    inputs = EncoderInputs(
-        pixels,
-        [_triple(grid) for grid in values["grids_thw"]],
-        message.tensors["places"],
-        values["kept"] and [Kept.from_json(each) for each in values["kept"]],
-        values["patches_per_token"],
-        values["held"],
-        byte_values,
-        values["blank"],
-    )
-    patches = [prod(grid) for grid in inputs.grids_thw]
-    _require(patches == meta.patches(name), f"images of {patches} patches")
-    _check_rows(pixels, inputs.pixel_rows, inputs.held)
-    _check_places(inputs.positions_K, meta.tokens)
-    _require(all(n in range(len(inputs.grids_thw)) for n in inputs.blank), "blank images")
-    return inputs
-
-
-def _generator(message: Message, meta: MicrobatchMeta) -> GeneratorInputs:
-    values: dict[str, Any] = {key: message.values[key] for key in GENERATOR_LISTS}
-    patches_PV = message.tensors["pixels"]
-    values["grids_thw"] = [_triple(grid) for grid in values["grids_thw"]]
-    inputs = GeneratorInputs(
-        patches_PV=patches_PV,
-        noise_PV=patches_PV[:0].float(),
-        context_positions_K=message.tensors["places"],
-        **values,
-    )
-    _require(patches_PV.dtype == torch.uint8, f"{patches_PV.dtype} to be drawn")
-    grids = [image.grid_thw for image in meta.generated]
-    _require(inputs.grids_thw == grids, f"images of {inputs.grids_thw} patches to be drawn")
-    _check_rows(patches_PV, inputs.pixel_rows, inputs.held)
-    _check_places(inputs.context_positions_K, meta.tokens)
-    return inputs
-
-
-def _check_rows(pixels: Tensor, rows: Sequence[int], held: Sequence[int] | None) -> None:
-    """Whether these are the pixels of the images that are here."""
-    here = range(len(rows)) if held is None else held
-    _require(len(pixels) == sum(rows[image] for image in here), f"pixels of shape {pixels.shape}")
-
-
-def _check_places(places_K: Tensor, tokens: int) -> None:
-    inside = not len(places_K) or (int(places_K.min()) >= 0 and int(places_K.max()) < tokens)
-    _require(places_K.ndim == 1 and inside, "places of images")
-
-
-def _require(condition: bool, found: str) -> None:
-    if not condition:
-        raise ValueError(f"other than what was asked for: {found}")
 
 
 def _tensor(data: pa.Buffer, dtype: str, shape: list[int]) -> Tensor:
@@ -326,8 +199,3 @@ def _share(part: int, of: int) -> Share:
     if type(part) is not int or type(of) is not int or not 0 <= part < of <= MOST_RANKS:
         raise ValueError(f"not a request for samples (share {[part, of]!r})")
     return Share(part, of)
-
-
-def _triple(values: list[int]) -> tuple[int, int, int]:
-    frames, rows, columns = values
-    return frames, rows, columns

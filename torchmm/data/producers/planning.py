@@ -16,8 +16,9 @@ import base64
 import io
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
-from itertools import starmap
+from math import prod
 from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
@@ -26,10 +27,14 @@ from pyarrow import flight
 from torchmm.common.batch import ImageMeta, SampleMeta
 from torchmm.common.errors import CheckpointError, DataError, TorchmmError
 from torchmm.common.generated import GeneratedMeta
+from torchmm.data.corrupt import printable
 from torchmm.data.items import Item, PackItems
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.producers.ask import Asking, OtherDataError
+from torchmm.data.producers.calls import single_response
+from torchmm.data.rows import sample_name
 from torchmm.data.sources.open import Samples
+from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.elsewhere import Asked, StepPart, UnknownStateError
 from torchmm.recipe.data_section import DataConfig, ProducersConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -37,6 +42,11 @@ from torchmm.recipe.training_section import TrainingConfig
 ERRORS: dict[str, type[TorchmmError]] = {"checkpoint": CheckpointError, "data": DataError}
 UNKNOWN = {"unknown": True}
 END = {"end": True}
+UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""Errors of reading values of a wrong type, besides ValueError."""
+MAX_INTEGER = 1 << 53
+MAX_PLAN_BYTES = 64 * 10**6
+MAX_IMAGES_BYTES = 10**9
 
 T = TypeVar("T")
 
@@ -59,6 +69,17 @@ class Described(NamedTuple):
     identity: dict[str, Any]
     digest: tuple[str, str]
     global_batch_size: int
+
+
+DESCRIBED_TYPES = {
+    "listed": str,
+    "fingerprint": str,
+    "names": list,
+    "identity": dict,
+    "digest": list,
+    "global_batch_size": int,
+}
+"""Types of `Described` in JSON."""
 
 
 class Plans:
@@ -147,6 +168,8 @@ class ProducersPlans:
         config: the producers.
         held_out: ask for held-out samples.
         differences: what is other in a producer's data than this run says.
+        reader: Media of this run, which validate the sizes of samples.
+        sequence_length: Limit on the tokens of the samples of a pack.
 
     Raises:
         ConfigError: a certificate cannot be read.
@@ -158,23 +181,26 @@ class ProducersPlans:
         config: ProducersConfig,
         held_out: bool,
         differences: Callable[[Described], list[str]],
+        reader: SampleReader,
+        sequence_length: int,
     ) -> None:
         self._held_out = held_out
+        self._reader = reader
+        self._sequence_length = sequence_length
         find = partial(self._find, differences)
         self.described = Asking(config, None).ask(0, find)
         self._asking = Asking(config, self.described.listed)
 
     def part(self, asked: Asked) -> StepPart | None:
         """Of a step; see `SharedSteps.part`."""
-        found = self._ask("plan", asked._asdict(), partial(_read_part, self.described.names))
+        found = self._ask("plan", asked._asdict(), partial(self._read_part, asked))
         if isinstance(found, Exception):
             raise found
         return found
 
     def pictures(self, feed: int, index: int) -> list[Image.Image]:
         """Images of a sample, to be shown."""
-        files = self._ask("pictures", {"feed": feed, "index": index}, _read_files)
-        return [decode_rgb(file, max_pixels=1 << 28) for file in files]
+        return self._ask("pictures", {"feed": feed, "index": index}, _read_images)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
         """Texts of a sample, to be compared with."""
@@ -192,12 +218,69 @@ class ProducersPlans:
     ) -> Described:
         body = json.dumps({"held_out": self._held_out}).encode()
         found = _call("describe", body, _read_description, client, options)
-        if other := differences(found):
+        try:
+            other = differences(found)
+        except UNREADABLE as error:
+            raise ValueError(f"identity: {type(error).__name__}: {error}") from error
+        if other:
             raise OtherDataError(
                 f"it prepares other data than this run: {'; '.join(other)}; start it with "
                 "outputs/NAME/recipe.toml of the run"
             )
         return found
+
+    def _read_part(self, asked: Asked, values: Mapping[str, Any]) -> StepPart | Exception | None:
+        """Return a part of a step; raise ValueError if it is not the requested one."""
+        if values == END:
+            return None
+        if values == UNKNOWN:
+            return UnknownStateError()
+        if "error" in values:
+            kind, text = values["error"]
+            return ERRORS[kind](printable(str(text)))
+        every = range(self.described.global_batch_size)
+        packs = {_integer("pack", number, len(every) - 1): pack for number, pack in values["packs"]}
+        if sorted(packs) != sorted(every if asked.packs is None else asked.packs):
+            raise ValueError(f"packs {printable(str(sorted(packs)), 200)} were not requested")
+        return StepPart(
+            {number: self._read_pack(number, pack) for number, pack in packs.items()},
+            [printable(str(each)) for each in values["skipped"]],
+            dict(values["state"]),
+            _number("epoch", values["epoch"]),
+            printable(str(values["notice"])),
+        )
+
+    def _read_pack(self, number: int, values: list[list[Any]]) -> PackItems:
+        names = self.described.names
+        pack = [_unpacked(names, *each) for each in values]
+        for item in pack:
+            self._check_images(item.meta)
+        tokens = sum(item.meta.tokens for item in pack)
+        if tokens > (most := self._sequence_length):
+            text = f"pack {number} has {tokens} tokens, but training.sequence_length = {most}"
+            raise ValueError(text)
+        return pack
+
+    def _check_images(self, meta: SampleMeta) -> None:
+        """Raise ValueError if the sizes of images do not fit to each other or to the model."""
+        name = sample_name(meta)
+        known = self._reader.encoders
+        if meta.encoder is not None and meta.encoder not in known:
+            raise ValueError(f"{name} is for an unknown encoder")
+        for each in meta.images:
+            if (meta.encoder if each.encoder is None else each.encoder) not in known:
+                raise ValueError(f"{name} has an image for an unknown encoder")
+            if prod(self._reader.medium(each).grid_thw(each)) != each.patches:
+                raise ValueError(f"{name} has an image with a wrong number of patches")
+            if each.tokens > meta.tokens:
+                raise ValueError(f"{name} has fewer tokens than one of its images")
+        drawings = self._reader.drawings
+        for drawn in meta.generated:
+            frames = drawn.grid_thw[0]
+            if drawings is None or frames < 1 or drawn.grid_thw != drawings.spec.grid(frames):
+                raise ValueError(f"{name} has an image to generate of a wrong size")
+            if not 1 <= drawn.context <= min(meta.tokens, drawings.spec.context_tokens):
+                raise ValueError(f"{name} has an image to generate with a wrong context")
 
 
 def _call(
@@ -208,45 +291,48 @@ def _call(
     options: flight.FlightCallOptions,
 ) -> T:
     """An answer, read; raises ValueError if it is none."""
-    results = list(client.do_action(flight.Action(kind, body), options))
-    if len(results) != 1:
-        raise ValueError(f"{len(results)} answers")
+    most_bytes = MAX_PLAN_BYTES if kind in ("describe", "plan") else MAX_IMAGES_BYTES
+    body = single_response(client.do_action(flight.Action(kind, body), options), most_bytes)
     try:
-        return read(json.loads(results[0].body.to_pybytes()))
-    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        return read(json.loads(body))
+    except UNREADABLE as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _read_description(values: Mapping[str, Any]) -> Described:
     found = Described(**values)
-    if not all(isinstance(name, str) for name in found.names):
-        raise ValueError("names of sources")
-    return found._replace(digest=(str(found.digest[0]), str(found.digest[1])))
-
-
-def _read_part(names: list[str], values: Mapping[str, Any]) -> StepPart | Exception | None:
-    if values == END:
-        return None
-    if values == UNKNOWN:
-        return UnknownStateError()
-    if "error" in values:
-        kind, text = values["error"]
-        return ERRORS[kind](str(text))
-    packs: dict[int, PackItems] = {
-        int(number): list(starmap(partial(_unpacked, names), pack))
-        for number, pack in values["packs"]
-    }
-    state = dict(values["state"])
-    skipped = list(map(str, values["skipped"]))
-    return StepPart(packs, skipped, state, float(values["epoch"]), str(values["notice"]))
+    for key, kind in DESCRIBED_TYPES.items():
+        if type(getattr(found, key)) is not kind:
+            raise ValueError(f"{key} is not of type {kind.__name__}")
+    if not all(isinstance(text, str) for text in (*found.names, *found.digest)):
+        raise ValueError("names or digest are not texts")
+    if len(set(found.names)) != len(found.names) or len(found.digest) != 2:
+        raise ValueError("names are not unique, or digest does not have two parts")
+    first, second = map(printable, found.digest)
+    return found._replace(digest=(first, second))
 
 
 def _read_texts(values: list[str]) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
-def _read_files(values: list[str]) -> list[bytes]:
-    return [base64.b64decode(each, validate=True) for each in values]
+def _read_images(values: list[str]) -> list[Image.Image]:
+    files = [base64.b64decode(each, validate=True) for each in values]
+    return [decode_rgb(file, max_pixels=1 << 28) for file in files]
+
+
+def _integer(key: str, value: Any, most: int = MAX_INTEGER) -> int:
+    """Return an integer; raise ValueError if it is not between 0 and `most`."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{key} = {printable(repr(value), 200)} is not between 0 and {most}")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    """Return a float; raise ValueError if it is not a number between 0 and `MAX_INTEGER`."""
+    if type(value) not in (int, float) or not 0 <= value <= MAX_INTEGER:  # False for NaN
+        raise ValueError(f"{key} = {printable(repr(value), 200)} is not a number of passes")
+    return float(value)
 
 
 def _packed(item: Item) -> list[Any]:
@@ -271,6 +357,19 @@ def _unpacked(
     encoder: str | None,
     drawn: list[list[Any]],
 ) -> Item:
-    generated = tuple(GeneratedMeta((t, h, w), context) for (t, h, w), context in drawn)
+    for key, value in (("epoch", epoch), ("index", index), ("tokens", tokens)):
+        _integer(key, value)
+    name = names[_integer("feed", feed, len(names) - 1)]
+    generated = tuple(
+        GeneratedMeta(
+            (_integer("frames", t), _integer("rows", h), _integer("columns", w)),
+            _integer("context", context),
+        )
+        for (t, h, w), context in drawn
+    )
     own = tuple(ImageMeta(*image) for image in images)
-    return Item(feed, epoch, SampleMeta(names[feed], index, tokens, own, encoder, generated))
+    for image in own:
+        for field in fields(image):
+            if field.name != "encoder":
+                _integer(field.name, getattr(image, field.name))
+    return Item(feed, epoch, SampleMeta(name, index, tokens, own, encoder, generated))

@@ -16,12 +16,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from pyarrow import flight
 
+from torchmm.data.corrupt import printable
 from torchmm.data.producers.calls import (
     IN_VAIN,
     TOKEN_VARIABLE,
@@ -29,9 +30,15 @@ from torchmm.data.producers.calls import (
     Server,
     connect,
     describe,
+    single_response,
     within,
 )
-from torchmm.recipe.data_section import ProducersConfig, is_local
+from torchmm.recipe.data_section import (
+    MAX_PRODUCER_WORKERS,
+    ProducersConfig,
+    is_host_port,
+    is_local,
+)
 
 REPORT_S = 1.0
 FORGOTTEN_S = 5.0
@@ -39,7 +46,11 @@ ANSWER_S = 5.0
 """How long a registry may take to answer."""
 MOST_REPORT_BYTES = 10_000
 MOST_PRODUCERS = 10_000
+MAX_PRODUCERS_PER_HOST = 256
+"""Limit on the addresses that one host reports, so that it cannot use all of `MOST_PRODUCERS`."""
 MOST_LIST_BYTES = MOST_PRODUCERS * 1000
+MAX_UNFINISHED = 10**9
+MAX_FINGERPRINT_CHARACTERS = 128
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +72,51 @@ class Reported(NamedTuple):
 
     @classmethod
     def of(cls, values: Any) -> Reported:
-        """From JSON.
+        """Return the report in a JSON object.
 
         Raises:
-            ValueError: this is no report.
+            ValueError: A value is missing, unknown, of a wrong type or out of range.
         """
         try:
             found = cls(**values)
-            whole = type(found.workers) is type(found.unfinished) is int
-            if whole and found.workers >= 1 and found.unfinished >= 0 and ":" in found.address:
-                return found
-        except TypeError:
-            pass
-        raise ValueError(f"not a producer's report: {str(values)[:200]}")
+            found._check()
+        except (TypeError, ValueError) as error:
+            why = printable(str(error), 200)
+            raise ValueError(
+                f"not a producer's report: {printable(repr(values), 200)}: {why}"
+            ) from error
+        return found
+
+    def _check(self) -> None:
+        for key, most in (("workers", MAX_PRODUCER_WORKERS), ("unfinished", MAX_UNFINISHED)):
+            value = getattr(self, key)
+            if type(value) is not int or not (key == "workers") <= value <= most:
+                raise ValueError(f"{key} is not an integer of at most {most}")
+        if not isinstance(self.address, str) or not is_host_port(self.address):
+            raise ValueError("address is not HOST:PORT")
+        name = self.fingerprint
+        if not isinstance(name, str) or not name.isascii() or not name.isprintable():
+            raise ValueError("fingerprint is not printable text")
+        if len(name) > MAX_FINGERPRINT_CHARACTERS:
+            raise ValueError(f"fingerprint has more than {MAX_FINGERPRINT_CHARACTERS} characters")
+
+
+class _Known(NamedTuple):
+    """A report and its origin.
+
+    Attributes:
+        at_s: Time of the report.
+        host: Host that sent it.
+        report: The report.
+    """
+
+    at_s: float
+    host: str
+    report: Reported
+
+    def is_expired(self, now_s: float) -> bool:
+        """Return True if the producer has not reported for `FORGOTTEN_S`."""
+        return now_s - self.at_s >= FORGOTTEN_S
 
 
 class Registry(Server):
@@ -83,42 +126,59 @@ class Registry(Server):
         self, bind: str, token: str | None = None, certificate: Certificate | None = None
     ) -> None:
         self._lock = threading.Lock()
-        self._last: dict[str, tuple[float, Reported]] = {}
+        self._last: dict[str, _Known] = {}
+        """Reports by address."""
         super().__init__(bind, token, certificate)
 
     def do_action(self, context: flight.ServerCallContext, action: flight.Action) -> Iterator[Any]:
         """`report` and `leave` of a producer, `list` for a trainer."""
+        self.watch.accept(context.peer())
         if action.type == "list":
-            return iter([json.dumps([each._asdict() for each in self.listed()]).encode()])
+            body = json.dumps([each._asdict() for each in self.listed()]).encode()
+            return self.respond(context, body)
         try:
             if action.body.size > MOST_REPORT_BYTES:
                 raise ValueError(f"a report of {action.body.size} bytes")
-            self._hear(action.type, Reported.of(json.loads(action.body.to_pybytes())))
-        except ValueError as error:
+            said = Reported.of(json.loads(action.body.to_pybytes()))
+            self._hear(action.type, said, context.peer().rpartition(":")[0])
+        except (ValueError, RecursionError) as error:
             raise flight.FlightServerError(str(error)) from error
         return iter([])
 
     def listed(self) -> list[Reported]:
-        """Producers that are there, in the order of their addresses."""
-        now = time.monotonic()
+        """Return the available producers, sorted by address."""
         with self._lock:
-            self._last = {
-                address: (at, each)
-                for address, (at, each) in sorted(self._last.items())
-                if now - at < FORGOTTEN_S
-            }
-            return [each for _, each in self._last.values()]
+            self._forget(time.monotonic())
+            return [known.report for _, known in sorted(self._last.items())]
 
-    def _hear(self, kind: str, said: Reported) -> None:
+    def _forget(self, now_s: float) -> None:
+        """Remove producers that have not reported for `FORGOTTEN_S`."""
+        self._last = {a: each for a, each in self._last.items() if not each.is_expired(now_s)}
+
+    def _hear(self, kind: str, said: Reported, host: str) -> None:
+        if kind not in ("report", "leave"):
+            raise ValueError(f"cannot {kind[:20]!r}")
+        now_s = time.monotonic()
         with self._lock:
+            known = self._last.get(said.address)
+            if known is not None and known.host != host and not known.is_expired(now_s):
+                raise ValueError(f"{said.address} is reported by {known.host}")
             if kind == "leave":
                 self._last.pop(said.address, None)
-            elif kind == "report" and len(self._last) < MOST_PRODUCERS:
-                if said.address not in self._last:
-                    logger.info("producer %s with %d workers", said.address, said.workers)
-                self._last[said.address] = time.monotonic(), said
-            else:
-                raise ValueError(f"cannot {kind[:20]!r}")
+                return
+            if known is None:
+                self._forget(now_s)
+                self._check_room(host)
+                logger.info("producer %s with %d workers", said.address, said.workers)
+            self._last[said.address] = _Known(now_s, host, said)
+
+    def _check_room(self, host: str) -> None:
+        """Raise ValueError if no further address can be registered. Known ones are not affected."""
+        own = sum(each.host == host for each in self._last.values())
+        if own >= MAX_PRODUCERS_PER_HOST:
+            raise ValueError(f"{host} has {own} producers; at most {MAX_PRODUCERS_PER_HOST}")
+        if len(self._last) >= MOST_PRODUCERS:
+            raise ValueError(f"there are {len(self._last)} producers; at most {MOST_PRODUCERS}")
 
 
 @contextmanager
@@ -182,7 +242,8 @@ class Reporter:
 
     def _send(self, kind: str) -> None:
         body = json.dumps(self._load()._asdict()).encode()
-        list(self._client.do_action(flight.Action(kind, body), within(ANSWER_S)))
+        for _ in self._client.do_action(flight.Action(kind, body), within(ANSWER_S)):
+            raise ValueError("a response to a report")
 
 
 def ask_registry(client: flight.FlightClient, timeout_s: float = ANSWER_S) -> list[Reported]:
@@ -191,12 +252,10 @@ def ask_registry(client: flight.FlightClient, timeout_s: float = ANSWER_S) -> li
     Raises:
         errors in `IN_VAIN`: it does not answer, or something else.
     """
-    answers: Sequence[flight.Result] = list(
-        client.do_action(flight.Action("list", b""), within(timeout_s))
-    )
-    if len(answers) != 1:
-        raise ValueError(f"{len(answers)} answers of a registry")
-    listed = json.loads(answers[0].body.to_pybytes())
-    if not isinstance(listed, list):
-        raise ValueError("a registry's answer is no list")
+    results = client.do_action(flight.Action("list", b""), within(timeout_s))
+    listed = json.loads(single_response(results, MOST_LIST_BYTES))
+    if not isinstance(listed, list) or len(listed) > MOST_PRODUCERS:
+        raise ValueError(
+            f"the registry response is not a list of at most {MOST_PRODUCERS} producers"
+        )
     return [Reported.of(each) for each in listed]

@@ -104,6 +104,7 @@ class Producer(Server):
         self, context: flight.ServerCallContext, ticket: flight.Ticket
     ) -> flight.GeneratorStream:
         """The samples that a request names."""
+        self.watch.accept(context.peer())
         # All is done in the generator: what it holds is given back however the stream ends.
         return flight.GeneratorStream(SCHEMA, self._answer(context, ticket.ticket))
 
@@ -111,6 +112,7 @@ class Producer(Server):
         self, context: flight.ServerCallContext, action: flight.Action
     ) -> Iterator[flight.Result]:
         """Questions about steps (`torchmm.data.producers.planning`)."""
+        self.watch.accept(context.peer())
         if self._plans is None:  # another one may
             raise flight.FlightServerError("its recipe does not say data.producers.plan = true")
         try:
@@ -119,7 +121,7 @@ class Producer(Server):
             answer = self._plans.answer(action.type, body)
         except (ValueError, TorchmmError) as error:
             raise flight.FlightServerError(str(error), REFUSED) from error
-        return iter([flight.Result(answer)])
+        return self.respond(context, answer)
 
     def close(self) -> None:
         """Ends requests and work."""
@@ -146,7 +148,9 @@ class Producer(Server):
                 while len(jobs) < self._ahead and (each := next(upcoming, None)) is not None:
                     jobs.append(self.work.take(asked.fingerprint, *each))
                 for message in self._wait(jobs[0], context):
-                    yield _within(asked.most_bytes, to_arrow(message, number))
+                    sent, size = _within(asked.most_bytes, to_arrow(message, number))
+                    with self.watch.sending(context.peer(), size):
+                        yield sent
                 self.work.leave(jobs.popleft())
         finally:
             for job in jobs:
@@ -239,8 +243,11 @@ def _check_size(data: bytes) -> None:
         raise ValueError(f"a request of {len(data)} bytes, at most {MOST_REQUEST_BYTES}")
 
 
-def _within(most_bytes: int, sent: tuple[pa.RecordBatch, bytes]) -> tuple[pa.RecordBatch, bytes]:
+def _within(
+    most_bytes: int, sent: tuple[pa.RecordBatch, bytes]
+) -> tuple[tuple[pa.RecordBatch, bytes], int]:
+    """Return a message and its size; raise FlightServerError if it is too large."""
     batch, values = sent
     if (size := batch.nbytes + len(values)) > most_bytes:
         raise flight.FlightServerError(f"{size} bytes", TOO_LARGE)
-    return sent
+    return sent, size

@@ -1,0 +1,161 @@
+"""Limits on the connections of a server: bytes per request, and time to read a response.
+
+pyarrow receives a complete message before any Python code runs, also before the token is checked,
+and it has no option for the size of messages. It cannot cancel a response that a client does not
+read either. So a thread looks at the TCP connections of the server and closes them:
+
+    bytes     A client has sent more than `MAX_REQUEST_BYTES` since its last accepted request.
+    reading   A client has not read a message of its response in time.
+
+gRPC then drops the partial message, and the response ends. Between two looks a client can send
+more than the limit, as fast as the network is. The kernel counts the bytes (TCP_INFO), so the
+limits only apply on Linux.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import unquote
+
+MAX_REQUEST_BYTES = 16 * 10**6
+"""Twice the largest valid request."""
+READING_S = 30.0
+"""Time to read a message, in addition to its bytes at `READING_BYTES_PER_S`."""
+READING_BYTES_PER_S = 10**6
+WATCH_S = 0.1
+_OPEN_FILES = Path("/proc/self/fd")
+_INFO_BYTES = 136
+_RECEIVED_AT = 128
+"""Offset of tcpi_bytes_received in struct tcp_info of the Linux kernel."""
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectionWatch:
+    """Closes connections of clients that send too much or do not read.
+
+    Args:
+        port: Port of the server.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._lock = threading.Lock()
+        self._accepted: set[str] = set()
+        """Peers with a request or progress since the last look."""
+        self._deadlines: dict[int, tuple[str, float]] = {}
+        """Peer and deadline of each message that is being sent."""
+        self._sent = 0
+        self._bases: dict[str, int] = {}
+        """Bytes received up to the last accepted request, by peer."""
+        self.closed = 0
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="connections", daemon=True).start()
+
+    def accept(self, peer: str) -> None:
+        """Start counting the bytes of a connection at 0.
+
+        Args:
+            peer: `ServerCallContext.peer()`.
+        """
+        with self._lock:
+            self._accepted.add(_normalize(peer))
+
+    @contextmanager
+    def sending(self, peer: str, size: int) -> Iterator[None]:
+        """Close the connection if a message of `size` bytes is not read in time."""
+        deadline_s = time.monotonic() + READING_S + size / READING_BYTES_PER_S
+        with self._lock:
+            self._sent += 1
+            number = self._sent
+            self._deadlines[number] = _normalize(peer), deadline_s
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._deadlines[number]
+            self.accept(peer)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(WATCH_S):
+            self._look()
+
+    def _look(self) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            accepted, self._accepted = self._accepted, set()
+            late = {peer for peer, deadline_s in self._deadlines.values() if now_s > deadline_s}
+        bases: dict[str, int] = {}
+        for connection, peer in _connections(self._port):
+            received = _received_bytes(connection)
+            bases[peer] = received if peer in accepted else self._bases.get(peer, 0)
+            if received - bases[peer] > MAX_REQUEST_BYTES:
+                self._cut(connection, peer, f"a request has more than {MAX_REQUEST_BYTES} bytes")
+            elif peer in late:
+                self._cut(connection, peer, "the response is not read")
+        self._bases = bases
+
+    def _cut(self, connection: socket.socket, peer: str, why: str) -> None:
+        with suppress(OSError):  # the client has closed it meanwhile
+            connection.shutdown(socket.SHUT_RDWR)
+        self.closed += 1
+        if self.closed & (self.closed - 1) == 0:  # 1, 2, 4, ...: no flood of lines
+            logger.warning(
+                "connection of %s closed: %s (closed_connections=%d)", peer, why, self.closed
+            )
+
+
+def _connections(port: int) -> Iterator[tuple[socket.socket, str]]:
+    """Yield copies of the sockets that this process has accepted at a port, with their peers."""
+    try:
+        numbers = [int(file.name) for file in _OPEN_FILES.iterdir()]
+    except OSError:  # not Linux
+        return
+    for number in numbers:
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            connection = _copy_of(number)
+            with closing(connection):
+                own = connection.getsockname()
+                if connection.type != socket.SOCK_STREAM or own[1:2] != (port,):
+                    continue
+                peer = connection.getpeername()
+                yield connection, f"{peer[0].removeprefix('::ffff:')}:{peer[1]}"
+
+
+def _copy_of(number: int) -> socket.socket:
+    """Return a copy of an open socket, which no other file can replace meanwhile."""
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+
+
+def _received_bytes(connection: socket.socket) -> int:
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except OSError:
+        return 0
+    return struct.unpack_from("Q", info, _RECEIVED_AT)[0] if len(info) >= _INFO_BYTES else 0
+
+
+def _normalize(peer: str) -> str:
+    """Return HOST:PORT of a gRPC peer such as ipv4:127.0.0.1:7 or ipv6:%5B::1%5D:7."""
+    host, _, port = unquote(peer.partition(":")[2]).rpartition(":")
+    return f"{host.strip('[]').removeprefix('::ffff:')}:{port}"
