@@ -467,5 +467,5 @@ def _same(step: Any) -> Any:
     return step
 
 
-def _shared(step: DecodedStep) -> DecodedStep:
+def _shared(step: Any) -> Any:
     return step.share_memory()
