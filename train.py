@@ -21,7 +21,7 @@ from textwrap import fill
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import replace_atomically
 from torchmm.common.log import loading, log_to_console, make_console, working
-from torchmm.common.processes import fork_server, launched
+from torchmm.common.processes import check_system, fork_server, launched
 from torchmm.recipe.read import dump_recipe, list_recipes, load_recipe
 
 
@@ -86,6 +86,7 @@ def _run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         print(told)
         return 0
     log_to_console(make_console(), launched().rank)
+    check_system(recipe.data.workers)
     if recipe.data.workers:
         fork_server()  # whose imports take as long as this process's, now beside them
     with loading():

@@ -103,3 +103,30 @@ def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_serv
     ours, theirs = weights(served), weights(whole)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert actors_of(rank) == []
+
+
+def test_local_cluster_is_private_and_ends_with_its_process(tmp_path):
+    psutil = pytest.importorskip("psutil")
+    before = set(Path("/tmp").glob("torchmm-ray-*"))
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    command = [sys.executable, Path(__file__).with_name("ray_cluster.py")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=tmp_path, env=environment
+    ) as started:
+        assert started.stdout.readline() == b"started\n"
+        cluster = psutil.Process(started.pid).children(recursive=True)
+        assert len(cluster) > 5
+        listening = {
+            connection.laddr.ip
+            for process in [psutil.Process(started.pid), *cluster]
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        started.kill()
+    assert listening and listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    _, alive = psutil.wait_procs(cluster, 20)
+    assert not alive
+    deadline = time.monotonic() + 10
+    while set(Path("/tmp").glob("torchmm-ray-*")) - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

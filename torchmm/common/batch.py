@@ -286,6 +286,20 @@ class Microbatch:
         """Copy in page-locked memory (called by the loader on CUDA machines)."""
         return self._map(lambda x: x.pin_memory())
 
+    def share_memory(self) -> tuple[Microbatch, int]:
+        """Return a copy in shared memory (/dev/shm), and its bytes.
+
+        Raises:
+            RuntimeError, OSError: the shared memory is full or cannot be written.
+        """
+        sizes: list[int] = []
+
+        def share(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor.share_memory_()
+
+        return self._map(share), sum(sizes)
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         encoders = {
             name: replace(e, pixels=function(e.pixels), positions_K=function(e.positions_K))

@@ -33,8 +33,10 @@ import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,6 +57,66 @@ NICENESS = 19
 BESIDE_FROM_MS = 5.0
 """Processor time of work that every step needs, twice in a row, from which on a process does it
 beside training: asking a process and taking what it has found would cost as much as less."""
+
+
+SHARED_MEMORY = "/dev/shm"
+"""Where data workers hand over tensors."""
+MORE_SHARED_MEMORY = (
+    "make /dev/shm larger (docker run --shm-size=16g, or an emptyDir of medium Memory in "
+    "Kubernetes), or set data.workers = 0"
+)
+OPEN_FILES = 65_536
+MIN_OPEN_FILES = 256
+MAX_TEMPORARY = 70
+"""Bytes of the path of the directory for temporary files. A socket address has at most 107, and
+multiprocessing adds "/pymp-xxxxxxxx/listener-xxxxxxxx" to it."""
+
+
+def check_system(workers: int) -> None:
+    """Check what processes need of the system, and raise the limit of open files.
+
+    Args:
+        workers: data.workers.
+
+    Raises:
+        ConfigError: too few files can be open, TMPDIR is too long, or /dev/shm cannot be written.
+    """
+    problems: list[str] = []
+    if (limit := allow_open_files()) < MIN_OPEN_FILES:
+        problems.append(
+            f"environment: a process can open only {limit} files (ulimit -n); allow at least "
+            f"{MIN_OPEN_FILES}, better {OPEN_FILES}"
+        )
+    temporary = tempfile.gettempdir()
+    if (length := len(os.fsencode(temporary))) > MAX_TEMPORARY:
+        problems.append(
+            f"environment: TMPDIR = {temporary!r} has {length} bytes, too many for "
+            f"addresses of sockets; use a directory with at most {MAX_TEMPORARY}, such as /tmp"
+        )
+    if workers and Path(SHARED_MEMORY).is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=SHARED_MEMORY) as file:
+                file.write(bytes(4096))
+        except OSError as error:
+            problems.append(
+                f"data.workers = {workers} needs {SHARED_MEMORY}, which cannot be written: "
+                f"{error.strerror}; make it writable or {MORE_SHARED_MEMORY}"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def allow_open_files() -> int:
+    """Raise the soft limit of open files towards `OPEN_FILES`, and return it.
+
+    Every tensor that arrives from a worker uses a file descriptor; 1024 are soon used up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 class StepWork:

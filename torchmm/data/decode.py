@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from torchmm.common.batch import ImageMeta, Microbatch, SampleMeta
 from torchmm.common.dtypes import ByteValues
 from torchmm.common.module_names import GENERATOR
+from torchmm.common.processes import MORE_SHARED_MEMORY
 from torchmm.common.row_slices import Reads
 from torchmm.common.tiles import Kept
 from torchmm.data.corrupt import CorruptSampleError, naming_place
@@ -59,6 +60,27 @@ class DecodedStep:
     """Images, sounds and clips (or their frames) that were decoded, and drawings."""
     read_bytes: int = 0
     """Of records, a byte for every character, and of files."""
+    shared_bytes: int = 0
+    """Bytes of the tensors in shared memory."""
+
+    def share_memory(self) -> DecodedStep:
+        """Return a copy in shared memory; if that is full, a step with `failure`.
+
+        A worker hands tensors over in shared memory. PyTorch would allocate it in a thread of the
+        worker, in which an error loses the step without a message to the training process.
+        """
+        try:
+            shared = [microbatch.share_memory() for microbatch in self.microbatches]
+        except (RuntimeError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            return replace(
+                self,
+                microbatches=[],
+                failure=f"a data worker cannot write a step: {reason}; {MORE_SHARED_MEMORY}",
+            )
+        return replace(
+            self, microbatches=[m for m, _ in shared], shared_bytes=sum(n for _, n in shared)
+        )
 
     def pin_memory(self) -> DecodedStep:
         """Copy in page-locked memory."""

@@ -9,8 +9,9 @@ travels with the batch it belongs to, so neither matters.
 from __future__ import annotations
 
 import logging
+import os
 import re
-import resource
+import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,9 @@ from torchmm.common.batch import ImageSpec, Microbatch, MicrobatchMeta, TextSpec
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.processes import (
+    MORE_SHARED_MEMORY,
+    SHARED_MEMORY,
+    allow_open_files,
     describe_state,
     end_workers,
     fork_server,
@@ -45,7 +49,6 @@ from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
-OPEN_FILES = 65536
 STOP_GRACE_S = 5.0
 """How long to wait for data once the run was asked to stop: most steps' arrive within this time,
 and launchers wait about 30 s before they kill."""
@@ -189,6 +192,7 @@ class Loader:
         self._logged_counts: dict[tuple[str, str], int] = {}
         """Logged counts of samples of streams, by source and description."""
         self._workers = data.workers
+        self._prefetched = data.workers * data.prefetch
         self._timeout_s = data.timeout_s
         if remote is not None:  # which itself reports producers that do not answer
             self._timeout_s += data.producers.give_up_s
@@ -203,7 +207,7 @@ class Loader:
             prefetch_factor=data.prefetch if data.workers else None,
             persistent_workers=data.workers > 0,
             multiprocessing_context=fork_server() if data.workers else None,
-            collate_fn=_same,
+            collate_fn=_shared if data.workers else _same,
             worker_init_fn=make_worker_setup() if data.workers else None,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # iter() draws a seed: not from the training's generator
@@ -246,6 +250,8 @@ class Loader:
                     return
                 if step.failure:
                     raise DataError(step.failure)
+                if number == 0:
+                    self._check_shared_memory(step.shared_bytes)
                 plan = self._queue.pop()
                 number += 1
                 batch = StepBatch(
@@ -264,6 +270,21 @@ class Loader:
         finally:
             waiting.close()
             self._queue.close()
+
+    def _check_shared_memory(self, step_bytes: int) -> None:
+        """Warn if all steps that workers of this machine prepare exceed the shared memory."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed = step_bytes * self._prefetched * ranks
+        if needed and needed > (size := shutil.disk_usage(SHARED_MEMORY).total):
+            logger.warning(
+                "/dev/shm has %.1f MB, but %d prefetched steps of %d local ranks, as large as the "
+                "first one, need %.1f MB; %s, or lower data.prefetch",
+                size / 1e6,
+                self._prefetched,
+                ranks,
+                needed / 1e6,
+                MORE_SHARED_MEMORY,
+            )
 
     def _wait(
         self, waiting: Waiting[DecodedStep | None], asked_to_stop: Callable[[], bool]
@@ -444,7 +465,7 @@ def _steps_of(
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:
     _check_sizes(training, data_parallel_size)
-    _allow_open_files()
+    allow_open_files()
     if rank > 0:
         datasets.disable_progress_bars()  # all ranks convert the same files
 
@@ -467,14 +488,6 @@ def _worker_died(error: Exception) -> bool:
     return "in DataLoader worker process" not in text
 
 
-def _allow_open_files() -> None:
-    """Every tensor in transit from a worker holds a file descriptor; 1024 are soon used up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _use_device(device: int | None) -> None:
     """A thread starts on the first device, where page-locking would take memory for a context."""
     if device is not None:
@@ -483,3 +496,7 @@ def _use_device(device: int | None) -> None:
 
 def _same(step: Any) -> Any:
     return step
+
+
+def _shared(step: Any) -> Any:
+    return step.share_memory()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from torchmm.common.errors import ConfigError, describe_refusal
 from torchmm.recipe.model_section import ModelConfig, split_place
+
+MAX_GROWTH = 4096
+"""Times a normalizer may lengthen a text. Published normalizers replace 1 character by up to 18."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -68,6 +73,32 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
     """
     try:
         name, revision = split_place(str(source))
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: cannot be loaded: {describe_refusal(error)}") from error
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    if normalizer is not None:
+        growth = _max_growth(json.loads(normalizer.__getstate__()))
+        if growth > MAX_GROWTH:
+            raise ConfigError(
+                f"{key}: the normalizer of tokenizer.json makes texts up to {growth:.3g} times as "
+                f"long, at most {MAX_GROWTH} times are supported; use another tokenizer"
+            )
+    return tokenizer
+
+
+def _max_growth(normalizer: dict[str, Any]) -> float:
+    """Return the largest ratio of text lengths after and before a normalizer.
+
+    Normalization is C code, which nothing interrupts: a sequence of 30 rules that double a letter
+    writes a gigabyte for each.
+    """
+    growth = 1.0
+    for step in normalizer.get("normalizers", ()):
+        growth *= _max_growth(step)
+    if normalizer["type"] == "Replace":
+        # A regular expression may match between any two characters.
+        length = len(normalizer["pattern"].get("String", ""))
+        content = len(normalizer["content"])
+        growth = max(1.0, content / length if length else 1.0 + content)
+    return min(growth, 1e300)

@@ -5,9 +5,12 @@ became read-only), and the way out of a run writes some of them. None of that ma
 ended, or make another exit code of it.
 
 A scheduler sends SIGTERM (Slurm also SIGUSR1, a user SIGINT) to one rank or to all, at any moment.
-The handler only sets a flag; ranks agree on it at a step boundary, so that all of them save the
-same step. Rejected: saving, raising or communicating in the handler, which runs between any two
-bytecodes of one rank, with its peers elsewhere.
+During training the handler only sets a flag. Ranks agree on it at a step boundary, so that all of
+them save the same step. Rejected: saving, raising or communicating in the handler during training,
+because it runs between any two bytecodes of one rank, with its peers elsewhere.
+
+Before the first step there is no state to save, and no step boundary for hours if data are
+measured. `StopSignal.interrupting` raises `StopRequested` in the main thread during this time.
 
 torchrun exits with 1 whatever its workers exit with, therefore `STATUS.json` in the run directory
 has the truth. Data workers must ignore SIGTERM themselves: they inherit no flag worth reading.
@@ -22,6 +25,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -40,14 +44,31 @@ STATUS_NAME = "STATUS.json"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class StopSignal:
-    """Remembers the first stop signal of this process; later ones change nothing.
+EXIT_GRACE_S = 8.0
+"""Time that a rank has to exit after a stop signal before the first step. Launchers kill later."""
 
-    A context manager: the previous handlers come back at its end. Main thread only.
+WAKE_S = 0.2
+"""Time between signals to a main thread that has not run the handler yet."""
+
+
+class StopRequested(BaseException):
+    """A stop signal before the first step.
+
+    It is not an `Exception`, so that code that handles errors does not handle it.
+    """
+
+
+class StopSignal:
+    """The first stop signal of this process. Later signals have no effect.
+
+    A context manager for the main thread. Its exit restores the previous handlers, unless the
+    process received a signal: launchers often send two, and the second must not kill a process that
+    is about to exit.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._interrupts = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -55,13 +76,67 @@ class StopSignal:
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self.received is None:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+        elif self._interrupts:
+            raise _preempted_early(self.received) from error
+
+    @contextmanager
+    def interrupting(self, end: Callable[[TorchmmError], object]) -> Iterator[None]:
+        """Raise `StopRequested` in the main thread when a stop signal arrives in this block.
+
+        The exit of this `StopSignal` turns it into `Preempted`. If the process still exists
+        `EXIT_GRACE_S` after the signal, another thread calls `end`. Causes are a C extension that
+        does not return to the interpreter, a lost peer, or threads that the exit waits for.
+
+        Args:
+            end: Function that ends the process with the exit code of the given error.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        watch = threading.Thread(target=self._watch, args=(reader, end), daemon=True)
+        watch.start()
+        self._interrupts = True
+        try:
+            if self.received is None:
+                yield
+            if self.received is not None:  # before this block, or the exception was swallowed
+                raise StopRequested
+            self._interrupts = False
+        finally:
+            if self.received is None:
+                signal.set_wakeup_fd(previous)
+                os.close(writer)  # ends the thread
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = signal.Signals(number)
+            if self._interrupts:
+                raise StopRequested
+
+    def _watch(self, reader: int, end: Callable[[TorchmmError], object]) -> None:
+        """Wait for the number of a stop signal, which C code writes even if no bytecode runs."""
+        while (number := os.read(reader, 1)) and number[0] not in STOP_SIGNALS:
+            pass
+        if not number:
+            os.close(reader)
+            return
+        # The kernel may deliver the signal to this thread, and the main thread stays in its system
+        # call. It runs the handler only after a signal of its own.
+        deadline = time.monotonic() + EXIT_GRACE_S
+        while self.received is None and time.monotonic() < deadline:
+            signal.pthread_kill(threading.main_thread().ident or 0, number[0])
+            time.sleep(WAKE_S)
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        if self._interrupts:
+            end(_preempted_early(signal.Signals(number[0])))
+
+
+def _preempted_early(number: signal.Signals) -> Preempted:
+    return Preempted(f"stopped by {number.name} before the first step; nothing is to be saved")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import secrets
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.errors import EXIT_DONE, PeerError
+from torchmm.common.errors import EXIT_DONE, TorchmmError
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import log_to_console, make_console, working
-from torchmm.common.processes import launched
+from torchmm.common.processes import end_workers, launched
 from torchmm.data.producers.engine import started_producers
 from torchmm.data.producers.registry import own_registry
 from torchmm.data.samples import shares_reader
@@ -37,7 +38,7 @@ from torchmm.pipelining.run.runtime import channel_streams
 from torchmm.planning.placement import orchestrated
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_run, build_unfilled_model, cut_model
+from torchmm.training.build import RunParts, build_run, build_unfilled_model, cut_model
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.ending import (
     Status,
@@ -60,43 +61,23 @@ def train(recipe: Recipe) -> int:
         TorchmmError: the run ended early; the status is written.
     """
     run_dir = Path(recipe.output_dir) / recipe.name
-    rank, world_size = launched()
+    rank = launched().rank
     directory = CheckpointDirectory(run_dir / "checkpoints", logging.getLogger("torchmm"))
     trainer = None
 
-    def end_for(error: PeerError) -> None:
-        """Ends the process, whose main thread waits for its device, or for a save, for long."""
+    def end_for(error: TorchmmError) -> None:
+        """End the process from another thread, because the main thread does not return."""
         logging.getLogger("torchmm").error("%s", error)
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         directory.release()
+        end_workers(multiprocessing.active_children())
         os._exit(error.exit_code)
 
     try:
         with StopSignal() as stop, starting(run_dir), ExitStack() as ends:
-            make_writable_directory(run_dir)  # all ranks see that it is not, and none waits
-            # Nothing is written into the directory of a run that is alive.
-            if rank == 0 and directory.try_claim():
-                clear_unfinished(run_dir)
-                write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
-            if rank == 0:
-                ends.enter_context(own_registry(recipe.data.producers))
-            reserve_hardware_queues()
-            keep_compiled_code()
-            log_to_console(make_console(), rank)
-            run, model, tokenizer = _before_ranks_meet(recipe, world_size)
-            if rank == 0:
-                specs = model.sample_specs(tokenizer)
-                ends.enter_context(started_producers(recipe.data, recipe.training, specs))
-            device = select_device(recipe.training.device)
-            cut = cut_model(run, model, tokenizer, device)
-            if device.type == "cuda":
-                check_hardware_queues(channel_streams(cut.layout))
-            with peer_errors(rank):
-                start_process_group(recipe.parallel, device)
-                check_own_device(device)
-                streams = ends.enter_context(shared_reader(recipe, model.sample_specs(tokenizer)))
-                parts = build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
-            trainer = Trainer(parts, stop, end_for)
+            with stop.interrupting(end_for):
+                parts = _prepare(recipe, directory, ends)
+                trainer = Trainer(parts, stop, end_for)
             with training(run_dir):
                 trainer.run()
         if rank == 0:
@@ -110,6 +91,41 @@ def train(recipe: Recipe) -> int:
         _leave(run_dir, directory, recipe.metrics.page and rank == 0)
     dist.destroy_process_group()
     return EXIT_DONE
+
+
+def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) -> RunParts:
+    """Build everything that the first step requires; collective from the process group on.
+
+    Args:
+        recipe: Recipe of the run.
+        directory: Checkpoints of the run.
+        ends: Closes, when the run ends, what is started here.
+    """
+    run_dir = directory.path.parent
+    rank, world_size = launched()
+    make_writable_directory(run_dir)  # every rank checks it, so that no rank waits for another
+    # Nothing is written into the directory of a run that is alive.
+    if rank == 0 and directory.try_claim():
+        clear_unfinished(run_dir)
+        write_status(run_dir, Status("running", 0, 0))  # replaces the status of an earlier run
+    if rank == 0:
+        ends.enter_context(own_registry(recipe.data.producers))
+    reserve_hardware_queues()
+    keep_compiled_code()
+    log_to_console(make_console(), rank)
+    run, model, tokenizer = _before_ranks_meet(recipe, world_size)
+    specs = model.sample_specs(tokenizer)
+    if rank == 0:
+        ends.enter_context(started_producers(recipe.data, recipe.training, specs))
+    device = select_device(recipe.training.device)
+    cut = cut_model(run, model, tokenizer, device)
+    if device.type == "cuda":
+        check_hardware_queues(channel_streams(cut.layout))
+    with peer_errors(rank):
+        start_process_group(recipe.parallel, device)
+        check_own_device(device)
+        streams = ends.enter_context(shared_reader(recipe, specs))
+        return build_run(run, run_dir, device, model, tokenizer, cut, directory, streams)
 
 
 @working("choosing sizes, and building the model without weights")

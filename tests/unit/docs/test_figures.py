@@ -21,7 +21,8 @@ CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 NO_FINDINGS = {
     "start/generation: Drawing": "sides of pictures",
     "grow/checkpoints: Stopping": "a limit",
-    "grow/cluster: Kubernetes": "a default",
+    "grow/checkpoints: What can go wrong": "a limit",
+    "grow/cluster: Limits of containers": "a default",
     "grow/cluster: When a machine is lost": "a default",
     "grow/gpus: A lost peer": "a limit",
     "grow/large_data: In short": "advice",

@@ -73,6 +73,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/balance/reordering/window.py": "batches together; its importer knows recipes",
     "torchmm/balance/simulation/incremental.py": "times graphs of any operators, not only plans",
     "torchmm/data/fork_server.py": "imported by its name, in another process",
+    "torchmm/data/producers/ray_cleanup.py": "a program of its own, without imports of torchmm",
     "torchmm/data/producers/choosing.py": "who is asked, by pure functions and what is known",
     "torchmm/data/producers/engine.py": "imports Ray only for runs that ask for it",
     "torchmm/data/registry.py": "a program",

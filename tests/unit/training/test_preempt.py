@@ -3,37 +3,112 @@ import json
 import os
 import signal
 import threading
+import time
 
 import pytest
 
+from torchmm.common.errors import Preempted
 from torchmm.common.files import allocated_bytes
 from torchmm.training import ending as preempt
-from torchmm.training.ending import Status, StopSignal, read_status, write_status
+from torchmm.training.ending import (
+    STOP_SIGNALS,
+    Status,
+    StopRequested,
+    StopSignal,
+    read_status,
+    write_status,
+)
 
 LOST_PEER = Status("failed", 3, 1, 6, "rank 1 lost a peer")
 CULPRIT = Status("failed", 3, 2, 3, "bad sample")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_only_sets_a_flag(number):
+@pytest.fixture
+def handlers():
+    """Restores the handlers of stop signals."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield before
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_only_sets_a_flag(handlers, number):
     with StopSignal() as stop:
         assert stop.received is None
         os.kill(os.getpid(), number)
         assert stop.received == number
 
 
-def test_the_first_signal_counts():
+def test_the_first_signal_counts(handlers):
     with StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.received == signal.SIGTERM
 
 
-def test_handlers_come_back():
-    before = signal.getsignal(signal.SIGTERM)
+def test_handlers_come_back(handlers):
+    with StopSignal() as stop:
+        assert signal.getsignal(signal.SIGTERM) != handlers[signal.SIGTERM]
+        with stop.interrupting(pytest.fail):
+            pass
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_second_signal_after_exit_is_ignored(handlers):
     with StopSignal():
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_early_signal_raises_preempted(handlers, swallowed):
+    early = pytest.raises(Preempted, match="stopped by SIGINT before the first step")
+    with early, StopSignal() as stop, stop.interrupting(pytest.fail):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the handler raised nothing")
+        except StopRequested:
+            if not swallowed:
+                raise
+
+
+def test_signal_before_interrupting_raises_preempted(handlers):
+    with pytest.raises(Preempted), StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with stop.interrupting(pytest.fail):
+            pytest.fail("the block began")
+
+
+def test_early_error_stays_without_signal(handlers):
+    with pytest.raises(ValueError, match="mine"), StopSignal() as stop:  # noqa: SIM117
+        with stop.interrupting(pytest.fail):
+            raise ValueError("mine")
+
+
+def test_blocked_early_stop_calls_end(handlers, monkeypatch):
+    monkeypatch.setattr(preempt, "EXIT_GRACE_S", 0.1)
+    ended = []
+    with pytest.raises(Preempted), StopSignal() as stop, stop.interrupting(ended.append):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            deadline = time.monotonic() + 10
+            while not ended and time.monotonic() < deadline:
+                time.sleep(0.01)
+    assert [error.exit_code for error in ended] == [75]
+
+
+def test_signal_after_interrupting_sets_flag(handlers, monkeypatch):
+    monkeypatch.setattr(preempt, "EXIT_GRACE_S", 0.1)
+    with StopSignal() as stop:
+        with stop.interrupting(pytest.fail):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        assert stop.received == signal.SIGTERM
 
 
 def test_status_comes_back(tmp_path):

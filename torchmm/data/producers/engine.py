@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
@@ -9,6 +10,13 @@ from typing import Any
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
+
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Makes a cluster of this machine listen on the loopback interface; Ray reads it when imported.
+
+Ray replaces 127.0.0.1 in its address options by another address, except on Windows and macOS, where
+this is the default.
+"""
 
 
 @contextmanager
@@ -26,6 +34,8 @@ def started_producers(
     if data.producers.engine != "ray":
         yield
         return
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ.update(LOOPBACK_ONLY)
     try:
         from torchmm.data.producers.ray_actors import RayProducers  # noqa: PLC0415 - an extra
     except ImportError as error:

@@ -11,13 +11,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from torchmm.common.errors import ConfigError
+from torchmm.data.producers import ray_cleanup
 from torchmm.data.producers.calls import (
     TOKEN_VARIABLE,
     check_exposure,
@@ -113,9 +118,25 @@ class RayProducers:
             ray.shutdown()
 
 
+def _make_directory() -> str:
+    """Return a temporary directory for a cluster, which ends and is removed with this process."""
+    # As Ray itself, not in TMPDIR: Ray appends 63 bytes for sockets, whose paths have at most 107.
+    directory = tempfile.mkdtemp(prefix="torchmm-ray-", dir="/tmp")
+    command = [sys.executable, str(Path(ray_cleanup.__file__)), directory]
+    # This process has the only writing end of the pipe until it exits, however it does.
+    subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    return directory
+
+
 def _connect(alone: bool) -> bool:
-    """To the cluster at RAY_ADDRESS, or to one that is started on this machine; whether this
-    process has to leave it."""
+    """Connect to the cluster at RAY_ADDRESS, or start one that only this machine reaches.
+
+    Args:
+        alone: Whether to start one.
+
+    Returns:
+        Whether this process has to disconnect.
+    """
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # says nothing to anybody
@@ -123,12 +144,11 @@ def _connect(alone: bool) -> bool:
         "address": "local",
         "object_store_memory": OBJECT_STORE_BYTES,
         "include_dashboard": False,
-        "_node_ip_address": "127.0.0.1",
         "_system_config": {"worker_niceness": 0},  # not behind all else that runs here
     }
     stopped_by = signal.getsignal(signal.SIGTERM)
     try:
-        given = local if alone else {}
+        given = {**local, "_temp_dir": _make_directory()} if alone else {}
         ray.init(log_to_driver=False, logging_level=logging.WARNING, **given)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(f'data.producers.engine = "ray": {error}') from error

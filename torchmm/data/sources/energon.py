@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from torchmm.common.errors import DataError
+from torchmm.common.files import UnsafeNameError, require_relative_name
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.tar_samples import Parts, TarSamples, decode_part
@@ -35,7 +36,11 @@ META = ".nv-meta"
 PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
 """Parts that webdataset and ChatML loaders unpickle."""
 CHATS = ("ChatML", "MultimodalChat")
-_NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
+MAX_NODES = 2_000_000
+"""Values of a file of `.nv-meta`."""
+MAX_CHARACTERS = 200_000_000
+"""Characters of all names of shards, once their braces are written out."""
+_NUMBERS = re.compile(r"([0-9]{1,15})\.\.([0-9]{1,15})")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
@@ -136,14 +141,14 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
         raise DataError(f"{file} has no table split_parts; run energon prepare again")
     name = "val" if split == "validation" and split not in parts else split
     if not parts.get(name):
-        known = ", ".join(key for key, shards in parts.items() if shards)
+        known = ", ".join(str(key) for key, shards in parts.items() if shards)
         raise DataError(f"{file} has no shards for split {split!r}; set `split` to one of {known}")
-    excluded = set(_expand(splits.get("exclude") or []))
+    excluded = set(_expand(splits.get("exclude") or [], f"{file}: exclude"))
     shards: list[AnyFile] = []
-    for shard_name in _expand(parts[name]):
+    for shard_name in _expand(parts[name], f"{file}: split_parts.{name}"):
         if shard_name in excluded:
             continue
-        shard = find(shard_name)
+        shard = find(_relative(shard_name, f"{file}: split_parts.{name}"))
         if shard is None:
             raise DataError(
                 f"{file} names {directory}/{shard_name}, which does not exist; fetch it, or "
@@ -153,7 +158,7 @@ def open_folder(directory: Directory, split: str) -> EnergonFolder:
     left_out: dict[AnyFile, set[str]] = {}
     for entry in excluded:
         of_shard, _, key = entry.rpartition("/")
-        if (shard := find(of_shard)) is not None:
+        if of_shard and (shard := find(_relative(of_shard, f"{file}: exclude"))) is not None:
             left_out.setdefault(shard, set()).add(key)
     return EnergonFolder(directory, kind, fields, shards, found, left_out)
 
@@ -180,7 +185,10 @@ def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
 
 def _find_here(directory: Path, name: str) -> Path | None:
     path = directory / name
-    return path if path.is_file() else None
+    try:
+        return path if path.is_file() else None
+    except OSError as error:
+        raise DataError(f"{name!r:.200} in {directory} cannot be read: {error.strerror}") from error
 
 
 def _find_elsewhere(directory: RemoteFolder, name: str) -> RemoteFile | None:
@@ -192,20 +200,29 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
     """The kind of samples and where their fields are."""
     described = _load(file)
     sample_type = described.get("sample_type") or described
+    if not isinstance(sample_type, dict):
+        raise DataError(f"{file}: sample_type is not a table; run energon prepare again")
     name = str(sample_type.get("__class__", ""))
     kind = re.sub(r"(Webdataset|Sample)(Factory)?$", "", name)
     if code := [key for key in ("sample_loader", "part_filter") if key in described]:
         raise DataError(
-            f"{file}: {code[0]} = {described[code[0]]!r} is Python code, which is never run from "
-            "data; say with field_map where the fields are, or write __class__: CrudeWebdataset if "
-            "samples have the columns that docs/reference/data.md lists"
+            f"{file}: {code[0]} = {described[code[0]]!r:.200} is Python code, which is never run "
+            "from data; say with field_map where the fields are, or write __class__: "
+            "CrudeWebdataset if samples have the columns that docs/reference/data.md lists"
         )
     if kind not in KINDS:
-        raise DataError(f"{file}: __class__ = {name!r} is not known; known are {', '.join(KINDS)}")
+        raise DataError(
+            f"{file}: __class__ = {name!r:.200} is not known; known are {', '.join(KINDS)}"
+        )
     mapped = described.get("field_map") or {}
+    if not isinstance(mapped, dict) or not all(isinstance(v, str) for v in mapped.values()):
+        raise DataError(
+            f"{file}: field_map = {mapped!r:.200} is not a table of strings; write each field as "
+            "FIELD: PART or FIELD: PART[KEY]"
+        )
     if not mapped and kind != "Crude":
         raise DataError(f"{file}: {name} has no field_map; run energon prepare again")
-    fields = {key: _split_access(str(value)) for key, value in mapped.items()}
+    fields = {str(key): _split_access(value) for key, value in mapped.items()}
     parts = {option[0].rpartition(".")[2] for options in fields.values() for option in options}
     if pickled := sorted(parts & PICKLED):
         raise DataError(
@@ -216,31 +233,99 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
     return kind, fields
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML without merge keys, because nested merges grow exponentially."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Raise ConstructorError if a mapping has a merge key."""
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, "merge keys (<<) are not supported", node.start_mark
+            )
+
+
 def _load(file: AnyFile) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(file.read_bytes())
-    except (OSError, yaml.YAMLError) as error:
-        raise DataError(f"{file} cannot be read: {error}; run energon prepare again") from error
+        found = yaml.load(file.read_bytes(), _Loader)
+        nodes = _count_nodes(found, {})
+    except (OSError, yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise DataError(
+            f"{file} cannot be read: {str(error)[:500]}; run energon prepare again"
+        ) from error
+    if nodes > MAX_NODES:
+        raise DataError(
+            f"{file} has {nodes:.3g} values once its aliases are written out, at most "
+            f"{MAX_NODES:,} are supported; run energon prepare again"
+        )
     if not isinstance(found, dict):
         raise DataError(f"{file} is no table; run energon prepare again")
     return found
 
 
-def _expand(names: Sequence[str]) -> list[str]:
-    """Names with shell braces written out: part_{000..002}.tar, {a,b}.tar."""
-    expanded = []
+def _count_nodes(value: Any, counts: dict[int, int]) -> int:
+    """Return the number of values in `value`, in which aliases are shared objects.
+
+    Raises:
+        RecursionError: `value` contains itself.
+    """
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) in counts:
+        if not counts[id(value)]:
+            raise RecursionError("an alias refers to a value that contains it")
+        return counts[id(value)]
+    counts[id(value)] = 0
+    items = value.values() if isinstance(value, dict) else value
+    counts[id(value)] = min(1 + sum(_count_nodes(item, counts) for item in items), 10**18)
+    return counts[id(value)]
+
+
+def _relative(name: str, where: str) -> str:
+    try:
+        return require_relative_name(name, where)
+    except UnsafeNameError as error:
+        raise DataError(str(error)) from error
+
+
+def _expand(names: Any, where: str) -> list[str]:
+    """Return names with shell braces written out, such as part_{000..002}.tar and {a,b}.tar.
+
+    Args:
+        names: List of names, as read from the file.
+        where: File and key, for messages.
+
+    Raises:
+        DataError: It is not a list of names, or the names would fill the memory.
+    """
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{where} = {names!r:.200} is not a list of names; write one name a line")
+    expanded: list[str] = []
+    characters = 0
     for name in names:
-        pieces: list[list[str]] = []
-        for number, piece in enumerate(_BRACES.split(str(name))):
-            numbers = _NUMBERS.fullmatch(piece)
+        pieces: list[Sequence[str] | tuple[range, int]] = []
+        count = 1
+        for number, piece in enumerate(_BRACES.split(name)):
             if number % 2 == 0:
                 pieces.append([piece])
-            elif numbers:
+            elif numbers := _NUMBERS.fullmatch(piece):
                 first, last = numbers.groups()
-                pieces.append([f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)])
+                values = range(int(first), int(last) + 1)
+                pieces.append((values, len(first)))
+                count *= len(values)
             else:
                 pieces.append(piece.split(","))
-        expanded += ["".join(chosen) for chosen in itertools.product(*pieces)]
+                count *= len(pieces[-1])
+        characters += count * len(name)
+        if characters > MAX_CHARACTERS:
+            raise DataError(
+                f"{where}: {name!r:.200} stands for {count:.3g} names; at most {MAX_CHARACTERS:,} "
+                "characters of names are supported"
+            )
+        written = [
+            [f"{n:0{piece[1]}d}" for n in piece[0]] if isinstance(piece, tuple) else piece
+            for piece in pieces
+        ]
+        expanded += ["".join(chosen) for chosen in itertools.product(*written)]
     return expanded
 
 

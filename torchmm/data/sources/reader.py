@@ -35,6 +35,7 @@ from torchmm.data.layouts.sample import (
     without_generated,
 )
 from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.chat_limits import LimitedTemplate
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.images import resolution_settings
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
@@ -156,7 +157,7 @@ class SampleReader:
         self._text = TextEncoder(tokenizer, text_spec, sequence_length)
         self._unfitting = ImageMeta(0, 0, 0, sequence_length + 1)
         """Stands for an image for which a sample had no room."""
-        self._chat = ChatTemplate(tokenizer, text_spec.around_sounds)
+        self._chat = LimitedTemplate(ChatTemplate(tokenizer, text_spec.around_sounds))
 
     def read(
         self, record: Record, known: SampleMeta | None = None, opened: Opened | None = None

@@ -33,7 +33,7 @@ from uuid import uuid4
 from torchmm.common.errors import DataError
 from torchmm.common.files import check_writable, replace_atomically
 from torchmm.common.log import Work, working
-from torchmm.common.processes import fork_server, make_worker_setup
+from torchmm.common.processes import end_workers, fork_server, make_worker_setup
 from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.index.length_index import MANIFEST, LengthIndex, read_index
 from torchmm.data.sources.index.measuring import cut, manifest_of, measure_shard, read_shard
@@ -180,6 +180,9 @@ class Building:
                 f"source {self.name!r}: a process that measured its records died. If memory ran "
                 "out, lower data.workers; shards that are finished stay"
             ) from error
+        except BaseException:
+            end_workers(list(pool._processes.values()))  # the exit would wait for their shards
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

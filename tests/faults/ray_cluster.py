@@ -1,0 +1,29 @@
+"""Starts a Ray cluster as a run does, prints a line, and waits."""
+
+import os
+import time
+
+from torchmm.data.producers.engine import LOOPBACK_ONLY
+
+os.environ.update(LOOPBACK_ONLY)
+
+import ray
+
+from torchmm.data.producers.ray_actors import _connect
+
+
+@ray.remote
+class Actor:
+    """A process of the cluster."""
+
+    def process(self) -> int:
+        """Return its id."""
+        return os.getpid()
+
+
+if __name__ == "__main__":
+    assert _connect(alone=True)
+    actor = Actor.options(num_cpus=0).remote()
+    ray.get(actor.process.remote())
+    os.write(1, b"started\n")
+    time.sleep(1e6)

@@ -1,0 +1,65 @@
+"""Systems with little shared memory, few open files or a long TMPDIR are named in the error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_recipe import arguments
+from train_server import TRAIN
+
+from torchmm.training.ending import read_status
+
+pytestmark = pytest.mark.slow
+
+
+def run_train(arguments: list[str], before: str, **env: str) -> subprocess.CompletedProcess:
+    """Run train.py after shell commands, in a mount namespace of its own."""
+    command = ["unshare", "-m", "sh", "-c", f'{before} && exec "$@"', "sh", sys.executable, TRAIN]
+    found = subprocess.run(
+        [*command, *arguments],
+        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **env},
+    )  # fmt: skip
+    if "unshare failed" in found.stderr or "mount:" in found.stderr:
+        pytest.skip("this user cannot mount")
+    return found
+
+
+def shared_memory(options: str) -> str:
+    return f"mount -t tmpfs -o {options} tmpfs /dev/shm"
+
+
+def test_full_shared_memory_ends_run(tmp_path: Path, real_data):
+    changes = {"data__workers": 2, "training__global_batch_size": 64}
+    found = run_train(arguments(tmp_path / "run", real_data, **changes), shared_memory("size=64k"))
+    assert found.returncode == 3, found.stderr
+    status = read_status(tmp_path / "run")
+    assert status.exit_code == 3 and "--shm-size" in status.message
+    assert "No space left on device" in status.message and "Traceback" not in found.stderr
+
+
+def test_small_shared_memory_is_warned_about(tmp_path: Path, real_data):
+    changes = {"data__workers": 2, "data__prefetch": 8, "training__steps": 2}
+    command = arguments(tmp_path / "run", real_data, **changes)
+    found = run_train(command, shared_memory("size=900k"))
+    assert found.returncode == 0, found.stderr
+    assert "16 prefetched steps of 1 local ranks" in found.stderr + found.stdout
+
+
+@pytest.mark.parametrize(
+    ("before", "env", "message"),
+    [
+        (shared_memory("ro"), {}, "data.workers = 2 needs /dev/shm, which cannot be written"),
+        ("ulimit -n 64", {}, "can open only 64 files (ulimit -n)"),
+        ("mkdir -p $TMPDIR", {"TMPDIR": "x" * 100}, "TMPDIR = "),
+    ],
+)
+def test_unusable_system_is_rejected_before_start(tmp_path, real_data, before, env, message):
+    env = {name: f"{tmp_path}/{value}" for name, value in env.items()}
+    command = arguments(tmp_path / "run", real_data, data__workers=2)
+    found = run_train(command, before, **env)
+    assert found.returncode == 2, found.stderr
+    assert "ConfigError" in found.stderr and "Traceback" not in found.stderr
+    assert message in found.stderr
+    assert not (tmp_path / "run").exists()
