@@ -115,6 +115,8 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
     """Hugging Face accepts any key, so that a misspelt one would silently do nothing."""
     defaults = vars(kind())
     known = set(defaults) | set(kind.attribute_map) | _ALSO_READ
+    if any("partial_rotary_factor" in own for own in rope_settings(kind())):
+        known.add("partial_rotary_factor")  # Phi-4-mini's published key
     problems = []
     for name, value in settings.items():
         part = defaults.get(name)
@@ -146,6 +148,13 @@ def layer_config(config: Any, index: int) -> Any:
     return config.per_layer_config[index] if getattr(config, "is_heterogeneous", False) else config
 
 
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Return the RoPE settings of a config, one for each layer type that has its own."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [own for own in settings.values() if isinstance(own, dict)]
+    return by_layer_type or [settings]
+
+
 def size_problems(key: str, config: Any) -> list[str]:
     """What the layers of `config` cannot do, whatever the family."""
     differ = getattr(config, "is_heterogeneous", False)
@@ -170,6 +179,13 @@ def _layer_problems(key: str, config: Any) -> list[str]:
         f"[{key}] {name} = {rate} is not implemented; override it with 0.0"
         for name in DROPOUTS
         if name not in config.attribute_map and (rate := getattr(config, name, 0.0))
+    ]
+    problems += [
+        f"[{key}] rope_parameters: rope_type = {kind!r} with mrope_section is not implemented; "
+        'use "default" or "yarn"'
+        for settings in rope_settings(config)
+        if (kind := str(settings.get("rope_type"))) and "mrope_section" in settings
+        if kind == "longrope" or "dynamic" in kind
     ]
     # "vision": Gemma 4's images, which its composite takes care of.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
