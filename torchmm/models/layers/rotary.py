@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmm.models.hf.config import rope_settings
+from torchmm.models.hf.config_checks import rope_settings
 
 
 class RotaryLimits:
