@@ -32,6 +32,7 @@ from torchmm.common.row_slices import SlicedMicrobatch, whole_row
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.sizes import attention_of, product_sizes
 from torchmm.models.hf.config import layer_config
+from torchmm.models.hf.float32 import float32_names, keep_in_float32
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.deepstack import Add, adding_blocks
@@ -94,6 +95,7 @@ class LlmModule(LayeredModule):
         self.linears_around = (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
         # Copied, because building writes dtype and attention function into the config.
         self.backbone = family.build(copy.deepcopy(config), dtype)
+        keep_in_float32(self.backbone, float32_names(self.backbone, dtype))
         self.text_fqn = f"backbone.{family.text_model}"
         self.layers_fqn = f"{self.text_fqn}.{family.layers}"
         self.loss_rows = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0

@@ -20,6 +20,7 @@ import yaml
 from checkpoint_runs import make_manager
 from huggingface_hub import RepoUrl
 from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -126,6 +127,17 @@ def test_weights_have_the_dtype_that_is_wanted(saved, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
     for name, value in model.llm.backbone.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.bfloat16()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_expert_biases_are_exported_in_float32(dtype, saved, tmp_path):
+    _, checkpoint = saved(ModelConfig(llm=LlmConfig(config=LLMS["glm4_moe"])))
+    export_checkpoint(checkpoint, tmp_path / "ours", dtype=dtype)
+    found = load_file(tmp_path / "ours/model.safetensors")
+    dtypes = {name: value.dtype for name, value in found.items()}
+    wide = {name for name in dtypes if "e_score_correction_bias" in name}
+    assert wide and {dtypes[name] for name in wide} == {torch.float32}
+    assert {dtypes[name] for name in dtypes.keys() - wide} == {dtype}
 
 
 def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):

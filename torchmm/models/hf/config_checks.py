@@ -98,12 +98,11 @@ def _layer_number_problems(settings: dict[str, Any]) -> list[str]:
 def _expert_problems(settings: dict[str, Any]) -> list[str]:
     problems = []
     experts = next((value for name in _EXPERTS if (value := settings.get(name))), 0)
-    for name in _CHOSEN_EXPERTS:
-        if experts and (settings.get(name) or 0) > experts:
-            problems.append(
-                f"{name} = {settings[name]} is more than the {experts} experts; use at most "
-                f"{experts}"
-            )
+    problems += [
+        f"{name} = {settings[name]} is more than the {experts} experts; use at most {experts}"
+        for name in _CHOSEN_EXPERTS
+        if experts and (settings.get(name) or 0) > experts
+    ]
     groups, chosen_groups = (settings.get(name) for name in ("n_group", "topk_group"))
     if experts and groups and (experts % groups or experts < 2 * groups):
         problems.append(
