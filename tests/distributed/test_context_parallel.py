@@ -19,6 +19,7 @@ from torchmm.models import llm
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.layers.attention import Segments
+from torchmm.models.layers.rotary import sample_frequencies
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.context import (
@@ -46,9 +47,19 @@ CUT_GROUPS = {
     "num_key_value_heads": 3,
 }
 """One of two ranks has three heads of one group, and one of the next."""
+LONGROPE = {
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4},
+    "original_max_position_embeddings": 7,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+"""Samples of a packed sequence are shorter and longer than 7 tokens, see `random_microbatch`."""
 DELTA, CONVOLUTION = "cp2, delta nets", "cp2, short convolutions"
+ROTARY = "cp2, longrope"
 CASES_OF_2 = [
     Case("cp2", shard=2, pipeline=TWO),
+    Case(ROTARY, shard=2, llm="phi3", llm_config=LONGROPE, pipeline=TWO),
     Case("cp2, odd length", shard=2, tokens=65, pipeline=TWO),
     Case("cp2, no image anywhere", shard=2, images=(0,) * 8, pipeline=TWO),
     Case("cp2, heads that do not divide", shard=2, llm_config=THREE_HEADS, pipeline=TWO),
@@ -90,6 +101,7 @@ CASES_OF_4 = [
     Case("cp2 x tp2, sequence parallel, odd length", 1, 2, 2, True, tokens=65, pipeline=TWO),
     Case("cp2 x tp2, experts", 1, 2, 2, True, "full", llm="qwen3_moe", pipeline=TWO),
     Case("cp2 x pp2", shard=2, pipeline=PP2),
+    Case("cp2 x pp2, longrope", shard=2, llm="phi3", llm_config=LONGROPE, pipeline=PP2),
     Case("cp2 x pp2, image by image", shard=2, pipeline={**PP2, **ONE_BY_ONE}),
     Case("cp2 x pp2, zero bubble", shard=2, pipeline={**PP2, "schedule": "zero_bubble"}),
     Case(
@@ -119,7 +131,7 @@ CASES_OF_4 = [
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, CASES_OF_2[::2]),
+        (2, [*CASES_OF_2[::2], CASES_OF_2[1]]),
         pytest.param(2, CASES_OF_2, marks=pytest.mark.campaign),
         pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign),
     ],
@@ -154,6 +166,20 @@ def _compare_without_exchange():
     llm.Segments = SlicesAlone
     names = (CASES_OF_2[0].name, DELTA, CONVOLUTION)
     return compare_all([case for case in CASES_OF_2 if case.name in names])
+
+
+def test_frequencies_of_other_samples_are_found():
+    for [(_, _, _, gradient_errors)] in run_distributed(_compare_with_other_lengths, 2):
+        assert "llm.backbone.model.layers.0.self_attn.qkv_proj.weight" in gradient_errors
+
+
+def _compare_with_other_lengths():
+    def rolled(text_model, lengths_T):  # in slices, not in the reference
+        is_slice = len(lengths_T) < 64
+        return sample_frequencies(text_model, lengths_T.roll(9) if is_slice else lengths_T)
+
+    llm.sample_frequencies = rolled
+    return compare_all([case for case in CASES_OF_2 if case.name == ROTARY])
 
 
 def test_filters_of_other_channels_are_found():

@@ -152,6 +152,7 @@ TOWERS |= {
 }
 _WAVES = {
     "model_type": "wav2vec2",
+    "apply_spec_augment": False,
     **{k: v for k, v in SIZES.items() if k != "patch_size"},
     "conv_dim": [16, 16],
     "conv_stride": [5, 2],

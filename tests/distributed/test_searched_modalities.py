@@ -49,6 +49,7 @@ from torchmm.training.step import TrainStep
 BATCHES = 6
 WAV2VEC2 = {
     "model_type": "wav2vec2",
+    "apply_spec_augment": False,
     **SIZES,
     "num_hidden_layers": LAYERS,
     "conv_dim": [16, 16],

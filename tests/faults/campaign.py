@@ -1,14 +1,13 @@
-"""The faults that this project is held against: what is done, what happens, which tests show it.
+"""Table of injected faults: the injection, the expected outcome, and the tests that show it.
 
-`FAULTS` is the table. `number` is that of the list of faults the project began with (F1 to F33), of
-a finding of the review of reliability (R, S), or a letter of ours: U for copies of checkpoints, P
-for processes beside those that train, M for modules apart, Q for schedulers, E for exports.
-`before` is what that review saw, at commit 4776752, where it tried the same. A row is shown by
-tests, each of whose cases is one injection, or `each` of them. `write_page.py` makes
-docs/reference/reliability.md of the table and of what ran.
+`FAULTS` is the table. `number` is the number in the first list of faults (F1 to F33), in a review
+of reliability at commit 4776752 (R, S) or at commit 35e13daa (N: untrusted files, requests and
+limited systems), or a letter for later additions: U for copies of checkpoints, P for background
+processes, M for disaggregated modules, Q for schedulers, E for exports. `before` is the outcome in
+that review. Each case of a test is one injection, or `each` of them. `write_page.py` writes
+docs/reference/reliability.md from the table and the outcomes of its tests.
 
-Rejected: results written by hand, which say what somebody once saw; tests written from the table,
-which would be one test for faults that have nothing in common.
+Rejected: results written manually, which do not change with the code.
 """
 
 from __future__ import annotations
@@ -69,6 +68,14 @@ EXPORT = "unit/training/test_export.py::"
 PREEMPT = "unit/training/test_preempt.py::"
 RAY = "faults/test_ray_runs.py::"
 SLURM = "faults/test_slurm.py::"
+EARLY = "faults/test_early_stop.py::"
+LIMITED = "faults/test_limited_systems.py::"
+CONNECTIONS = "unit/data/test_connections.py::"
+ANSWERS = "unit/data/test_producer_answers.py::"
+ENERGON = "unit/data/test_hostile_energon.py::"
+TEMPLATES = "unit/data/test_chat_limits.py::"
+TEXTS = "unit/data/test_text_files.py::"
+PAGES = "unit/training/test_run_page.py::"
 UNITS = "faults/test_unit_faults.py::"
 
 FAULTS = [
@@ -1206,6 +1213,276 @@ FAULTS = [
         NOT_TRIED,
         (f"{EXPORT}test_an_export_is_pushed_and_stays_if_the_hub_refuses",),
         each=2,
+    ),
+    # Untrusted files and requests, limited systems
+    Fault(
+        "N1",
+        "a manifest in a store names `../../x` or `/abs`",
+        '0 with "auto", 4 if named',
+        "-",
+        "the checkpoint is rejected before a file is written",
+        "files outside of the run directory",
+        "FAIL: the file was written, the run continued",
+        (f"{COPIES}test_fetch_of_unsafe_name_writes_nothing",),
+    ),
+    Fault(
+        "N1",
+        "entries of a manifest or an index with other types, or names that the manifest lacks",
+        "4",
+        "-",
+        "the checkpoint is damaged; the previous one is used",
+        "-",
+        "FAIL: TypeError, KeyError; a file outside was read",
+        (
+            f"{DAMAGE}test_manifest_with_wrong_entry_is_rejected",
+            f"{DAMAGE}test_manifest_with_unsafe_name_is_rejected",
+            f"{DAMAGE}test_index_naming_unlisted_file_is_rejected",
+        ),
+    ),
+    Fault(
+        "N2",
+        "SIGTERM while data are measured, weights are read, or a tokenizer is loaded",
+        "75",
+        "preempted",
+        "the rank exits within seconds; there is nothing to save",
+        "-",
+        "FAIL: ignored",
+        (f"{EARLY}test_early_signal_ends_blocked_start",),
+    ),
+    Fault(
+        "N2",
+        "the same in C code that does not return, in a collective, and with measuring processes",
+        "75",
+        "preempted",
+        "the rank exits within ten seconds, with its workers",
+        "-",
+        "FAIL: ignored",
+        (
+            f"{EARLY}test_early_signal_ends_blocked_c_code",
+            f"{EARLY}test_early_signal_ends_waiting_peers",
+            f"{EARLY}test_early_signal_ends_measuring_workers",
+        ),
+    ),
+    Fault(
+        "N3",
+        "a store that is full when the manifest is written; a commit that fails",
+        "0",
+        "-",
+        "no manifest remains; the copy is made again",
+        "-",
+        "FAIL: an empty manifest counted as a checkpoint",
+        (
+            f"{COPIES}test_full_disk_leaves_no_manifest",
+            f"{COPIES}test_failed_commit_removes_incomplete_manifest",
+        ),
+    ),
+    Fault(
+        "N3",
+        "a copy whose manifest is damaged, or whose file is short, at the start",
+        "0",
+        "-",
+        "the copy is made again",
+        "-",
+        "FAIL, 4 of 4: accepted by its name",
+        (f"{COPIES}test_damaged_copy_is_made_again_at_start",),
+    ),
+    Fault(
+        "N4",
+        "compiled code and other pickles in a run directory",
+        "0",
+        "-",
+        "a run directory has no pickles; compiled code is in the cache directory of the user",
+        "loss",
+        "FAIL: pickles of the run directory were executed",
+        ("distributed/test_train_features.py::test_compiled_code_gives_the_same_loss_and_is_kept",),
+    ),
+    Fault(
+        "N5",
+        "/dev/shm of 64 kB",
+        "3",
+        "failed",
+        "/dev/shm and --shm-size are named",
+        "-",
+        "FAIL: data.timeout_s passed, then other advice",
+        (f"{LIMITED}test_full_shared_memory_ends_run",),
+    ),
+    Fault(
+        "N5, N16",
+        "/dev/shm read-only; 64 open files; TMPDIR of more than 100 bytes",
+        "2",
+        "none is written",
+        "limit and fix are named before the start",
+        "-",
+        "FAIL: tracebacks, another file named",
+        (f"{LIMITED}test_unusable_system_is_rejected_before_start",),
+    ),
+    Fault(
+        "N6",
+        "reports to a registry: 10^7 workers, wrong forms, control characters, made-up addresses",
+        "0",
+        "-",
+        "rejected; registered producers keep their place",
+        "-",
+        "FAIL: the run ended, code 3",
+        (
+            f"{REGISTRY}test_large_report_does_not_disturb_run",
+            f"{REGISTRY}test_registry_rejects_wrong_report",
+            f"{REGISTRY}test_unknown_addresses_do_not_displace_producers",
+        ),
+    ),
+    Fault(
+        "N7",
+        "requests of hundreds of MB without a token",
+        "-",
+        "-",
+        "the connection is closed",
+        "-",
+        "FAIL: 1.8 GB",
+        (f"{CONNECTIONS}test_large_request_without_token_is_not_stored",),
+    ),
+    Fault(
+        "N8",
+        "clients that never read their responses",
+        "-",
+        "-",
+        "their connections are closed, their places are free again",
+        "-",
+        "FAIL: no place for a trainer",
+        (f"{CONNECTIONS}test_clients_that_do_not_read_lose_their_places",),
+    ),
+    Fault(
+        "N9",
+        "responses of producers with wrong dtypes, shapes, ranges, missing and additional fields",
+        "next producer",
+        "-",
+        "field and producer are named; the producer is left out",
+        "-",
+        "FAIL, 17 of 21: accepted as a step",
+        (
+            f"{ANSWERS}test_wrong_value_is_rejected_and_named",
+            f"{ANSWERS}test_wrong_tensor_is_rejected_and_named",
+            f"{ANSWERS}test_wrong_number_is_rejected_and_named",
+            f"{ANSWERS}test_duplicate_missing_and_unknown_parts_are_rejected",
+            f"{ANSWERS}test_endless_response_is_rejected_early",
+            f"{PLANNED}test_wrong_plan_is_rejected",
+        ),
+    ),
+    Fault(
+        "N9",
+        "train.py with a producer that responds wrongly, and a right one; with the wrong one alone",
+        "0; 3",
+        "done; failed",
+        "the wrong producer is named",
+        "losses",
+        "FAIL: traceback, code 1, no producer named",
+        ("distributed/test_train_producers.py::test_wrong_producer_does_not_change_losses",),
+    ),
+    Fault(
+        "N10",
+        "Energon folders: splits and descriptions that expand without end, name files outside",
+        "3",
+        "-",
+        "the file is named",
+        "-",
+        "FAIL: no end, tracebacks; shards outside were trained on",
+        (
+            f"{ENERGON}test_hostile_split_is_rejected",
+            f"{ENERGON}test_hostile_description_is_rejected",
+            f"{ENERGON}test_random_values_give_data_error_or_source",
+        ),
+    ),
+    Fault(
+        "N13",
+        "a checkpoint of other versions of torch, transformers or Pillow",
+        "0",
+        "-",
+        "a warning has both versions",
+        "-",
+        "FAIL: silent",
+        (f"{SAVED}test_resume_with_other_version_is_logged",),
+    ),
+    Fault(
+        "N14",
+        "chat templates without end, or with values beyond the memory",
+        "3",
+        "-",
+        "samples are corrupt, then the template is named",
+        "-",
+        "FAIL: no end",
+        (
+            f"{TEMPLATES}test_template_beyond_limits_is_corrupt",
+            f"{TEMPLATES}test_template_that_never_ends_stops_run",
+        ),
+    ),
+    Fault(
+        "N14",
+        "normalizers of tokenizers that multiply a text",
+        "2",
+        "-",
+        "model.tokenizer is named",
+        "-",
+        "FAIL: no end",
+        ("unit/data/test_tokenizer.py::test_growing_normalizer_is_rejected",),
+    ),
+    Fault(
+        "N15",
+        "SIGKILL of a process with a local Ray cluster",
+        "-9",
+        "-",
+        "no process of the cluster remains; its ports are on the loopback interface",
+        "-",
+        "FAIL: 2 processes remained, 7 ports on other interfaces",
+        (f"{RAY}test_local_cluster_is_private_and_ends_with_its_process",),
+    ),
+    Fault(
+        "N17",
+        "the page of a run directory with scripts, links, pipes, files outside, other types",
+        "0",
+        "-",
+        "shown without them; skipped values are listed",
+        "-",
+        "FAIL, 9 of 9: scripts ran, files were included, tracebacks",
+        (
+            f"{PAGES}test_page_runs_no_script_of_files",
+            f"{PAGES}test_page_includes_no_file_outside",
+            f"{PAGES}test_page_follows_no_link_outside",
+            f"{PAGES}test_page_skips_values_of_other_types",
+        ),
+    ),
+    Fault(
+        "N18",
+        "compressed files that expand more than 50 times; JSON members of tar files above 64 MiB; "
+        "images with 16 MiB of metadata",
+        "3, or corrupt samples",
+        "-",
+        "limit and file are named",
+        "-",
+        "FAIL: gigabytes of disk and memory, 40 s per image",
+        (
+            f"{TEXTS}test_unpacking_stops_beyond_the_limit",
+            "unit/data/test_torn_tars.py::test_large_text_members_are_corrupt",
+            "unit/data/test_images.py::test_images_with_huge_headers_are_corrupt",
+        ),
+    ),
+    Fault(
+        "N20",
+        "an unpacked copy that lost its end, was replaced, or has no record",
+        "0",
+        "-",
+        "unpacked again, with a warning",
+        "all samples",
+        "FAIL: trained on 40 of 60 samples",
+        (f"{TEXTS}test_damaged_copy_is_unpacked_again",),
+    ),
+    Fault(
+        "N22",
+        "checkpoint.upload with memory://, another host, one slash too few",
+        "2",
+        "none is written",
+        "key, value and fix are named",
+        "-",
+        "FAIL: reported as copied",
+        ("unit/recipe/test_recipe.py::test_upload_to_unusable_address_is_rejected",),
     ),
 ]
 

@@ -28,13 +28,20 @@ PAGE = ROOT / "docs" / "reference" / "reliability.md"
 HEAD = """\
 # Reliability
 
-What was done to runs, and what happened: written by `tests/faults/write_page.py` from the table in
-`tests/faults/campaign.py` and from what its tests did. {total} injections, {day}.
+This page lists the faults that tests inject, and their outcomes. `tests/faults/write_page.py`
+writes it from the table in `tests/faults/campaign.py` and the outcomes of the tests.
+{total} injections, {day}.
 
-F1 to F33 are the faults that this project began with; R and S are findings of a review at commit
-4776752, whose verdict is in the column "before" (of 256 injections 61 failed there, of about 25
-causes); U are copies of checkpoints in a store, P processes beside those that train, M modules on
-ranks of their own, Q schedulers, E exports. "times" counts injections that went as described.
+| number | source |
+|---|---|
+| F | the first list of faults of the project |
+| R, S | a review at commit 4776752: 61 of its 256 injections failed, with about 25 causes |
+| N | a review at commit 35e13daa: untrusted files, requests, limited systems; all of them failed |
+| U, P, M | copies of checkpoints in a store, background processes, disaggregated modules |
+| Q, E | schedulers, exports |
+
+"before" is the outcome in that review. "times" is the number of injections with the expected
+outcome.
 
 | | injected | times | code | STATUS | what happens | the same afterwards | before | now, by |
 |---|---|---|---|---|---|---|---|---|

@@ -791,7 +791,8 @@ def randomize(model: nn.Module) -> None:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
         for name, buffer in sorted(model.named_buffers()):
-            if name.endswith(("layer_scalar", "std_bias", "std_scale")):  # Gemma 4's
+            # Those of Gemma 4 and Voxtral that files hold.
+            if name.endswith(("layer_scalar", "std_bias", "std_scale", "embed_positions.weight")):
                 buffer.add_(torch.randn(buffer.shape, generator=generator), alpha=0.1)
 
 

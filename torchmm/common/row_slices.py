@@ -150,8 +150,10 @@ class FeatureRoute(NamedTuple):
 
 @dataclass
 class RowShare:
-    """What the LLM of a rank needs beside its own tokens."""
+    """Data of the packed sequence that the LLM of a rank needs in addition to its slice."""
 
+    start: int
+    """Index of the first token of the slice in the packed sequence."""
     input_ids_T: Tensor
     """Of the whole row."""
     targets_T: Tensor
@@ -164,6 +166,7 @@ class RowShare:
     def map(self, function: Callable[[Tensor], Tensor]) -> RowShare:
         """The same with `function` applied to every tensor."""
         return RowShare(
+            self.start,
             function(self.input_ids_T),
             function(self.targets_T),
             {
@@ -230,7 +233,7 @@ def slice_row(microbatch: Microbatch, rank: int, ranks: int) -> Microbatch:
             "target_positions_L": None,
             "encoders": read,
         },
-        row=RowShare(microbatch.input_ids_T, microbatch.targets_T, shown, routes),
+        row=RowShare(own.start, microbatch.input_ids_T, microbatch.targets_T, shown, routes),
     )
 
 

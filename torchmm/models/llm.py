@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
+from torchmm.common.device_copies import to_device
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.common.module_names import VISION
-from torchmm.common.row_slices import whole_row
+from torchmm.common.row_slices import SlicedMicrobatch, whole_row
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.sizes import attention_of, product_sizes
 from torchmm.models.hf.config import layer_config
+from torchmm.models.hf.float32 import float32_names, keep_in_float32
 from torchmm.models.layered import LayeredModule, StageRange, WeightFiles
 from torchmm.models.layers.attention import Segments, image_blocks, prompt_blocks
 from torchmm.models.layers.deepstack import Add, adding_blocks
@@ -40,6 +43,7 @@ from torchmm.models.layers.loss import (
     cross_entropy_in_chunks,
     summed_cross_entropy,
 )
+from torchmm.models.layers.rotary import RotaryLimits, sample_frequencies
 from torchmm.models.layers.shared_rows import RowRanks
 from torchmm.models.layers.token_cache import PackedCache
 
@@ -87,9 +91,11 @@ class LlmModule(LayeredModule):
         self.text_config = config.get_text_config()
         self.family = family = family.variant(self.text_config)
         self.splits = family.listed
+        self.rotary_limits = RotaryLimits(self.text_config)
         self.linears_around = (), ((self.text_config.hidden_size, self.text_config.vocab_size),)
         # Copied, because building writes dtype and attention function into the config.
         self.backbone = family.build(copy.deepcopy(config), dtype)
+        keep_in_float32(self.backbone, float32_names(self.backbone, dtype))
         self.text_fqn = f"backbone.{family.text_model}"
         self.layers_fqn = f"{self.text_fqn}.{family.layers}"
         self.loss_rows = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0
@@ -314,7 +320,7 @@ class LlmModule(LayeredModule):
             return self.head(output.last_hidden_state[0][positions_L])
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
         arguments = self._arguments(microbatch, hidden_TD, cache)
-        with self._adding(microbatch, blocks_KB):
+        with self._around_layers(microbatch, blocks_KB, cache):
             return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
 
     def _run_layers(
@@ -322,8 +328,9 @@ class LlmModule(LayeredModule):
     ) -> tuple[Any, Tensor | None]:
         """What the text model returns, and (K, B) what was to be added to hidden states."""
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
-        with self._adding(microbatch, blocks_KB):
-            return self.text_model(**self._arguments(microbatch, hidden_TD, cache)), blocks_KB
+        arguments = self._arguments(microbatch, hidden_TD, cache)
+        with self._around_layers(microbatch, blocks_KB, cache):
+            return self.text_model(**arguments), blocks_KB
 
     def _enter(self, microbatch: Microbatch, inputs: Given) -> tuple[Tensor, Tensor | None]:
         """Hidden states (T, D), and (K, B) what is still to be added to them, if anything is."""
@@ -334,6 +341,35 @@ class LlmModule(LayeredModule):
         if not self.family.taps or VISION not in microbatch.encoders:
             return hidden_TD, None
         return hidden_TD, inputs[VISION][:, hidden_TD.shape[1] :]
+
+    @contextmanager
+    def _around_layers(
+        self, microbatch: Microbatch, blocks_KB: Tensor | None, cache: PackedCache | None
+    ) -> Iterator[None]:
+        """Let layers add their blocks, and rotate by the length of each sample.
+
+        Args:
+            cache: after `begin_row`.
+
+        Raises:
+            ValueError: a sample is longer than the RoPE type allows.
+        """
+        cu_seqlens = microbatch.cu_seqlens
+        lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
+        sample_lengths = lengths if cache is None or cache.now is None else cache.now.lengths
+        longest = max(sample_lengths)
+        if problem := self.rotary_limits.problem(longest):
+            raise ValueError(problem)
+        with ExitStack() as stack:
+            stack.enter_context(self._adding(microbatch, blocks_KB))
+            if any(longest > limit for limit in self.rotary_limits.switches):
+                lengths_T = torch.tensor(sample_lengths).repeat_interleave(torch.tensor(lengths))
+                if isinstance(microbatch, SlicedMicrobatch):
+                    start = microbatch.row.start
+                    lengths_T = lengths_T[start : start + len(microbatch.input_ids_T)]
+                lengths_T = to_device(lengths_T, microbatch.input_ids_T.device)
+                stack.enter_context(sample_frequencies(self.text_model, lengths_T))
+            yield
 
     @contextmanager
     def _adding(self, microbatch: Microbatch, blocks_KB: Tensor | None) -> Iterator[None]:

@@ -19,7 +19,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import TileSpec
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.composites.parts import PAIR_PROCESSOR, Unlisted
+from torchmm.models.families.composites.parts import PAIR_PROCESSOR, EncoderPart, Unlisted
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.structural import known_processor
@@ -31,6 +31,7 @@ from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
+from torchmm.models.hf.config_checks import setting_problems
 from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
@@ -100,8 +101,10 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
             f"{', '.join(config.encoder_names)}; write towers = {list(parts.encoders)}"
         )
     problems += size_problems("model", parts.llm_config.get_text_config())
+    problems += setting_problems("model", hf_config)
     for part in parts.encoders.values():
         problems += size_problems("model", part.config)
+        problems += _feature_layer_problems(hf_config, part)
     generator = None
     llm_config = parts.llm_config.get_text_config()
     with _collected(problems):
@@ -135,6 +138,17 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     if problems:
         raise ConfigError(problems)
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
+
+
+def _feature_layer_problems(config: Any, part: EncoderPart) -> list[str]:
+    """Return a problem if the layer whose features a composite reads does not exist."""
+    layers = part.family.layer_count(part.config)
+    if -layers <= part.settings.get("feature_layer", -1) < 0:
+        return []
+    return [
+        f"[model] vision_feature_layer = {config.vision_feature_layer}: the vision encoder has "
+        f"{layers} layers; use a layer between {-layers} and -1"
+    ]
 
 
 def _is_of_pair(source: str | None) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
@@ -78,16 +79,20 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
 
 
 def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> MultimodalModel:
-    """A recipe's model on the meta device, with its adapters, and with frozen parts, and what
-    multiplies in float8, marked.
+    """Return the model of a recipe on the meta device, with adapters and float8 linears marked.
 
     Args:
         dtype: of parameters.
 
     Raises:
-        ConfigError: all that is wrong with the sections.
+        ConfigError: all problems of the sections.
     """
     model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
+    validation = recipe.validation
+    longest = recipe.training.sequence_length
+    longest += validation.max_new_tokens if validation.samples else 0
+    if problem := model.llm.rotary_limits.problem(longest):
+        raise ConfigError(f"[model] training.sequence_length is too large: {problem}")
     for module in model.modality_modules():
         module.rounded = rounded_linears(module, recipe.float8)
     return model

@@ -283,7 +283,8 @@ class DataConfig(Section):
     """Rearrange the sequences of each global batch by their cost, vision and text together:
     "intra": so that all data-parallel ranks have equal work, or under "searched" plans that end
     together; "inter": so that each rank's microbatches come in an order with few gaps in its
-    pipeline; "both". Losses stay the same."""
+    pipeline; "both". Losses stay the same, except the load-balancing loss of experts with several
+    sequences per microbatch: it depends on which sequences share a microbatch."""
     reorder_window: int = Field(default=1, ge=1)
     """With `reorder` "intra" or "both": the sequences of so many steps are dealt to these steps
     anew, where their ranks then have more equal work than with any deal within steps. The order is

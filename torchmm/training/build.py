@@ -138,6 +138,13 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
         problems += error.problems
     if model is None or tokenizer is None or problems:
         raise ConfigError(problems)
+    dtype = DTYPES[recipe.training.parameter_dtype]
+    wide = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype != dtype]
+    if wide:  # FSDP2 has one dtype for all trained parameters of a layer
+        raise ConfigError(
+            f'training.parameter_dtype = "{recipe.training.parameter_dtype}": Hugging Face keeps '
+            f'{wide[0]} in float32; freeze the module, or use "float32"'
+        )
     model.text_spec(tokenizer)  # raises if they do not fit each other
     return model, tokenizer
 

@@ -120,6 +120,7 @@ class Pipeline:
         self.caches_tokens = model.llm.family.listed and config.context == 1
         """Whether its stages can keep what they need of earlier tokens. Families that are not
         listed, and ranks that share rows, were not compared with a cache."""
+        self.rotary_limits = model.llm.rotary_limits
         self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
         self._runtime = runtime(stages, bubbles=mesh.bubbles)
         self._writer = runtime(_writing_stages(stages))
@@ -234,16 +235,22 @@ class Pipeline:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Lets LLM stages keep what they need of the rows inside, if they can (`caches_tokens`):
-        the first row has whole prompts, later ones the next token of each."""
-        stages = [s for s in self._writer.stages.values() if isinstance(s, TextStage)]
-        for stage in stages:
-            stage.cache = stage.module.new_cache() if self.caches_tokens else None
+        """Let LLM stages cache tokens, if they can (`caches_tokens`): the first packed sequence
+        has full prompts, later ones have the next token of each prompt."""
+        self.renew_caches()
         try:
             yield
         finally:
-            for stage in stages:
+            for stage in self._text_stages():
                 stage.cache = None
+
+    def renew_caches(self) -> None:
+        """Start with empty caches: the next packed sequence has full prompts."""
+        for stage in self._text_stages():
+            stage.cache = stage.module.new_cache() if self.caches_tokens else None
+
+    def _text_stages(self) -> list[TextStage]:
+        return [s for s in self._writer.stages.values() if isinstance(s, TextStage)]
 
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
         """(B, V) logits after the last token of each of B prompts; None on ranks without the LLM's

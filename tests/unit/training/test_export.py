@@ -22,6 +22,7 @@ from chat_templates import TEMPLATES, with_template
 from checkpoint_runs import make_manager
 from huggingface_hub import RepoUrl
 from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -190,6 +191,17 @@ def test_merged_adapter_with_overflow_raises(saved, tmp_path):
     _, checkpoint = saved(pair_config("llama", "clip"), adapters=LORA, change=enlarge)
     with pytest.raises(ConfigError, match=r"down_proj.weight has \d+ values beyond 65,504"):
         export_checkpoint(checkpoint, tmp_path / "half", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_expert_biases_are_exported_in_float32(dtype, saved, tmp_path):
+    _, checkpoint = saved(ModelConfig(llm=LlmConfig(config=LLMS["glm4_moe"])))
+    export_checkpoint(checkpoint, tmp_path / "ours", dtype=dtype)
+    found = load_file(tmp_path / "ours/model.safetensors")
+    dtypes = {name: value.dtype for name, value in found.items()}
+    wide = {name for name in dtypes if "e_score_correction_bias" in name}
+    assert wide and {dtypes[name] for name in wide} == {torch.float32}
+    assert {dtypes[name] for name in dtypes.keys() - wide} == {dtype}
 
 
 def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):

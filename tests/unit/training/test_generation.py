@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from model_cases import (
     text_model,
 )
 from test_multimodal import two_samples_with_images
+from test_rotary import model_of as rope_model
 from text_writing import DRAWN, GREEDY, differences, prompts_of, written_again
 from transformers import GenerationConfig
 
@@ -179,6 +181,43 @@ def test_likeliest_tokens_are_those_of_hugging_faces_generate(penalty: float, me
     sampling = Sampling(20, repetition_penalty=penalty)
     found = generate_tokens(pipeline_of(model, mesh), [prompt], mesh, sampling, ())
     assert found == [wanted]
+
+
+def longrope_errors(pipeline: Pipeline, model: MultimodalModel, mesh: ParallelMesh) -> list[float]:
+    """Return relative errors of logits against Hugging Face, by prompt."""
+    plain = plain_causal_lm(model)
+    prompts = text_prompts([5, 12, 2, 8])  # the limit of 8 is crossed at different steps, or never
+    settings = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    expected = []
+    for prompt in prompts:
+        ids = prompt.input_ids_T[None]
+        found = plain.generate(ids, settings, attention_mask=torch.ones_like(ids), **outputs)
+        expected.append(torch.cat(found.logits))
+    logits: list[torch.Tensor] = []
+    compute = pipeline.next_token_logits
+
+    def record(row: Microbatch) -> torch.Tensor:
+        logits.append(compute(row))
+        return logits[-1]
+
+    pipeline.next_token_logits = record
+    generate_tokens(pipeline, prompts, mesh, Sampling(6), ())
+    pairs = zip(torch.stack(logits, 1), expected, strict=True)
+    return [float((found - own).norm() / own.norm()) for found, own in pairs]
+
+
+def test_generation_beyond_longrope_limit_equals_hugging_face(mesh) -> None:
+    model = build(rope_model("phi3")).eval()
+    assert max(longrope_errors(pipeline_of(model, mesh), model, mesh)) < 1e-5
+
+
+def test_generation_with_stale_longrope_cache_differs(mesh) -> None:
+    model = build(rope_model("phi3")).eval()
+    pipeline = pipeline_of(model, mesh)
+    pipeline.rotary_limits = SimpleNamespace(switches=frozenset())
+    errors = longrope_errors(pipeline, model, mesh)
+    assert [error > 1e-3 for error in errors] == [True, False, False, True]
 
 
 def test_the_likeliest_of_one_is_no_draw(mesh) -> None:

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.hf.config import DROPOUTS
+from torchmm.models.hf.config_checks import is_random_rate
 
 MOST_LAYERS = 24
 """Layers of a copy; models whose kinds of layers show only later are refused."""
@@ -109,7 +109,7 @@ def shrunk_value(name: str, value: Any) -> Any:
     if name in _AT_MOST and isinstance(value, (int, float)):
         return min(value, _AT_MOST[name])
     # What else is wrong is said together with rates that are refused.
-    return 0.0 if name in DROPOUTS else value
+    return 0.0 if is_random_rate(name, value) else value
 
 
 def small_copy(
@@ -127,12 +127,12 @@ def small_copy(
         ConfigError: the copy has not.
     """
     settings = config.to_dict()
-    settings |= {name: 0.0 for name in DROPOUTS if name in settings}
+    settings |= {name: 0.0 for name, value in settings.items() if is_random_rate(name, value)}
     with torch.device("meta"):
         whole = layers_of(AutoConfig.for_model(**settings))
     kinds = [layer_kind(layer) for layer in whole]
     needed = max(kinds.index(kind) for kind in set(kinds)) + 1
-    count = min(max(needed, 3), MOST_LAYERS)
+    count = min(max(needed, 3), MOST_LAYERS, len(whole))
     small = AutoConfig.for_model(**shrunk(config, count))
     with torch.device("meta"):
         layers = layers_of(small)

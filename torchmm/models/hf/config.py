@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, CONFIG_NAME, AutoConfig, PreTrainedConfig
 
 from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.models.hf.config_checks import rope_settings, setting_problems
 from torchmm.recipe.model_section import split_place
 
 logger = logging.getLogger(__name__)
@@ -31,24 +32,6 @@ _ALSO_READ = {
     "vision_use_head",
 }
 """Keys that every config class reads although none of them lists them."""
-DROPOUTS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "drop_path_rate",
-    "dropout",
-    "encoder_layerdrop",
-    "hidden_dropout_prob",
-    "projection_dropout",
-    "residual_dropout",
-    "embedding_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "hidden_dropout",
-    "activation_dropout",
-    "feat_proj_dropout",
-    "layerdrop",
-)
-"""Keys of rates that have to be 0."""
 
 
 def load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
@@ -115,6 +98,8 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
     """Hugging Face accepts any key, so that a misspelt one would silently do nothing."""
     defaults = vars(kind())
     known = set(defaults) | set(kind.attribute_map) | _ALSO_READ
+    if any("partial_rotary_factor" in own for own in rope_settings(kind())):
+        known.add("partial_rotary_factor")  # Phi-4-mini's published key
     problems = []
     for name, value in settings.items():
         part = defaults.get(name)
@@ -147,11 +132,11 @@ def layer_config(config: Any, index: int) -> Any:
 
 
 def size_problems(key: str, config: Any) -> list[str]:
-    """What the layers of `config` cannot do, whatever the family."""
+    """Return the settings and sizes of `config` that are rejected for every family."""
     differ = getattr(config, "is_heterogeneous", False)
     layers = range(config.num_hidden_layers if differ else 1)
     found = [p for index in layers for p in _layer_problems(key, layer_config(config, index))]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *setting_problems(key, config)]))
 
 
 def _layer_problems(key: str, config: Any) -> list[str]:
@@ -166,11 +151,6 @@ def _layer_problems(key: str, config: Any) -> list[str]:
             f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
             "num_key_value_heads"
         )
-    problems += [
-        f"[{key}] {name} = {rate} is not implemented; override it with 0.0"
-        for name in DROPOUTS
-        if name not in config.attribute_map and (rate := getattr(config, name, 0.0))
-    ]
     # "vision": Gemma 4's images, which its composite takes care of.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         problems.append(

@@ -102,7 +102,7 @@ def export_checkpoint(
             whole_directory(directory, replaces=False) as place,
             scratch_directory(directory.parent) as scratch,
         ):
-            gather = CheckpointWeights(path, scratch, wanted, averaged)
+            gather = CheckpointWeights(path, scratch, averaged)
             if apart:
                 save_adapters(model, place, gather)
             else:
@@ -175,20 +175,16 @@ class CheckpointWeights:
     Args:
         path: of a checkpoint whose files were compared with its manifest.
         scratch: an existing directory with room for the model's weights.
-        dtype: of floating-point weights.
         averaged: whether averages take the places of the weights that have one.
 
     Raises:
         CheckpointError: the index cannot be read, or has no averages.
     """
 
-    def __init__(
-        self, path: Path, scratch: Path, dtype: torch.dtype, averaged: bool = False
-    ) -> None:
+    def __init__(self, path: Path, scratch: Path, averaged: bool = False) -> None:
         self._averaged = averaged
         self._path = path
         self._scratch = scratch
-        self._dtype = dtype
         self._index = read_index(path)
         self._places = cache(lambda name: _places_in(path / name))
         if averaged and not any(name.startswith(AVERAGE_PREFIX) for name in self._index):
@@ -206,13 +202,14 @@ class CheckpointWeights:
         """
         for prefix, module, name, like in whole_tensors(model):
             if wanted(name):
-                yield module, name, self._whole(self._entry(f"{prefix}.{name}"), like.shape)
+                yield module, name, self._whole(self._entry(f"{prefix}.{name}"), like)
 
     def _entry(self, name: str) -> str:
         average = f"{AVERAGE_PREFIX}{name}"
         return average if self._averaged and average in self._index else f"{MODEL_PREFIX}{name}"
 
-    def _whole(self, name: str, shape: torch.Size) -> Tensor:
+    def _whole(self, name: str, like: Tensor) -> Tensor:
+        shape = like.shape
         entry = self._index.get(name)
         if entry is None or entry["shape"] != list(shape):
             has = "lacks it" if entry is None else f"has it as {entry['shape']}"
@@ -220,7 +217,7 @@ class CheckpointWeights:
                 f"{self._path} {has}: {name} of shape {list(shape)}; its recipe is of another model"
             )
         stored = dtype_named(entry["dtype"])
-        room, whole = self._mapped(shape, self._dtype if stored.is_floating_point else stored)
+        room, whole = self._mapped(shape, like.dtype if stored.is_floating_point else stored)
         for chunk in entry["chunks"]:
             window = tuple(
                 slice(start, start + size)

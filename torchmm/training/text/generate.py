@@ -16,6 +16,11 @@ stop.
 Where layers cannot keep what they need (families that are not listed, rows that ranks share), the
 whole text is computed again for each token, one prompt after the other.
 
+RoPE type "longrope" uses other frequencies once a text is longer than
+`original_max_position_embeddings`. Cached keys then have the wrong frequencies, so all prompts are
+computed again. The Hugging Face `generate` does the same for Phi-3. For its other classes, it keeps
+the cached keys.
+
 One rank alone computes later tokens in inference mode, which saves some 5 % of a small model's
 time. FSDP2 and DTensor do not know that mode; and encoders, in the first step, may keep tables that
 training uses too, which must not be tensors of inference.
@@ -81,6 +86,8 @@ def generate_tokens(
     source = mesh.global_rank(pipeline=pipeline.last_rank(LLM))
     choose = Chooser(sampling, prompts, first)
     row = join_prompts(prompts).to(mesh.device)
+    following = next_row if pipeline.caches_tokens else grown_row
+    chosen: list[Tensor] = []
     written: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
     most = sampling.max_new_tokens
@@ -91,9 +98,8 @@ def generate_tokens(
         for step in steps:
             with torch.inference_mode(mesh.world_size == 1 and step > 0):
                 logits_BV = pipeline.next_token_logits(row)
-            tokens_B = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device)
-            if logits_BV is not None:
-                tokens_B = choose(logits_BV)
+            none_yet_B = torch.zeros(len(prompts), dtype=torch.int64, device=mesh.device)
+            tokens_B = none_yet_B if logits_BV is None else choose(logits_BV)
             if mesh.world_size > 1:
                 dist.broadcast(tokens_B, src=source)
             ids = tokens_B.tolist()
@@ -105,8 +111,25 @@ def generate_tokens(
                 on_tokens({number: ids[number] for number in sorted(unfinished)})
             if not unfinished:
                 break
-            row = next_row(row, tokens_B) if pipeline.caches_tokens else grown_row(row, tokens_B)
+            chosen.append(tokens_B)
+            lengths = {len(prompts[n].input_ids_T) + step for n in unfinished}
+            if lengths & pipeline.rotary_limits.switches:
+                pipeline.renew_caches()
+                row = _grown_prompts(prompts, chosen)
+            else:
+                row = following(row, tokens_B)
     return written
+
+
+def _grown_prompts(prompts: Sequence[Microbatch], chosen: Sequence[Tensor]) -> Microbatch:
+    """Return one packed sequence of prompts with all generated tokens.
+
+    Args:
+        chosen: (B,) tokens of each step.
+    """
+    tokens_BN = torch.stack(list(chosen), dim=1)
+    pairs = zip(prompts, tokens_BN, strict=True)
+    return join_prompts([grown_row(prompt.to(own_N.device), own_N) for prompt, own_N in pairs])
 
 
 def _renumbered(on_tokens: OnTokens | None, number: int) -> OnTokens | None:
@@ -179,19 +202,20 @@ def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
     )
 
 
-def grown_row(row: Microbatch, token_1: Tensor) -> Microbatch:
-    """A prompt with one more token, to be computed again as a whole."""
+def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
+    """Return a prompt with more tokens, to be computed again as a whole."""
     positions = row.position_ids
-    following = positions.amax() + 1
-    # What was written is the target of the token before: some models see prompts both ways.
+    following_N = positions.amax() + 1 + torch.arange(len(tokens_N), device=positions.device)
+    following = following_N.expand(*positions.shape[:-1], -1)
+    # Generated tokens are targets of the tokens before them: some models see prompts both ways.
     ignored = torch.full_like(row.targets_T[:1], IGNORE_TARGET)
-    length = row.input_ids_T.numel() + 1
+    length = row.input_ids_T.numel() + len(tokens_N)
     return replace(
         row,
-        input_ids_T=torch.cat([row.input_ids_T, token_1]),
-        targets_T=torch.cat([row.targets_T[:-1], token_1, ignored]),
+        input_ids_T=torch.cat([row.input_ids_T, tokens_N]),
+        targets_T=torch.cat([row.targets_T[:-1], tokens_N, ignored]),
         target_positions_L=None,  # type: ignore[arg-type]  # to be found again
-        position_ids=torch.cat([positions, following.expand_as(positions[..., :1])], dim=-1),
+        position_ids=torch.cat([positions, following], dim=-1),
         cu_seqlens=[0, length],
         meta=replace(row.meta, tokens=length),
     )

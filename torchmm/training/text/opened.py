@@ -148,7 +148,7 @@ def _from_checkpoint(
     filled = set()
     prefixes = {module: prefix for prefix, module in model.named_modality_modules()}
     with tempfile.TemporaryDirectory() as scratch:
-        gather = CheckpointWeights(path, Path(scratch), dtype, averaged)
+        gather = CheckpointWeights(path, Path(scratch), averaged)
         for module, name, value in gather(model, lambda _: True):
             module.state_dict()[name].copy_(value)
             filled.add(f"{prefixes[module]}.{name}")

@@ -36,6 +36,7 @@ from torchmm.models.families.encoders.audio import (
     window_lengths,
 )
 from torchmm.models.families.encoders.family import EncoderFamily, starts_of
+from torchmm.models.hf.float32 import frozen_to_buffer, keep_in_float32
 from torchmm.models.layers.attention import Segments
 
 _FRAMES = 2
@@ -58,6 +59,8 @@ class VoxtralSoundFamily(WhisperFamily):
     renames = ((r"(model\.)?audio_tower\.", "tower."),)
     padding: Literal["silent", "heard"] = "heard"
     overlap = 0
+    float32_positions = True
+    """Whether positions stay in float32, see `torchmm.models.hf.float32`."""
     most_windows = 0
     """Longer sounds are cut; 0: they may have any number."""
 
@@ -72,7 +75,11 @@ class VoxtralSoundFamily(WhisperFamily):
         return self
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        return EncoderFamily.build(self, config, dtype)
+        tower = EncoderFamily.build(self, config, dtype)
+        if self.float32_positions:
+            keep_in_float32(tower, ("embed_positions",))
+            frozen_to_buffer(tower.get_submodule("embed_positions"), "weight")
+        return tower
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> Windows:
         lengths = window_lengths(inputs.grids_thw, tower.config.max_source_positions)
@@ -100,7 +107,7 @@ class VoxtralSoundFamily(WhisperFamily):
         frames_NMF = torch.cat([own_NFM, behind_NFM], dim=1).mT
         hidden = functional.gelu(tower.conv1(frames_NMF))[..., : _FRAMES * positions]
         hidden = functional.gelu(tower.conv2(hidden)).mT
-        return hidden + tower.embed_positions.weight[:positions]
+        return (hidden + tower.embed_positions.weight[:positions]).to(hidden.dtype)
 
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Windows
@@ -139,6 +146,7 @@ class Qwen2AudioSoundFamily(VoxtralSoundFamily):
     """One window, whose silence is masked; the mean of two positions, a norm."""
 
     padding = "silent"
+    float32_positions = False
     overlap = 1
     most_windows = 1
     pooled = 2

@@ -1,0 +1,176 @@
+"""Settings that no layout would reproduce, and settings of other sizes, are rejected by name."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+from model_cases import COMPOSITES, ENCODERS, LLMS, composite_config, pair_config
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from torchmm.common.errors import ConfigError
+from torchmm.models.families.composites.table import COMPOSITES as COMPOSITE_FAMILIES
+from torchmm.models.families.encoders.table import ENCODER_FAMILIES
+from torchmm.models.families.llms.table import LLM_FAMILIES
+from torchmm.models.hf.config_checks import setting_problems
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+
+RANDOM = re.compile(r"drop|jitter|noise|mask_time|mask_feature|augment|stochastic|pos_embed_")
+HARMLESS = {
+    "feat_quantizer_dropout": "quantizer of wav2vec2 pretraining, not built",
+    "final_dropout": "CTC head of wav2vec2, not built",
+    "mask_feature_length": "no effect without mask_feature_prob",
+    "mask_feature_min_masks": "no effect without mask_feature_prob",
+    "mask_time_length": "no effect without mask_time_prob",
+    "mask_time_min_masks": "no effect without mask_time_prob",
+    "pos_embed_jitter": "off in Dinov3Family.build",
+    "pos_embed_rescale": "off in Dinov3Family.build",
+    "pos_embed_shift": "off in Dinov3Family.build",
+}
+FAMILIES = [*LLM_FAMILIES, *ENCODER_FAMILIES, *COMPOSITE_FAMILIES]
+
+
+def configs_of(model_type: str) -> dict[type, PreTrainedConfig]:
+    """Return the default config of a family and those of its parts."""
+    waiting = [CONFIG_MAPPING[model_type]()]
+    found: dict[type, PreTrainedConfig] = {}
+    while waiting:
+        config = waiting.pop()
+        found.setdefault(type(config), config)
+        parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+        waiting += [part for part in parts if type(part) not in found]
+    return found
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_random_fields_are_rejected_or_harmless(model_type: str) -> None:
+    for config in configs_of(model_type).values():
+        for name in filter(RANDOM.search, vars(config)):
+            changed = copy.copy(config)
+            value = 3 if isinstance(getattr(config, name), int) else 0.3
+            setattr(changed, name, True if name == "apply_spec_augment" else value)
+            if name.startswith("mask_"):
+                changed.apply_spec_augment = True
+            else:
+                changed.mask_time_prob = 0.3
+            wanted = "apply_spec_augment" if re.fullmatch(r"mask_\w+_prob", name) else name
+            rejected = any(f"] {wanted} = " in p for p in setting_problems("x", changed))
+            assert rejected == (name not in HARMLESS), (type(config).__name__, name)
+
+
+def test_unread_keys_of_published_files_are_accepted() -> None:
+    config = CONFIG_MAPPING["llama"](embd_pdrop=0.1)
+    assert config.embd_pdrop == 0.1
+    assert setting_problems("x", config) == []
+
+
+def llm_of(name: str, **changes: Any) -> ModelConfig:
+    return ModelConfig(llm=LlmConfig(config={**LLMS[name], **changes}))
+
+
+def encoder_of(name: str, **changes: Any) -> ModelConfig:
+    config = pair_config("llama", name)
+    section = config.encoders["eye"]
+    changed = section.model_copy(update={"config": {**ENCODERS[name], **changes}})
+    return config.model_copy(update={"encoders": {"eye": changed}})
+
+
+def text_of(name: str, **changes: Any) -> ModelConfig:
+    return composite_config(name, text_config={**COMPOSITES[name]["text_config"], **changes})
+
+
+def vision_of(name: str, **changes: Any) -> ModelConfig:
+    return composite_config(name, vision_config={**COMPOSITES[name]["vision_config"], **changes})
+
+
+REJECTED = {
+    "jitter": (
+        llm_of("mixtral", router_jitter_noise=0.1),
+        r"\[model.llm\] router_jitter_noise = 0.1 is not implemented; override it with 0.0",
+    ),
+    "spec augment": (
+        encoder_of("wav2vec2", apply_spec_augment=True),
+        "apply_spec_augment = true is not implemented; override it with false",
+    ),
+    "full attention": (
+        encoder_of("qwen2_5_vl", fullatt_block_indexes=[1, 7]),
+        "there is no layer 7 with depth = 3",
+    ),
+    "full attention, composite": (
+        vision_of("qwen2_5_vl", fullatt_block_indexes=[1, 7]),
+        r"\[model\] fullatt_block_indexes = \[1, 7\]: there is no layer 7 with depth = 3",
+    ),
+    "deepstack": (vision_of("qwen3_vl", deepstack_visual_indexes=[0, 8]), "no layer 8|rising"),
+    "dense layers": (
+        llm_of("qwen3_moe", mlp_only_layers=[9]),
+        r"mlp_only_layers = \[9\]: there is no layer 9 with num_hidden_layers = 3",
+    ),
+    "first dense layers": (
+        llm_of("deepseek_v3", first_k_dense_replace=3),
+        "first_k_dense_replace = 3 leaves no layer with experts",
+    ),
+    "layers without rope": (
+        llm_of("smollm3", no_rope_layers=[1, 1, 1, 0]),
+        "no_rope_layers has 4 entries for num_hidden_layers = 3",
+    ),
+    "layer types": (llm_of("gemma3_text", layer_types=["full_attention"] * 4), "layer_types"),
+    "windows": (
+        llm_of("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=28),
+        "max_window_layers = 28 leaves no layer with a window",
+    ),
+    "feature layer": (
+        composite_config("llava", vision_feature_layer=-9),
+        "vision_feature_layer = -9: the vision encoder has",
+    ),
+    "feature layer from the start": (
+        composite_config("llava", vision_feature_layer=9),
+        "vision_feature_layer = 9: the vision encoder has",
+    ),
+    "experts": (
+        llm_of("qwen3_moe", num_experts_per_tok=7),
+        "num_experts_per_tok = 7 is more than the 6 experts; use at most 6",
+    ),
+    "experts of Mixtral": (llm_of("mixtral", num_experts_per_tok=99), "num_experts_per_tok = 99"),
+    "experts of DeepSeek": (
+        llm_of("deepseek_v3", num_experts_per_tok=99),
+        "num_experts_per_tok = 99 is more than the",
+    ),
+    "groups of experts": (llm_of("deepseek_v3", n_group=5), "n_group = 5 does not divide"),
+    "chosen groups": (llm_of("deepseek_v3", topk_group=9), "topk_group = 9 is more than n_group"),
+    "experts, composite": (text_of("qwen3_vl_moe", num_experts_per_tok=99), "per_tok = 99"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_setting_that_does_not_fit_is_rejected(case: str) -> None:
+    config, message = REJECTED[case]
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, FreezeConfig())
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_router_loss_of_family_without_is_rejected(name: str, tmp_path: Any) -> None:
+    config = CONFIG_MAPPING[LLMS[name]["model_type"]](**LLMS[name])
+    config.output_router_logits = True  # a key that the class does not list
+    config.save_pretrained(tmp_path)
+    model = ModelConfig(llm=LlmConfig(source=str(tmp_path)))
+    with pytest.raises(ConfigError, match=f"output_router_logits = true: '{name}' has no load"):
+        build_model(model, FreezeConfig())
+
+
+@pytest.mark.parametrize("name", LLMS)
+def test_llm_settings_of_fitting_size_are_accepted(name: str) -> None:
+    build_model(llm_of(name), FreezeConfig())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder_settings_of_fitting_size_are_accepted(name: str) -> None:
+    build_model(pair_config("llama", name), FreezeConfig())
+
+
+def test_sections_of_encoders_have_their_key() -> None:
+    section = EncoderConfig(config={**ENCODERS["clip"], "attention_dropout": 0.1})
+    config = ModelConfig(llm=LlmConfig(config=LLMS["llama"]), encoders={"ear": section})
+    with pytest.raises(ConfigError, match=r"\[model.encoders.ear\] attention_dropout = 0.1"):
+        build_model(config, FreezeConfig())

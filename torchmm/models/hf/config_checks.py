@@ -1,0 +1,116 @@
+"""Settings of Hugging Face configs that torchmm rejects for every family, and RoPE settings."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_RANDOM = re.compile(r"dropout|pdrop|drop_|_drop\b|layerdrop|droppath|jitter|noise|stochastic")
+_UNUSED_RATES = re.compile(
+    # Heads that torchmm does not build, and DINOv3 positions, which its family keeps fixed.
+    r"(final|feat_quantizer|pooler|qa|seq_classif|summary_\w+|\w*classifier)_dropout(_prob|_rate)?"
+    r"|pos_embed_jitter"
+)
+_LAYER_NUMBERS = re.compile(r"\w+_(indexes|indices|idxs|layers)")
+_LISTS_BY_LAYER = ("no_rope_layers", "layer_types", "mlp_layer_types")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts")
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """Return the RoPE settings of a config, one for each layer type that has its own."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [own for own in settings.values() if isinstance(own, dict)]
+    return by_layer_type or [settings]
+
+
+def is_random_rate(name: str, value: Any) -> bool:
+    """Return True if a setting is the rate of a random change in training, which has to be 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and bool(_RANDOM.search(name)) and not _UNUSED_RATES.fullmatch(name)
+
+
+def setting_problems(key: str, config: Any) -> list[str]:
+    """Return the settings of `config` that are rejected for every family."""
+    known = vars(type(config)())  # published files may have keys that no class reads
+    settings = {name: value for name, value in vars(config).items() if name in known}
+    problems = [
+        f"{name} = {value} is not implemented; override it with 0.0"
+        for name, value in settings.items()
+        if value and is_random_rate(name, value)
+    ]
+    masks = (getattr(config, f"mask_{part}_prob", 0) for part in ("time", "feature"))
+    if getattr(config, "apply_spec_augment", False) and any(masks):
+        problems.append("apply_spec_augment = true is not implemented; override it with false")
+    for rope in rope_settings(config):
+        kind = str(rope.get("rope_type"))
+        if "mrope_section" in rope and (kind == "longrope" or "dynamic" in kind):
+            problems.append(
+                f"rope_parameters: rope_type = {kind!r} with mrope_section is not implemented; "
+                'use "default" or "yarn"'
+            )
+    problems += _layer_number_problems(settings)
+    problems += _expert_problems(settings)
+    routes = getattr(config, "output_router_logits", False)
+    if routes and not hasattr(config, "router_aux_loss_coef"):
+        problems.append(
+            f"output_router_logits = true: {config.model_type!r} has no load-balancing loss; "
+            "override it with false"
+        )
+    return [f"[{key}] {problem}" for problem in problems]
+
+
+def _layer_number_problems(settings: dict[str, Any]) -> list[str]:
+    """Return layer numbers beyond the last layer, as in copies with fewer layers."""
+    names = ("num_hidden_layers", "depth", "encoder_layers")
+    found = [(name, layers) for name in names if (layers := settings.get(name))]
+    if not found:
+        return []
+    of_count, layers = found[0]
+    problems = []
+    for name, value in settings.items():
+        numbers = list(value) if isinstance(value, (list, tuple)) else []
+        if name in _LISTS_BY_LAYER:
+            if numbers and len(numbers) != layers:
+                problems.append(f"{name} has {len(numbers)} entries for {of_count} = {layers}")
+        elif _LAYER_NUMBERS.fullmatch(name) and not name.startswith("_"):
+            beyond = [n for n in numbers if isinstance(n, int) and not 0 <= n < layers]
+            if beyond:
+                problems.append(
+                    f"{name} = {numbers}: there is no layer {beyond[0]} with {of_count} = {layers}"
+                )
+    first = settings.get("first_k_dense_replace") or 0
+    if first >= layers:
+        problems.append(
+            f"first_k_dense_replace = {first} leaves no layer with experts with {of_count} = "
+            f"{layers}; use a smaller number"
+        )
+    window = settings.get("max_window_layers") or 0
+    windows = "sliding_attention" in (settings.get("layer_types") or ())
+    if settings.get("use_sliding_window") and window > layers and not windows:
+        problems.append(
+            f"max_window_layers = {window} leaves no layer with a window with {of_count} = "
+            f"{layers}; use a smaller number, or use_sliding_window = false"
+        )
+    return problems
+
+
+def _expert_problems(settings: dict[str, Any]) -> list[str]:
+    problems = []
+    experts = next((value for name in _EXPERTS if (value := settings.get(name))), 0)
+    problems += [
+        f"{name} = {settings[name]} is more than the {experts} experts; use at most {experts}"
+        for name in _CHOSEN_EXPERTS
+        if experts and (settings.get(name) or 0) > experts
+    ]
+    groups, chosen_groups = (settings.get(name) for name in ("n_group", "topk_group"))
+    if experts and groups and (experts % groups or experts < 2 * groups):
+        problems.append(
+            f"n_group = {groups} does not divide the {experts} experts into groups of at least 2; "
+            "use a smaller divisor"
+        )
+    if groups and chosen_groups and chosen_groups > groups:
+        problems.append(
+            f"topk_group = {chosen_groups} is more than n_group = {groups}; use at most {groups}"
+        )
+    return problems
