@@ -7,7 +7,8 @@ import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -31,7 +32,8 @@ from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
-from torchmm.models.layered import WeightFiles
+from torchmm.models.hf.config_values import build_checked
+from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.models.unlisted import adopt, adopt_encoder
@@ -74,7 +76,7 @@ def build_model(
     """
     with torch.device("meta"):
         if config.is_composite:
-            model = _build_composite(config, dtype)
+            model = build_checked("model", config, lambda given: _build_composite(given, dtype))
         else:
             model = _build_pair(config, dtype)
     _freeze(model, freeze)
@@ -134,7 +136,18 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         )
     if problems:
         raise ConfigError(problems)
+    for module in (llm, *encoders.values()):
+        _described(module)
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
+
+
+Module = TypeVar("Module", bound=LayeredModule)
+
+
+def _described(module: Module) -> Module:
+    """Return `module`; raise what planning would raise for its sizes."""
+    module.describe()
+    return module
 
 
 def _is_of_pair(source: str | None) -> bool:
@@ -181,11 +194,18 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     # report their problems together with the LLM's, for which any size will do.
     hidden_size = 4
     with _collected(problems):
-        llm = _build_llm(config.llm, dtype, config.generator is not None, config.chunked_loss)
+        draws, chunked = config.generator is not None, config.chunked_loss
+        llm = build_checked(
+            "model.llm", config.llm, lambda given: _build_llm(given, dtype, draws, chunked)
+        )
         hidden_size = llm.text_config.hidden_size
     for name, section in config.encoders.items():
         with _collected(problems):
-            encoders[name] = _build_encoder(name, section, hidden_size, dtype)
+            encoders[name] = build_checked(
+                f"model.encoders.{name}",
+                section,
+                partial(_build_encoder, name, hidden_size=hidden_size, dtype=dtype),
+            )
     with _collected(problems):
         generator = _build_generator(config.generator, hidden_size, dtype)
     if problems:
@@ -211,7 +231,7 @@ def _build_llm(
         raise ConfigError(problems)
     assert family is not None
     files = replace(files, old_names=family.old_names, stacked_experts=family.stacked_experts)
-    return LlmModule(config, family, dtype, files, feeds_generator, chunked_loss)
+    return _described(LlmModule(config, family, dtype, files, feeds_generator, chunked_loss))
 
 
 def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
@@ -247,7 +267,11 @@ def _build_generator(
         )
     from torchmm.models.families.generators.build import build_generator  # noqa: PLC0415 - optional
 
-    return build_generator(section, hidden_size, dtype)
+    return build_checked(
+        "model.generator",
+        section,
+        lambda given: _described(build_generator(given, hidden_size, dtype)),
+    )
 
 
 def _build_encoder(
@@ -282,7 +306,8 @@ def _build_encoder(
         and bool(family.final_norm),
     )
     renames = (*family.renames, *TOWER_FILES.renames)
-    return EncoderModule(spec, replace(TOWER_FILES, source=section.place, renames=renames))
+    files = replace(TOWER_FILES, source=section.place, renames=renames)
+    return _described(EncoderModule(spec, files))
 
 
 def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:

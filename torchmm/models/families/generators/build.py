@@ -14,6 +14,7 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.models.families.generators.autoencoder import latent_spec
 from torchmm.models.families.generators.pixart import GENERATOR_FAMILIES
 from torchmm.models.generator import DitSpec, GeneratorModule
+from torchmm.models.hf.config_values import build_checked
 from torchmm.models.latents import LatentSpec
 from torchmm.models.layered import WeightFiles
 from torchmm.recipe.model_section import GeneratorConfig
@@ -81,7 +82,7 @@ def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | N
     side = config.get(
         "patch_size", inspect.signature(PixArtTransformer2DModel).parameters["patch_size"].default
     )
-    return latent_spec(section.vae, side)
+    return build_checked("model.generator.vae", section.vae, lambda given: latent_spec(given, side))
 
 
 def _load(section: GeneratorConfig) -> dict[str, Any]:

@@ -1,0 +1,251 @@
+"""Wrong values in `[model]`: each must give a model or an error that names the key.
+
+    python tests/fuzz/broken_configs.py --draws 3000 --seed 7
+
+Draw `index` of a seed is a pure function of both numbers. Models are built on the meta device, so a
+draw takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[i]) for i in (1, 2)]
+    sys.path[:0] = [str(Path(__file__).parents[1] / "helpers")]
+
+from generator_cases import PIXART, VAE
+from model_cases import AUDIO, COMPOSITES, ENCODERS, LLMS
+from pydantic import ValidationError
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
+
+from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import FreezeConfig, ModelConfig
+
+Table = dict[str, Any]
+Path_ = tuple[str | int, ...]
+
+LIMIT_S = 20
+LIMIT_BYTES = 4 * 2**30
+INTEGERS = (0, -1, -64, 3, 7, 10**6, 10**12, 2**63, 1.5, "8", "nope", None, [4], {}, True)
+FLOATS = (0.0, -1.0, 1.0, 2.5, float("nan"), float("inf"), 1e300, "0.1", "nope", None, [0.1], {})
+STRINGS = ("nope", "", 7, None, [], {}, "gelu", "a" * 5000, True)
+BOOLS = ("nope", "false", 2, 0, None, [], {})
+LISTS = ([], ["nope"], [None], [[]], [-1], [0, 0, 0], [10**12], "nope", {}, 3, None)
+TABLES = ([], "nope", {}, None, 3, {"nope": 1}, {"rope_type": "nope"}, {"model_type": "nope"})
+
+
+@dataclass(frozen=True)
+class BrokenModel:
+    """A section [model] with wrong values."""
+
+    name: str
+    model: Table
+    changes: tuple[tuple[Path_, Any], ...]
+
+
+def draw_broken_model(seed: int, index: int) -> BrokenModel:
+    """Return draw `index` of a seed."""
+    rng = Random(f"{seed}-{index}")
+    kind = rng.choices(("llm", "encoder", "composite", "generator"), (5, 4, 4, 1))[0]
+    base: Table = {"llm": {"config": LLMS["llama"]}}
+    if kind == "llm":
+        name = rng.choice(sorted(LLMS))
+        base = {"llm": {"config": LLMS[name]}}
+        place: Path_ = ("llm", "config")
+    elif kind == "encoder":
+        name = rng.choice(sorted(ENCODERS))
+        modality = "audio" if name in AUDIO else "image"
+        base["encoders"] = {"eye": {"config": ENCODERS[name], "modality": modality}}
+        place = ("encoders", "eye", "config")
+    elif kind == "composite":
+        name = rng.choice(sorted(COMPOSITES))
+        base = {"config": COMPOSITES[name]}
+        if "audio_config" in COMPOSITES[name]:
+            towers = [n for n in ("vision", "audio") if f"{n}_config" in COMPOSITES[name]]
+            base["towers"] = towers
+        place = ("config",)
+    else:
+        name = "generator"
+        base["generator"] = {"config": PIXART}
+        place = ("generator", "config")
+        if rng.random() < 0.5:
+            base["generator"] = {
+                "config": {**PIXART, "sample_size": 8, "patch_size": 2},
+                "vae": {"config": VAE},
+            }
+            place = rng.choice((place, ("generator", "vae", "config")))
+    base = copy.deepcopy(base)
+    changes = []
+    original = copy.deepcopy(base)
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        path, value = _draw_change(rng, _at(original, place), kind)
+        _put(_at(base, place), path, value)
+        changes.append((place + path, value))
+    return BrokenModel(f"{seed}-{index} {name}", base, tuple(changes))
+
+
+def _draw_change(rng: Random, config: Table, kind: str) -> tuple[Path_, Any]:
+    """Return the position and the new value of one change in `config`."""
+    if rng.random() < 0.02 and kind != "generator":
+        return ("rope_parameters", "rope_type"), rng.choice(("nope", 3, None, "yarn", "longrope"))
+    spelt = list(_leaves(config))
+    known: list[tuple[Path_, Any]] = []
+    if kind != "generator":
+        known = [
+            item
+            for item in _leaves(_defaults(config))
+            if str(item[0][-1]) != "transformers_version"
+        ]
+    path, value = rng.choice(spelt if rng.random() < 0.5 or not known else known)
+    return path, copy.deepcopy(rng.choice(_wrong_values(rng, value)))
+
+
+def _wrong_values(rng: Random, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, bool):
+        return BOOLS
+    if isinstance(value, int):
+        return INTEGERS
+    if isinstance(value, float):
+        return FLOATS
+    if isinstance(value, str):
+        return STRINGS
+    if isinstance(value, list):
+        shorter = value[: len(value) // 2]
+        return (*LISTS, shorter, value * 2, value[::-1])
+    if isinstance(value, dict):
+        return TABLES
+    return rng.choice((INTEGERS, FLOATS, STRINGS, LISTS, TABLES))
+
+
+def _defaults(config: Table) -> Table:
+    found = CONFIG_MAPPING[config["model_type"]]().to_dict() if "model_type" in config else {}
+    for key, value in config.items():
+        if isinstance(value, dict) and "model_type" in value:
+            found[key] = _defaults(value)
+    return found
+
+
+def _leaves(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    """Yield all values below the root, nested tables and lists themselves included."""
+    if path:
+        yield path, value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+
+
+def _at(table: Any, path: Path_) -> Any:
+    for key in path:
+        table = table[key]
+    return table
+
+
+def _put(table: Table, path: Path_, value: Any) -> None:
+    for key in path[:-1]:
+        if not isinstance(table.get(key), dict):
+            table[key] = {}
+        table = table[key]
+    table[path[-1]] = value
+
+
+class TooSlowError(BaseException):
+    """A draw that exceeded its time limit."""
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """Limit the time and the address space of a draw."""
+
+    def stop(*_: object) -> None:
+        raise TooSlowError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + LIMIT_BYTES, hard))
+    signal.alarm(LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def judge(draw: BrokenModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return "built" or "rejected"; raise anything else that building the model raises."""
+    try:
+        with limits():
+            section = ModelConfig.model_validate(draw.model)
+            model = build_model(section, FreezeConfig())
+            model.parameter_counts()
+            for module in model.modality_modules():
+                module.describe()
+            if tokenizer is not None:
+                model.text_spec(tokenizer)
+                model.sample_specs(tokenizer)
+    except (ConfigError, CheckpointError, ValidationError) as error:
+        keys = {str(path[-1]) for path, _ in _leaves(draw.model)} - {"config", "llm", "eye"}
+        return "rejected" if any(key in str(error) for key in keys) else "unnamed"
+    return "built"
+
+
+def main() -> int:
+    """Judge the draws of the command line and print failures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=1000, help="number of draws")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--index", type=int, help="only this draw, with its traceback")
+    arguments = parser.parse_args()
+    found: Counter[str] = Counter()
+    where: Counter[str] = Counter()
+    begin = time.monotonic()
+    which = range(arguments.draws) if arguments.index is None else [arguments.index]
+    for index in which:
+        draw = draw_broken_model(arguments.seed, index)
+        start = time.monotonic()
+        try:
+            verdict = judge(draw, None)
+            if verdict == "unnamed":
+                try:
+                    build_model(ModelConfig.model_validate(draw.model), FreezeConfig())
+                except Exception as error:
+                    print("UNNAMED", draw.name, draw.changes, str(error)[:300].replace("\n", " "))
+        except BaseException as error:
+            verdict = f"failed: {type(error).__name__}"
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            key = f"{type(error).__name__} {Path(last.filename).name}:{last.lineno}"
+            where[key] += 1
+            if where[key] <= 2 or arguments.index is not None:
+                print(draw.name, draw.changes, key, str(error)[:200])
+                if arguments.index is not None:
+                    traceback.print_exc()
+            if isinstance(error, KeyboardInterrupt):
+                raise
+        took = time.monotonic() - start
+        if took > 3:
+            print("SLOW", round(took, 1), draw.name, str(draw.changes)[:200])
+        found[verdict] += 1
+    print(dict(found), f"{time.monotonic() - begin:.0f} s")
+    for key, count in where.most_common():
+        print(count, key)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
