@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -90,6 +91,9 @@ def _problems(above: str, settings: Table, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
         yield f"{above[:60]}... has more than {MAX_DEPTH} nested tables"
         return
+    pad, vocabulary = settings.get("pad_token_id"), settings.get("vocab_size")
+    if isinstance(pad, int) and isinstance(vocabulary, int) and pad >= vocabulary:
+        yield f"{above}pad_token_id = {pad} is not below vocab_size = {vocabulary}; correct one"
     for name, value in settings.items():
         path = f"{above}{name}"
         if isinstance(value, dict):
@@ -185,8 +189,8 @@ def build_checked(key: str, section: S, build: Callable[[S], T]) -> T:
 def find_causes(settings: Table, error: Exception, build: Callable[[Table], Any]) -> str:
     """Return "KEY = VALUE or ..." of the settings that may cause `error`.
 
-    These are settings without which `build` succeeds. If there are none, several settings are wrong,
-    and those without which `build` raises a different error are returned.
+    These are settings without which `build` succeeds. If there are none, several settings are
+    wrong, and those without which `build` raises a different error are returned.
     """
     causes = []
     others = []
@@ -219,7 +223,7 @@ def _leaves(settings: Table, above: tuple[str, ...] = ()) -> Iterator[tuple[tupl
         path = (*above, name)
         if isinstance(value, dict) and value:
             yield from _leaves(value, path)
-        elif name not in ("model_type", "_class_name"):
+        elif name != "_class_name" and not (name == "model_type" and str(value) in CONFIG_MAPPING):
             yield tuple(map(str, path)), value
 
 
