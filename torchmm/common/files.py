@@ -17,15 +17,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
+
+_UNSAFE_PARTS = ("", ".", "..")
+_UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]|^[A-Za-z]:")
 
 
 def canonical_json(value: Any) -> bytes:
@@ -35,6 +39,35 @@ def canonical_json(value: Any) -> bytes:
         TypeError, ValueError: the value is not JSON.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+class UnsafeNameError(ValueError):
+    """A file name from an untrusted file that may lead out of the directory of that file."""
+
+
+def require_relative_name(name: object, where: str) -> str:
+    """Return `name` if it names a file inside a directory on every operating system.
+
+    Call it on each file name that a manifest, an index or an archive contains, before the name is
+    joined to a path. Symbolic links are not resolved.
+
+    Args:
+        name: Value read from the file; "/" separates folders.
+        where: File and key that contain the name, for the message.
+
+    Raises:
+        UnsafeNameError: The name is not text, is absolute, or has "..", ".", an empty part, a
+            backslash, a drive letter or control characters.
+    """
+    if isinstance(name, str) and not any(part in _UNSAFE_PARTS for part in name.split("/")):
+        with suppress(UnicodeEncodeError):  # lone surrogates, which JSON can spell
+            name.encode()
+            if not _UNSAFE_CHARACTERS.search(name):
+                return name
+    raise UnsafeNameError(
+        f"{where} names the file {str(name)[:200]!a}; use a relative path without '..', "
+        "backslashes, drive letters and control characters"
+    )
 
 
 def write_synced(path: Path, data: bytes) -> None:
