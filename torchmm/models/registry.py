@@ -158,7 +158,7 @@ def _is_of_pair(source: str | None) -> bool:
     name, revision = split_place(source)
     try:
         settings, _ = ProcessorMixin.get_processor_dict(name, revision=revision)
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # none; `load_config` has checked local files
         return False
     return settings.get("processor_class") == PAIR_PROCESSOR
 

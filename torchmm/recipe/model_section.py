@@ -5,12 +5,13 @@ Part of the schema in `torchmm.recipe.recipe`, which imports everything.
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from torchmm.common.files import read_json_object
 from torchmm.common.module_names import AUDIO, GENERATOR, LLM, VISION
 from torchmm.recipe.section import Section
 
@@ -214,7 +215,10 @@ class ModelConfig(Section):
         """All encoders, in the recipe's order."""
         if not self.is_composite:
             return list(self.encoders)
-        parts = composite_parts({**_json_file(self.source, "config.json"), **(self.config or {})})
+        file: dict[str, Any] = {}
+        with suppress(ValueError):  # `load_config` reports a damaged file
+            file = _json_file(self.source, "config.json")
+        parts = composite_parts({**file, **(self.config or {})})
         found = [name for name in (VISION, AUDIO) if name in parts]
         return list(self.towers or found or [VISION])
 
@@ -247,12 +251,17 @@ def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, An
 
 
 def _json_file(directory: str | None, name: str) -> dict[str, Any]:
-    """The table in a file of a directory; {}: there is none that can be read."""
+    """Return the JSON object in a file of a directory, or {} if the file does not exist.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    if directory is None:
+        return {}
     try:
-        table = json.loads((Path(directory or "") / name).read_text())
-    except (OSError, ValueError):
-        return {}  # on a hub, or damaged: who opens the model says so
-    return table if isinstance(table, dict) else {}
+        return read_json_object(Path(directory) / name)
+    except OSError:
+        return {}  # on a hub
 
 
 def _below(directory: Path, value: Any) -> Any:

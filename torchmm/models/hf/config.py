@@ -11,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import CONFIG_MAPPING, CONFIG_NAME, AutoConfig, PreTrainedConfig
 
 from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.common.files import json_problems
 from torchmm.models.hf.config_values import MODEL_ERRORS, find_causes, value_problems
 from torchmm.recipe.model_section import split_place
 
@@ -31,6 +32,15 @@ _ALSO_READ = {
     "vision_use_head",
 }
 """Keys that every config class reads although none of them lists them."""
+_FILES = (
+    CONFIG_NAME,
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of a model directory that are read here or by exports. Some readers take defaults instead
+of damaged files."""
 DROPOUTS = (
     "attention_dropout",
     "attention_probs_dropout_prob",
@@ -81,6 +91,8 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
         ConfigError: config.json is missing, damaged or has wrong values.
     """
     name, revision = split_place(source)
+    if damaged := json_problems(Path(name), _FILES):
+        raise ConfigError([f"[{key}] source: {p}; download the file again" for p in damaged])
     try:
         # Checked as a table first: config classes make lists of as many items as there are layers.
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)

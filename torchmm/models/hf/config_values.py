@@ -11,9 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,30 +20,21 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_error
 from torchmm.recipe.section import Section
 
 S = TypeVar("S", bound=Section)
 T = TypeVar("T")
 Table = dict[str, Any]
 
-MODEL_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
+MODEL_ERRORS = (*LIBRARY_ERRORS, StrictDataclassError)
 """Exceptions that config and model classes raise for values they cannot use."""
 MAX_LAYERS = 4096
 MAX_COUNT = 2**16
 """Upper bound of numbers of heads, experts and channels."""
 MAX_SIZE = 2**31 - 1
+MAX_SIDE = 2**13
+"""Upper bound of rows and columns of an image; processors are tested with an image of this size."""
 MAX_DEPTH = 16
 """Nested tables in a config; published configs have at most 4."""
 SEARCH_S = 5.0
@@ -66,6 +55,7 @@ _POSITIVE = re.compile(
     r"n_window|conv_kernel|conv_stride|conv_dim|linear_\w+|\w+_kernel_dim|conv_L_cache|"
     r"scale_factor|block_out_channels|latent_channels|norm_num_groups|layers_per_block|sample_size)$"
 )
+_SIDES = re.compile(r"^(image_size|max_img_size|crop_size|sample_size|height|width)$")
 _NOT_NEGATIVE = re.compile(r"(^|_)(eps|epsilon|std|range)$")
 _ABOVE_ZERO = re.compile(r"^(rope_theta|rope_local_base_freq|theta|logits_scaling|\w+_theta)$")
 _ACTIVATIONS = re.compile(r"(^|_)(hidden_act|act|activation|activation_function)$")
@@ -123,6 +113,8 @@ def _value_problem(name: str, value: Any) -> str:
         if name in _DTYPES and not is_dtype(value):
             return 'is not a dtype of torch; use "float32", "bfloat16" or "float16"'
         return ""
+    if name == "return_dict" and value is not None and not value:
+        return "is not supported; use true"
     numbers = value if isinstance(value, (list, tuple)) else [value]
     numbers = [x for x in numbers if isinstance(x, (int, float)) and not isinstance(x, bool)]
     return next((reason for x in numbers if (reason := _number_problem(name, x))), "")
@@ -150,6 +142,8 @@ def _most(name: str) -> int | None:
         return MAX_LAYERS
     if _COUNTS.search(name):
         return MAX_COUNT
+    if _SIDES.search(name):
+        return MAX_SIDE
     return MAX_SIZE if _SIZES.search(name) or _POSITIVE.search(name) else None
 
 
@@ -209,13 +203,6 @@ def find_causes(settings: Table, error: Exception, build: Callable[[Table], Any]
             continue
         causes.append(f"{'.'.join(path)} = {_short(value)}")
     return " or ".join(causes or others)
-
-
-def describe_error(error: BaseException) -> str:
-    """Return class, message and source line of an exception in one line."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    reason = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {reason}, in {Path(last.filename).name}, line {last.lineno}"
 
 
 def _leaves(settings: Table, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
