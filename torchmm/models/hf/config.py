@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from transformers import CONFIG_MAPPING, CONFIG_NAME, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    CONFIG_NAME,
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.common.errors import ConfigError, describe_error, describe_refusal
 from torchmm.common.files import json_problems
 from torchmm.models.hf.config_values import MODEL_ERRORS, find_causes, value_problems
 from torchmm.recipe.model_section import split_place
@@ -34,7 +41,7 @@ _ALSO_READ = {
 """Keys that every config class reads although none of them lists them."""
 _FILES = (
     CONFIG_NAME,
-    "generation_config.json",
+    GENERATION_CONFIG_NAME,
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -93,6 +100,7 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
     name, revision = split_place(source)
     if damaged := json_problems(Path(name), _FILES):
         raise ConfigError([f"[{key}] source: {p}; download the file again" for p in damaged])
+    _check_generation(key, Path(name))
     try:
         # Checked as a table first: config classes make lists of as many items as there are layers.
         settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
@@ -109,6 +117,24 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
     if not Path(name).is_dir():
         _tell_commit(key, name, revision)
     return config
+
+
+def _check_generation(key: str, directory: Path) -> None:
+    """Raise a ConfigError if generation_config.json of a local directory would stop an export.
+
+    Values that transformers rejects by name are allowed: exports leave such a file out.
+    """
+    if not (directory / GENERATION_CONFIG_NAME).is_file():
+        return
+    try:
+        GenerationConfig.from_pretrained(directory).validate(strict=True)
+    except (OSError, ValueError):
+        return
+    except MODEL_ERRORS as error:
+        raise ConfigError(
+            f"[{key}] source: {directory / GENERATION_CONFIG_NAME} has a value of a wrong type "
+            f"({describe_error(error)}); correct or remove the file"
+        ) from error
 
 
 def _tell_commit(key: str, name: str, revision: str | None) -> None:

@@ -268,13 +268,15 @@ def _indexed_files(index: Path) -> list[str]:
     try:
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{index} has no object weight_map that lists files by tensor")
+            raise ValueError("it has no object weight_map that lists files by tensor")
         names = {
             require_relative_name(name, f"{index}: weight_map") for name in weight_map.values()
         }
+        missing = sorted(name for name in names if not (index.parent / name).is_file())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{error}; download the file again") from error
-    if missing := sorted(name for name in names if not (index.parent / name).is_file()):
+        reason = f"{error}"[:300]
+        raise CheckpointError(f"{index} is damaged: {reason}; download the file again") from error
+    if missing:
         listed = ", ".join(missing[:LISTED])
         more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
         raise CheckpointError(
