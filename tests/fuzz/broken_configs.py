@@ -34,6 +34,25 @@ LIMIT_BYTES = 4 * 2**30
 INTEGERS = (0, -1, -64, 3, 7, 10**6, 10**12, 2**63, 1.5, "8", "nope", None, [4], {}, True)
 FLOATS = (0.0, -1.0, 1.0, 2.5, float("nan"), float("inf"), 1e300, "0.1", "nope", None, [0.1], {})
 STRINGS = ("nope", "", 7, None, [], {}, "gelu", "a" * 5000, True)
+PROCESSOR = {
+    "size": {"height": 16, "width": 16},
+    "crop_size": 16,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "do_resize": True,
+    "do_convert_rgb": True,
+    "rescale_factor": 0.1,
+    "resample": 3,
+    "patch_size": 8,
+    "merge_size": 2,
+    "min_pixels": 64,
+    "max_pixels": 4096,
+    "feature_size": 8,
+    "sampling_rate": 16000,
+    "hop_length": 160,
+    "n_fft": 400,
+    "chunk_length": 1,
+}
 BOOLS = ("nope", "false", 2, 0, None, [], {})
 LISTS = ([], ["nope"], [None], [[]], [-1], [0, 0, 0], [10**12], "nope", {}, 3, None)
 TABLES = ([], "nope", {}, None, 3, {"nope": 1}, {"rope_type": "nope"}, {"model_type": "nope"})
@@ -188,6 +207,8 @@ def judge_model(draw: BrokenModel) -> str:
             for encoder in model.encoder_modules():
                 open_media(encoder.image_spec(), 10**6)
     except (ConfigError, CheckpointError, ValidationError) as error:
-        keys = {str(path[-1]) for path, _ in _leaves(draw.model)} - {"config", "llm", "eye"}
+        keys = {str(path[-1]) for path, _ in _leaves(draw.model)} - {"config", "llm", "eye"} | {
+            "processor"
+        }
         return "rejected" if any(key in str(error) for key in keys) else "unnamed"
     return "built"

@@ -26,6 +26,7 @@ from torchmm.recipe.section import Section
 S = TypeVar("S", bound=Section)
 T = TypeVar("T")
 Table = dict[str, Any]
+Place = tuple[Any, ...]
 
 MODEL_ERRORS = (*LIBRARY_ERRORS, StrictDataclassError)
 """Exceptions that config and model classes raise for values they cannot use."""
@@ -34,7 +35,7 @@ MAX_COUNT = 2**16
 """Upper bound of numbers of heads, experts and channels."""
 MAX_SIZE = 2**31 - 1
 MAX_SIDE = 2**13
-"""Upper bound of rows and columns of an image; processors are tested with an image of this size."""
+"""Upper bound of rows and columns of images and spectrograms, which processors allocate."""
 MAX_DEPTH = 16
 """Nested tables in a config; published configs have at most 4."""
 SEARCH_S = 5.0
@@ -55,12 +56,16 @@ _POSITIVE = re.compile(
     r"n_window|conv_kernel|conv_stride|conv_dim|linear_\w+|\w+_kernel_dim|conv_L_cache|"
     r"scale_factor|block_out_channels|latent_channels|norm_num_groups|layers_per_block|sample_size)$"
 )
-_SIDES = re.compile(r"^(image_size|max_img_size|crop_size|sample_size|height|width)$")
+_SIDES = re.compile(
+    r"^(image_size|max_img_size|crop_size|sample_size|height|width|num_mel_bins|feature_size)$"
+)
 _NOT_NEGATIVE = re.compile(r"(^|_)(eps|epsilon|std|range)$")
 _ABOVE_ZERO = re.compile(r"^(rope_theta|rope_local_base_freq|theta|logits_scaling|\w+_theta)$")
 _ACTIVATIONS = re.compile(r"(^|_)(hidden_act|act|activation|activation_function)$")
 _DTYPES = ("dtype", "torch_dtype")
 _ROPE_TABLES = ("rope_parameters", "rope_scaling")
+_OTHER_TABLES = ("quantization_config", "task_specific_params")
+"""Tables whose keys have other meanings."""
 _ROPE_TYPES = {*ROPE_INIT_FUNCTIONS, "default", "axial", "mrope", "su"}
 """Those of transformers, and older names that config classes translate."""
 
@@ -84,8 +89,12 @@ def _problems(above: str, settings: Table, depth: int) -> Iterator[str]:
     pad, vocabulary = settings.get("pad_token_id"), settings.get("vocab_size")
     if isinstance(pad, int) and isinstance(vocabulary, int) and pad >= vocabulary:
         yield f"{above}pad_token_id = {pad} is not below vocab_size = {vocabulary}; correct one"
+    if above and not isinstance(model_type := settings.get("model_type", ""), str):
+        yield f"{above}model_type = {_short(model_type)} is not a string; use a model type"
     for name, value in settings.items():
         path = f"{above}{name}"
+        if name in _OTHER_TABLES:
+            continue
         if isinstance(value, dict):
             yield from _problems(f"{path}.", value, depth + 1)
             if name in _ROPE_TABLES:
@@ -184,37 +193,42 @@ def find_causes(settings: Table, error: Exception, build: Callable[[Table], Any]
     """Return "KEY = VALUE or ..." of the settings that may cause `error`.
 
     These are settings without which `build` succeeds. If there are none, several settings are
-    wrong, and those without which `build` raises a different error are returned.
+    wrong, and those without which `build` raises a different error are returned. Errors of model
+    classes are preferred to ConfigErrors, which also arise from settings that are missing.
     """
-    causes = []
-    others = []
+    causes: list[str] = []
+    others: list[str] = []
+    rejected: list[str] = []
     first = describe_error(error)
     stop = time.monotonic() + SEARCH_S
-    for path, value in _leaves(settings):
-        if time.monotonic() > stop:
+    for path, value in [*_values(settings, tables=False), *_values(settings, tables=True)]:
+        if time.monotonic() > stop or (causes and isinstance(value, dict)):
             break
+        named = f"{'.'.join(map(str, path))} = {_short(value)}"
         try:
             build(_without(settings, path))
+            causes.append(named)
         except ConfigError:
-            continue
+            rejected.append(named)
         except MODEL_ERRORS as second:
             if describe_error(second) != first:
-                others.append(f"{'.'.join(path)} = {_short(value)}")
-            continue
-        causes.append(f"{'.'.join(path)} = {_short(value)}")
-    return " or ".join(causes or others)
+                others.append(named)
+    return " or ".join(causes or others or rejected)
 
 
-def _leaves(settings: Table, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _values(settings: Table, tables: bool, above: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield paths and values of nested settings, either the tables or all other values."""
     for name, value in settings.items():
         path = (*above, name)
         if isinstance(value, dict) and value:
-            yield from _leaves(value, path)
-        elif name != "_class_name" and not (name == "model_type" and str(value) in CONFIG_MAPPING):
-            yield tuple(map(str, path)), value
+            yield from _values(value, tables, path)
+            if tables and above:
+                yield path, value
+        elif not tables and name != "_class_name" and str(value) not in CONFIG_MAPPING:
+            yield path, value
 
 
-def _without(settings: Table, path: tuple[str, ...]) -> Table:
+def _without(settings: Table, path: Place) -> Table:
     first, *rest = path
     if not rest:
         return {name: value for name, value in settings.items() if name != first}
