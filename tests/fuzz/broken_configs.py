@@ -210,5 +210,6 @@ def judge_model(draw: BrokenModel) -> str:
         keys = {str(path[-1]) for path, _ in _leaves(draw.model)} - {"config", "llm", "eye"} | {
             "processor"
         }
+        keys |= {repr(value) for path, value in draw.changes if path[-1] == "model_type"}
         return "rejected" if any(key in str(error) for key in keys) else "unnamed"
     return "built"
