@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_refusal
-from torchmm.common.files import json_problems
+from torchmm.common.json_files import json_problems
 from torchmm.recipe.model_section import ModelConfig, split_place
 
 _FILES = (
@@ -69,12 +69,12 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
 def _template_problems(directory: Path) -> list[str]:
     """Return a message if chat_template.jinja cannot be read."""
     file = directory / _TEMPLATES[0]
-    if not file.exists():
-        return []
-    if not file.is_file():
-        return [f"{file} is not a regular file"]
     try:
+        if file.exists() and not file.is_file():
+            return [f"{file} is not a regular file"]
         file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
     except (OSError, UnicodeDecodeError) as error:
         return [f"{file} cannot be read ({error})"]
     return []

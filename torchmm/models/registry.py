@@ -194,7 +194,8 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     # report their problems together with the LLM's, for which any size will do.
     hidden_size = 4
     with _collected(problems):
-        draws, chunked = config.generator is not None, config.chunked_loss
+        draws = config.generator is not None
+        chunked = config.chunked_loss
         llm = build_checked(
             "model.llm", config.llm, lambda given: _build_llm(given, dtype, draws, chunked)
         )

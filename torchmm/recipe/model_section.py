@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from torchmm.common.files import read_json_object
+from torchmm.common.json_files import read_json_object
 from torchmm.common.module_names import AUDIO, GENERATOR, LLM, VISION
 from torchmm.recipe.section import Section
 

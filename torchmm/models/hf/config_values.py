@@ -86,7 +86,8 @@ def _problems(above: str, settings: Table, depth: int) -> Iterator[str]:
     if depth > MAX_DEPTH:
         yield f"{above[:60]}... has more than {MAX_DEPTH} nested tables"
         return
-    pad, vocabulary = settings.get("pad_token_id"), settings.get("vocab_size")
+    pad = settings.get("pad_token_id")
+    vocabulary = settings.get("vocab_size")
     if isinstance(pad, int) and isinstance(vocabulary, int) and pad >= vocabulary:
         yield f"{above}pad_token_id = {pad} is not below vocab_size = {vocabulary}; correct one"
     if above and not isinstance(model_type := settings.get("model_type", ""), str):

@@ -37,7 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
-from torchmm.common.files import read_json_object, require_relative_name
+from torchmm.common.files import require_relative_name
+from torchmm.common.json_files import read_json_object
 from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
