@@ -154,12 +154,16 @@ def judge_file(damage: BrokenFile, directory: Path) -> str:
             tokenizer = load_tokenizer(section)
             for spec in model.sample_specs(tokenizer)["image_specs"].values():
                 open_media(spec, 10**6)
+            if (
+                sum(p.numel() for p in model.parameters()) > 10**7
+            ):  # the defaults of a dropped table
+                return "built"
             materialize(model, "cpu")
             load_weights(model)
     except (ConfigError, CheckpointError, ValidationError) as error:
         names = {damage.file, *(key for key in damage.keys if not key.isdigit())}
         if damage.file == "preprocessor_config.json":
-            names.add("processor")
+            names |= {"processor", "image processor"}
         # Valid files with other names or sizes show up as missing or misshapen weights.
         names |= {"tokenizer", "weights do not fit", "image_token"}
         return "rejected" if any(name in str(error) for name in names) else "unnamed"

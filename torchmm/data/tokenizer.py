@@ -9,8 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_refusal
-from torchmm.common.json_files import json_problems
-from torchmm.recipe.model_section import ModelConfig, split_place
+from torchmm.recipe.model_section import ModelConfig, json_problems, split_place
 
 _FILES = (
     "tokenizer.json",

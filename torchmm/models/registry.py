@@ -32,7 +32,7 @@ from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
-from torchmm.models.hf.config_values import build_checked
+from torchmm.models.hf.config_values import build_checked, value_problems
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
@@ -374,7 +374,15 @@ def _read_settings(source: str | None) -> dict[str, Any]:
 _Processor = tuple[str, dict[str, Any], TileSpec | None]
 
 
-def _load_processor(
+def _load_processor(key: str, *arguments: Any) -> _Processor:
+    """Return class name and checked settings of a processor; arguments as for `_read_processor`."""
+    name, settings, tiles = _read_processor(key, *arguments)
+    if problems := value_problems(f"[{key}] processor", settings):
+        raise ConfigError(problems)
+    return name, settings, tiles
+
+
+def _read_processor(
     key: str,
     family: EncoderFamily,
     config: Any,

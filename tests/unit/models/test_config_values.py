@@ -133,6 +133,18 @@ def test_processor_wrong_value_is_config_error(name, value):
         open_media(model.encoder_modules()[0].image_spec(), 10**6)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("image_std", [0.5, 0.0, 0.5]), ("rescale_factor", float("inf")), ("size", {"height": 10**6})],
+)
+def test_processor_setting_out_of_range_names_key(name, value):
+    encoder = {"config": ENCODERS["clip"], "processor": {name: value}}
+    section = {"llm": {"config": LLMS["llama"]}, "encoders": {"eye": encoder}}
+    (problem,) = problems_of(section)
+    assert problem.startswith("[model.encoders.eye] processor")
+    assert name in problem
+
+
 @pytest.mark.parametrize("depth", [17, 10**5])
 def test_deeply_nested_config_is_rejected(depth):
     table: dict = {}

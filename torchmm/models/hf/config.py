@@ -18,9 +18,8 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from torchmm.common.errors import ConfigError, describe_error, describe_refusal
-from torchmm.common.json_files import json_problems
 from torchmm.models.hf.config_values import MODEL_ERRORS, find_causes, value_problems
-from torchmm.recipe.model_section import split_place
+from torchmm.recipe.model_section import json_problems, split_place
 
 logger = logging.getLogger(__name__)
 

@@ -36,6 +36,7 @@ MAX_COUNT = 2**16
 MAX_SIZE = 2**31 - 1
 MAX_SIDE = 2**13
 """Upper bound of rows and columns of images and spectrograms, which processors allocate."""
+MAX_FLOAT = 3.4e38
 MAX_DEPTH = 16
 """Nested tables in a config; published configs have at most 4."""
 SEARCH_S = 5.0
@@ -60,7 +61,9 @@ _SIDES = re.compile(
     r"^(image_size|max_img_size|crop_size|sample_size|height|width|num_mel_bins|feature_size)$"
 )
 _NOT_NEGATIVE = re.compile(r"(^|_)(eps|epsilon|std|range)$")
-_ABOVE_ZERO = re.compile(r"^(rope_theta|rope_local_base_freq|theta|logits_scaling|\w+_theta)$")
+_ABOVE_ZERO = re.compile(
+    r"^(rope_theta|rope_local_base_freq|theta|logits_scaling|\w+_theta|image_std)$"
+)
 _ACTIVATIONS = re.compile(r"(^|_)(hidden_act|act|activation|activation_function)$")
 _DTYPES = ("dtype", "torch_dtype")
 _ROPE_TABLES = ("rope_parameters", "rope_scaling")
@@ -131,8 +134,8 @@ def _value_problem(name: str, value: Any) -> str:
 
 
 def _number_problem(name: str, value: float) -> str:
-    if math.isnan(value) or (math.isinf(value) and not name.endswith("_limit")):
-        return "is not a finite number"
+    if not abs(value) <= MAX_FLOAT and not (value == math.inf and name.endswith("_limit")):
+        return "is not a finite number in float32"
     most = _most(name)
     least = 1 if _POSITIVE.search(name) else 0
     if most is not None and not least <= value <= most:

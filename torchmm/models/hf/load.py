@@ -38,11 +38,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from torchmm.common.errors import CheckpointError
 from torchmm.common.files import require_relative_name
-from torchmm.common.json_files import read_json_object
 from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import split_place
+from torchmm.recipe.model_section import read_json_object, split_place
 
 T = TypeVar("T")
 
