@@ -162,9 +162,7 @@ def judge_file(damage: BrokenFile, directory: Path) -> str:
             load_weights(model)
     except (ConfigError, CheckpointError, ValidationError) as error:
         names = {damage.file, *(key for key in damage.keys if not key.isdigit())}
-        if damage.file == "preprocessor_config.json":
-            names |= {"processor", "image processor"}
-        # Valid files with other names or sizes show up as missing or misshapen weights.
-        names |= {"tokenizer", "weights do not fit", "image_token"}
+        # Valid files with other names or sizes do not fit the weights or the image processor.
+        names |= {"tokenizer", "weights do not fit", "image_token", "processor"}
         return "rejected" if any(name in str(error) for name in names) else "unnamed"
     return "built"

@@ -15,6 +15,7 @@ import transformers
 from transformers import FeatureExtractionMixin, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import TileSpec
@@ -360,7 +361,11 @@ def _connector_problems(
 
 
 def _read_settings(source: str | None) -> dict[str, Any]:
-    """The image processor's file; nothing if there is none: the model type's defaults."""
+    """Return the settings of the image processor file, or {} without one: the defaults hold.
+
+    Raises:
+        ConfigError: The file has wrong values.
+    """
     if source is None:
         return {}
     name, revision = split_place(source)
@@ -368,6 +373,8 @@ def _read_settings(source: str | None) -> dict[str, Any]:
         settings, _ = ImageProcessingMixin.get_image_processor_dict(name, revision=revision)
     except OSError:
         return {}
+    if problems := value_problems(f"{source}: {IMAGE_PROCESSOR_NAME}", settings):
+        raise ConfigError(problems)
     return settings
 
 

@@ -99,7 +99,7 @@ def _problems(above: str, settings: Table, depth: int) -> Iterator[str]:
         path = f"{above}{name}"
         if name in _OTHER_TABLES:
             continue
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name != "image_processor_type":
             yield from _problems(f"{path}.", value, depth + 1)
             if name in _ROPE_TABLES:
                 yield from _rope_problems(f"{path}.", value)
@@ -126,6 +126,8 @@ def _value_problem(name: str, value: Any) -> str:
         if name in _DTYPES and not is_dtype(value):
             return 'is not a dtype of torch; use "float32", "bfloat16" or "float16"'
         return ""
+    if name == "image_processor_type":
+        return "is not a string; use the name of a class"
     if name == "return_dict" and value is not None and not value:
         return "is not supported; use true"
     numbers = value if isinstance(value, (list, tuple)) else [value]
