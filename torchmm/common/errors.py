@@ -7,13 +7,28 @@ when a worker fails, `STATUS.json` in the run directory holds the code instead.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 EXIT_DONE = 0
 LISTED = 20
 """Problems that a message names; of more, it says how many."""
 MOST_LISTED = 100
 """The same for mistakes in a recipe, of which people want to see all."""
+
+LIBRARY_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Exceptions that classes of Hugging Face raise for settings they cannot use."""
 
 
 def list_problems(head: str, problems: Sequence[str], listed: int = LISTED) -> str:
@@ -113,3 +128,10 @@ def describe_refusal(error: Exception) -> str:
             "whose classes are part of transformers, or save it as one"
         )
     return " ".join(str(error).split())
+
+
+def describe_error(error: BaseException) -> str:
+    """Return class, message and source line of an exception in one line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    reason = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {reason}, in {Path(last.filename).name}, line {last.lineno}"

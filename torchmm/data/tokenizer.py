@@ -6,11 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchmm.common.errors import ConfigError, describe_refusal
-from torchmm.recipe.model_section import ModelConfig, split_place
+from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_refusal
+from torchmm.recipe.model_section import ModelConfig, json_problems, split_place
 
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+"""JSON files of a tokenizer. Of damaged files transformers names few, and ignores some."""
+_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 MAX_GROWTH = 4096
 """Times a normalizer may lengthen a text. Published normalizers replace 1 character by up to 18."""
 
@@ -63,19 +74,33 @@ def untrained_tokens(
 
 
 def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `source`, a local directory or hub id; its own code is never run.
+    """Return the tokenizer in `source`, a local directory or hub id; its own code is never run.
 
     Args:
-        key: what names it, for messages.
+        key: Key and value of the recipe that name it, for messages.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: The tokenizer cannot be loaded, or its chat template is not valid.
     """
+    name, revision = split_place(str(source))
     try:
-        name, revision = split_place(str(source))
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: cannot be loaded: {describe_refusal(error)}") from error
+    except Exception as error:  # tokenizers raises plain Exceptions for damaged files
+        damaged = json_problems(Path(name), _FILES) + _template_problems(Path(name))
+        check = f" (check {' and '.join(_FILES[:2])})" if Path(name).is_dir() else ""
+        reason = "; ".join(damaged) or f"{describe_refusal(error)}{check}"
+        raise ConfigError(f"{key}: cannot be loaded: {reason}") from error
+    if damaged := json_problems(Path(name), _FILES[1:4]) + _template_problems(Path(name)):
+        raise ConfigError([f"{key}: {problem}; download the file again" for problem in damaged])
+    templates = tokenizer.chat_template or {}
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        try:
+            render_jinja_template([], chat_template=template)  # compiles, and renders no chat
+        except (jinja2.TemplateError, *LIBRARY_ERRORS) as error:
+            raise ConfigError(
+                f"{key}: its chat template ({' or '.join(_TEMPLATES)}) is not valid: "
+                f"{describe_refusal(error)}; correct or remove it"
+            ) from error
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     if normalizer is not None:
         growth = _max_growth(json.loads(normalizer.__getstate__()))
@@ -85,6 +110,20 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
                 f"long, at most {MAX_GROWTH} times are supported; use another tokenizer"
             )
     return tokenizer
+
+
+def _template_problems(directory: Path) -> list[str]:
+    """Return a message if chat_template.jinja cannot be read."""
+    file = directory / _TEMPLATES[0]
+    try:
+        if file.exists() and not file.is_file():
+            return [f"{file} is not a regular file"]
+        file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        return [f"{file} cannot be read ({error})"]
+    return []
 
 
 def _max_growth(normalizer: dict[str, Any]) -> float:

@@ -7,13 +7,15 @@ import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from transformers import FeatureExtractionMixin, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import TileSpec
@@ -32,7 +34,8 @@ from torchmm.models.families.tiling import Tiling
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.hf.config_checks import setting_problems
-from torchmm.models.layered import WeightFiles
+from torchmm.models.hf.config_values import build_checked, value_problems
+from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.models.unlisted import adopt, adopt_encoder
@@ -75,7 +78,7 @@ def build_model(
     """
     with torch.device("meta"):
         if config.is_composite:
-            model = _build_composite(config, dtype)
+            model = build_checked("model", config, lambda given: _build_composite(given, dtype))
         else:
             model = _build_pair(config, dtype)
     _freeze(model, freeze)
@@ -137,6 +140,8 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
         )
     if problems:
         raise ConfigError(problems)
+    for module in (llm, *encoders.values()):
+        _described(module)
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
 
 
@@ -151,6 +156,15 @@ def _feature_layer_problems(config: Any, part: EncoderPart) -> list[str]:
     ]
 
 
+Module = TypeVar("Module", bound=LayeredModule)
+
+
+def _described(module: Module) -> Module:
+    """Return `module`; raise what planning would raise for its sizes."""
+    module.describe()
+    return module
+
+
 def _is_of_pair(source: str | None) -> bool:
     """Whether a composite's files are those of an encoder and an LLM from separate sources: their
     processor, whatever the class, writes placeholders alone and knows no tiles."""
@@ -159,7 +173,7 @@ def _is_of_pair(source: str | None) -> bool:
     name, revision = split_place(source)
     try:
         settings, _ = ProcessorMixin.get_processor_dict(name, revision=revision)
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # none; `load_config` has checked local files
         return False
     return settings.get("processor_class") == PAIR_PROCESSOR
 
@@ -195,11 +209,19 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     # report their problems together with the LLM's, for which any size will do.
     hidden_size = 4
     with _collected(problems):
-        llm = _build_llm(config.llm, dtype, config.generator is not None, config.chunked_loss)
+        draws = config.generator is not None
+        chunked = config.chunked_loss
+        llm = build_checked(
+            "model.llm", config.llm, lambda given: _build_llm(given, dtype, draws, chunked)
+        )
         hidden_size = llm.text_config.hidden_size
     for name, section in config.encoders.items():
         with _collected(problems):
-            encoders[name] = _build_encoder(name, section, hidden_size, dtype)
+            encoders[name] = build_checked(
+                f"model.encoders.{name}",
+                section,
+                partial(_build_encoder, name, hidden_size=hidden_size, dtype=dtype),
+            )
     with _collected(problems):
         generator = _build_generator(config.generator, hidden_size, dtype)
     if problems:
@@ -225,7 +247,7 @@ def _build_llm(
         raise ConfigError(problems)
     assert family is not None
     files = replace(files, old_names=family.old_names, stacked_experts=family.stacked_experts)
-    return LlmModule(config, family, dtype, files, feeds_generator, chunked_loss)
+    return _described(LlmModule(config, family, dtype, files, feeds_generator, chunked_loss))
 
 
 def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
@@ -261,7 +283,11 @@ def _build_generator(
         )
     from torchmm.models.families.generators.build import build_generator  # noqa: PLC0415 - optional
 
-    return build_generator(section, hidden_size, dtype)
+    return build_checked(
+        "model.generator",
+        section,
+        lambda given: _described(build_generator(given, hidden_size, dtype)),
+    )
 
 
 def _build_encoder(
@@ -296,7 +322,8 @@ def _build_encoder(
         and bool(family.final_norm),
     )
     renames = (*family.renames, *TOWER_FILES.renames)
-    return EncoderModule(spec, replace(TOWER_FILES, source=section.place, renames=renames))
+    files = replace(TOWER_FILES, source=section.place, renames=renames)
+    return _described(EncoderModule(spec, files))
 
 
 def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
@@ -348,7 +375,11 @@ def _connector_problems(
 
 
 def _read_settings(source: str | None) -> dict[str, Any]:
-    """The image processor's file; nothing if there is none: the model type's defaults."""
+    """Return the settings of the image processor file, or {} without one: the defaults hold.
+
+    Raises:
+        ConfigError: The file has wrong values.
+    """
     if source is None:
         return {}
     name, revision = split_place(source)
@@ -356,13 +387,23 @@ def _read_settings(source: str | None) -> dict[str, Any]:
         settings, _ = ImageProcessingMixin.get_image_processor_dict(name, revision=revision)
     except OSError:
         return {}
+    if problems := value_problems(f"{source}: {IMAGE_PROCESSOR_NAME}", settings):
+        raise ConfigError(problems)
     return settings
 
 
 _Processor = tuple[str, dict[str, Any], TileSpec | None]
 
 
-def _load_processor(
+def _load_processor(key: str, *arguments: Any) -> _Processor:
+    """Return class name and checked settings of a processor; arguments as for `_read_processor`."""
+    name, settings, tiles = _read_processor(key, *arguments)
+    if problems := value_problems(f"[{key}] processor", settings):
+        raise ConfigError(problems)
+    return name, settings, tiles
+
+
+def _read_processor(
     key: str,
     family: EncoderFamily,
     config: Any,

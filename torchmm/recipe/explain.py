@@ -62,7 +62,11 @@ def explain_error(item: Any) -> Problem:
     """One entry of `ValidationError.errors()` in the words of a recipe, with a remedy."""
     loc, kind, value, context = item["loc"], item["type"], item["input"], item.get("ctx", {})
     key = dotted(loc)
-    if kind == "extra_forbidden" or (kind == "model_type" and not _is_declared(loc)):
+    if kind == "extra_forbidden" or (
+        kind == "model_type"
+        and not _is_declared(loc)
+        and is_section(_strip_none(type_at(loc[:-1])))
+    ):
         return _explain_unknown(loc, value)
     if kind == "missing":
         return Problem(key, NO_VALUE, "is missing; add it")

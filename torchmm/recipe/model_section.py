@@ -6,6 +6,8 @@ Part of the schema in `torchmm.recipe.recipe`, which imports everything.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +33,39 @@ def split_place(place: str) -> tuple[str, str | None]:
         return place, None
     name, _, revision = place.rpartition("@")
     return name, revision
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that may be damaged.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not a regular file, not UTF-8, not JSON, or not an object; the
+            message starts with the path.
+        OSError: The file cannot be read.
+    """
+    if path.exists() and not path.is_file():  # reading a named pipe would block
+        raise ValueError(f"{path} is not a regular file")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path} is not valid JSON ({' '.join(str(error).split())})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has a JSON {type(found).__name__} instead of an object")
+    return found
+
+
+def json_problems(directory: Path, names: Iterable[str]) -> list[str]:
+    """Return a message for each existing file of a directory that is not a JSON object."""
+    problems = []
+    for name in names:
+        try:
+            read_json_object(directory / name)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            problems.append(str(error))
+    return problems
 
 
 class LlmConfig(Section):
@@ -214,7 +249,10 @@ class ModelConfig(Section):
         """All encoders, in the recipe's order."""
         if not self.is_composite:
             return list(self.encoders)
-        parts = composite_parts({**_json_file(self.source, "config.json"), **(self.config or {})})
+        file: dict[str, Any] = {}
+        with suppress(ValueError):  # `load_config` reports a damaged file
+            file = _json_file(self.source, "config.json")
+        parts = composite_parts({**file, **(self.config or {})})
         found = [name for name in (VISION, AUDIO) if name in parts]
         return list(self.towers or found or [VISION])
 
@@ -247,12 +285,17 @@ def composite_parts(config: dict[str, Any]) -> dict[str, tuple[str, dict[str, An
 
 
 def _json_file(directory: str | None, name: str) -> dict[str, Any]:
-    """The table in a file of a directory; {}: there is none that can be read."""
+    """Return the JSON object in a file of a directory, or {} if the file does not exist.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    if directory is None:
+        return {}
     try:
-        table = json.loads((Path(directory or "") / name).read_text())
-    except (OSError, ValueError):
-        return {}  # on a hub, or damaged: who opens the model says so
-    return table if isinstance(table, dict) else {}
+        return read_json_object(Path(directory) / name)
+    except OSError:
+        return {}  # on a hub
 
 
 def _below(directory: Path, value: Any) -> Any:

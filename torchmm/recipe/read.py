@@ -50,6 +50,8 @@ __all__ = [
 ]
 
 COMMAND_LINE = "command line"
+MAX_NAME_BYTES = 255
+"""Limit of Linux file systems for the name of a file."""
 
 Table = dict[str, Any]
 
@@ -84,7 +86,7 @@ def load_recipe(
     if problems:  # files missing or unreadable: anything further would be a consequence
         raise ConfigError(problems)
 
-    beyond = _numbers_beyond_64_bits(table)
+    beyond = _unusable_values(table)
     recipe, schema_problems = _validate(table)
     found = [*beyond, *schema_problems]
     if world_size is not None:
@@ -291,17 +293,33 @@ def _validate(table: Table) -> tuple[Recipe, list[Problem]]:
                 _remove(table, item["loc"])
 
 
-def _numbers_beyond_64_bits(table: Any, key: str = "") -> list[Problem]:
-    """What TOML reads and nothing can count with; taken out of the table."""
+def _unusable_values(table: Any, key: str = "") -> list[Problem]:
+    """Return problems of integers beyond 64 bits and of names longer than those of files.
+
+    Such values raise errors of the operating system wherever they are used. They are removed from
+    the table or replaced.
+    """
     found: list[Problem] = []
-    for name, value in list(table.items()):
-        inside = f"{key}.{name}" if key else name
-        if isinstance(value, dict):
-            found += _numbers_beyond_64_bits(value, inside)
+    for name, value in list(table.items() if isinstance(table, dict) else enumerate(table)):
+        inside = f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}" if key else name
+        if isinstance(value, (dict, list)):
+            found += _unusable_values(value, inside)
         elif isinstance(value, int) and abs(value) >= 2**63:
             found.append(Problem(inside, value, "is beyond 64 bits; lower it"))
-            del table[name]
+            if isinstance(table, dict):
+                del table[name]
+            else:
+                table[name] = 0
+        elif isinstance(value, str) and name != "prompt" and not _is_file_name(value):
+            text = f"has a part of more than {MAX_NAME_BYTES} bytes or a null character; shorten it"
+            found.append(Problem(inside, value, text))
+            table[name] = "unusable"
     return found
+
+
+def _is_file_name(value: str) -> bool:
+    data = value.encode(errors="surrogatepass")
+    return b"\0" not in data and max(map(len, data.split(b"/"))) <= MAX_NAME_BYTES
 
 
 def _remove(table: Any, loc: tuple[int | str, ...]) -> None:

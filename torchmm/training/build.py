@@ -34,6 +34,7 @@ from torchmm.common.processes import keep_freed_memory
 from torchmm.common.rng import seed_everything
 from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader, build_loader
+from torchmm.data.media.medium import open_media
 from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.tokenizer import load_tokenizer, untrained_tokens
@@ -145,7 +146,9 @@ def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedToke
             f'training.parameter_dtype = "{recipe.training.parameter_dtype}": Hugging Face keeps '
             f'{wide[0]} in float32; freeze the module, or use "float32"'
         )
-    model.text_spec(tokenizer)  # raises if they do not fit each other
+    specs = model.sample_specs(tokenizer)  # raises if they do not fit each other
+    for spec in specs["image_specs"].values():
+        open_media(spec, recipe.data.max_image_pixels)
     return model, tokenizer
 
 

@@ -478,3 +478,26 @@ def test_statistics_stand_in_for_data_and_tokenizer(write):
 def test_statistics_that_do_not_fit_are_told(write, before, after, key, text):
     problem = one_problem(write("r.toml", MODEL + SIMULATION.replace(before, after)), world_size=1)
     assert key in problem and text in problem
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        (f'model.tokenizer = "{"a" * 300}"', "model.tokenizer"),
+        (f'checkpoint.resume = "x/{"é" * 200}/y"', "checkpoint.resume"),
+        ('output_dir = "a\\u0000b"', "output_dir"),
+        (f'data.sources = [{{path = "{"a" * 300}"}}]', "data.sources[0].path"),
+    ],
+)
+def test_name_that_no_file_can_have_is_rejected(tmp_path, line, key):
+    file = tmp_path / "r.toml"
+    file.write_text(line)
+    found = problems_of(file, world_size=1)
+    assert any(f"{key} = " in p and "255 bytes or a null character" in p for p in found)
+
+
+@pytest.mark.parametrize("value", ["[]", "7", '"x"'])
+def test_encoder_that_is_no_table_is_rejected(tmp_path, value):
+    file = tmp_path / "r.toml"
+    file.write_text(f"model.encoders.vision = {value}")
+    assert any("model.encoders.vision" in p and "must be a table" in p for p in problems_of(file))

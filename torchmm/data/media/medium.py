@@ -11,6 +11,7 @@ import numpy as np
 
 from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.common.dtypes import ByteValues
+from torchmm.common.errors import LIBRARY_ERRORS, ConfigError, describe_error
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.images import ImagePreprocessor, OpenedImage
 
@@ -105,9 +106,18 @@ class ImageMedia:
 
 
 def open_media(spec: ImageSpec, max_pixels: int) -> MediaPreprocessor:
-    """What prepares files for an encoder.
+    """Return what prepares files for an encoder.
 
     Raises:
-        ConfigError: its processor is unknown, does not fit, or lacks a library.
+        ConfigError: The processor is unknown, does not fit, lacks a library, or cannot be used with
+            its settings.
     """
-    return AudioPreprocessor(spec) if spec.modality == "audio" else ImageMedia(spec, max_pixels)
+    try:
+        return AudioPreprocessor(spec) if spec.modality == "audio" else ImageMedia(spec, max_pixels)
+    except LIBRARY_ERRORS as error:
+        settings = ", ".join(f"{name} = {value!r:.80}" for name, value in spec.processor.items())
+        raise ConfigError(
+            f"encoder {spec.encoder!r}: {spec.processor_class} cannot be used with these settings; "
+            f"correct `processor` in the recipe or preprocessor_config.json "
+            f"({describe_error(error)}): {settings}"
+        ) from error

@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, CONFIG_NAME, AutoConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    CONFIG_NAME,
+    AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.common.errors import ConfigError, describe_error, describe_refusal
 from torchmm.models.hf.config_checks import rope_settings, setting_problems
-from torchmm.recipe.model_section import split_place
+from torchmm.models.hf.config_values import MODEL_ERRORS, find_causes, value_problems
+from torchmm.recipe.model_section import json_problems, split_place
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +39,84 @@ _ALSO_READ = {
     "vision_use_head",
 }
 """Keys that every config class reads although none of them lists them."""
+_FILES = (
+    CONFIG_NAME,
+    GENERATION_CONFIG_NAME,
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+"""Files of a model directory that are read here or by exports. Some readers take defaults instead
+of damaged files."""
 
 
 def load_config(key: str, source: str | None, override: dict[str, Any] | None) -> Any:
-    """Hugging Face config of a section; an encoder's is the vision part of a dual model's.
+    """Return the Hugging Face config of a section; of a dual model its vision part for an encoder.
 
     Args:
-        key: the section, for messages.
-        source: local directory or hub id, with its revision; None: `override` is the whole config.
-        override: values that replace those of `source`, tables key by key.
+        key: Section, for messages.
+        source: Local directory or hub id, with its revision; None if `override` is the config.
+        override: Values that replace those of `source`. Tables are merged key by key.
 
     Raises:
-        ConfigError: there is no such config, or it has unknown keys or bad values.
+        ConfigError: The config is missing or damaged, or has unknown keys or wrong values.
     """
     base: Any
     if source is None:
         base, override = _make_config(key, override or {}, override or {}), None
     else:
-        name, revision = split_place(source)
-        try:
-            base = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            here = Path(name).is_dir()
-            elsewhere = "" if here else " (no directory here, so it was looked for on the hub)"
-            raise ConfigError(
-                f"[{key}] source = {source!r} has no readable config.json{elsewhere}; name a "
-                f"local directory or a model of the hub ({describe_refusal(error)})"
-            ) from error
-        if not Path(name).is_dir():
-            _tell_commit(key, name, revision)
+        base = _read_config(key, source)
     if key.startswith("model.encoders."):
-        base = getattr(base, "vision_config", base)
+        base = getattr(base, "vision_config", None) or base
     if not override:
         return base
     return _make_config(key, _merged(base.to_dict(), override), override)
+
+
+def _read_config(key: str, source: str) -> PreTrainedConfig:
+    """Return the config of a directory or hub id.
+
+    Raises:
+        ConfigError: config.json is missing, damaged or has wrong values.
+    """
+    name, revision = split_place(source)
+    if damaged := json_problems(Path(name), _FILES):
+        raise ConfigError([f"[{key}] source: {p}; download the file again" for p in damaged])
+    _check_generation(key, Path(name))
+    try:
+        # Checked as a table first: config classes make lists of as many items as there are layers.
+        settings, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+        if problems := value_problems(f"[{key}] source = {source!r}: {CONFIG_NAME}", settings):
+            raise ConfigError(problems)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except (OSError, *MODEL_ERRORS) as error:
+        here = Path(name).is_dir()
+        elsewhere = "" if here else " (no directory here, so it was looked for on the hub)"
+        raise ConfigError(
+            f"[{key}] source = {source!r} has no readable config.json{elsewhere}; name a "
+            f"local directory or a model of the hub ({describe_refusal(error)})"
+        ) from error
+    if not Path(name).is_dir():
+        _tell_commit(key, name, revision)
+    return config
+
+
+def _check_generation(key: str, directory: Path) -> None:
+    """Raise a ConfigError if generation_config.json of a local directory would stop an export.
+
+    Values that transformers rejects by name are allowed: exports leave such a file out.
+    """
+    if not (directory / GENERATION_CONFIG_NAME).is_file():
+        return
+    try:
+        GenerationConfig.from_pretrained(directory).validate(strict=True)
+    except (OSError, ValueError):
+        return
+    except MODEL_ERRORS as error:
+        raise ConfigError(
+            f"[{key}] source: {directory / GENERATION_CONFIG_NAME} has a value of a wrong type "
+            f"({describe_error(error)}); correct or remove the file"
+        ) from error
 
 
 def _tell_commit(key: str, name: str, revision: str | None) -> None:
@@ -85,12 +136,16 @@ def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) ->
         raise ConfigError(f"[{key}] config: model_type = {model_type!r} is unknown{hint}")
     if unknown := _unknown_keys(f"{key}.config", CONFIG_MAPPING[model_type], written):
         raise ConfigError(unknown)
+    if problems := value_problems(f"[{key}] config", settings):
+        raise ConfigError(problems)
     try:
         return AutoConfig.for_model(**settings)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except MODEL_ERRORS as error:
         reason = " ".join(str(error).split())
+        causes = find_causes(settings, error, lambda given: AutoConfig.for_model(**given))
         raise ConfigError(
             f"[{key}] config is not a valid {model_type!r} config: {reason}"
+            + (f"; correct {causes}" if causes else "")
         ) from error
 
 
@@ -108,7 +163,7 @@ def _unknown_keys(key: str, kind: type[PreTrainedConfig], settings: dict[str, An
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"[{key}] {name!r} is not a key of {kind.model_type!r}{hint}")
         elif isinstance(part, PreTrainedConfig) and isinstance(value, dict):
-            inner_type = value.get("model_type", part.model_type)
+            inner_type = str(value.get("model_type", part.model_type))
             # Not `get`, which knows only the classes that were imported already.
             inner = CONFIG_MAPPING[inner_type] if inner_type in CONFIG_MAPPING else type(part)
             problems += _unknown_keys(f"{key}.{name}", inner, value)

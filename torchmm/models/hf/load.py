@@ -17,7 +17,6 @@ and up projection concatenated, and two or three matrices per expert in most fam
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -38,10 +37,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
+from torchmm.common.files import require_relative_name
 from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import split_place
+from torchmm.recipe.model_section import read_json_object, split_place
 
 T = TypeVar("T")
 
@@ -242,16 +242,47 @@ def open_files(source: str) -> dict[str, FileTensor]:
 
 
 def _weight_files(directory: Path) -> list[str]:
+    """Return the names of the safetensors files in a directory; links may lead out of it.
+
+    Raises:
+        CheckpointError: There are none, or their index is damaged or lists missing files.
+    """
     for name in WEIGHTS_FILES:
         index = directory / f"{name}.index.json"
-        if index.is_file():
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.exists():
+            return _indexed_files(index)
         if (directory / name).is_file():
             return [name]
     raise CheckpointError(
         f"{directory} has neither {' nor '.join(WEIGHTS_FILES)}, nor an index of such files; "
         "convert the weights to safetensors (pickled files are never loaded)"
     )
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index lists.
+
+    Raises:
+        CheckpointError: The index is damaged, or a file is missing or outside of the directory.
+    """
+    try:
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("it has no object weight_map that lists files by tensor")
+        names = {
+            require_relative_name(name, f"{index}: weight_map") for name in weight_map.values()
+        }
+        missing = sorted(name for name in names if not (index.parent / name).is_file())
+    except (OSError, ValueError) as error:
+        reason = f"{error}"[:300]
+        raise CheckpointError(f"{index} is damaged: {reason}; download the file again") from error
+    if missing:
+        listed = ", ".join(missing[:LISTED])
+        more = f" and {len(missing) - LISTED} more" if len(missing) > LISTED else ""
+        raise CheckpointError(
+            f"{index} lists files that are missing: {listed}{more}; download them again"
+        )
+    return sorted(names)
 
 
 def _directory(source: str) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.common.errors import LIBRARY_ERRORS, CheckpointError, ConfigError, describe_error
 from torchmm.common.log import working
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.models.hf.load import load_weights
@@ -130,7 +130,13 @@ def _from_export(
     init_weights(model, seed=0, skip=load_weights(model))
     ends: set[int] = set()
     if (directory / "generation_config.json").is_file():
-        given: Any = GenerationConfig.from_pretrained(directory).eos_token_id
+        try:
+            given: Any = GenerationConfig.from_pretrained(directory).eos_token_id
+        except (OSError, *LIBRARY_ERRORS) as error:
+            raise ConfigError(
+                f"{directory / 'generation_config.json'} cannot be read ({describe_error(error)}); "
+                "correct or remove the file"
+            ) from error
         ends = set(given) if isinstance(given, list) else {given}
     return model, tokenizer, ends
 

@@ -20,8 +20,9 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, describe_refusal
 from torchmm.common.layers import LatentSizes, LatentWork
+from torchmm.models.hf.config_values import MODEL_ERRORS, value_problems
 from torchmm.models.latents import LatentDecoder, LatentEncoder, LatentSpec
 from torchmm.models.layered import WeightFiles
 from torchmm.recipe.model_section import AutoencoderConfig
@@ -56,7 +57,10 @@ def latent_spec(section: AutoencoderConfig, side: int) -> LatentSpec:
     Raises:
         ConfigError: all that is wrong with the section.
     """
-    config = _complete(_load(section))
+    config = _load(section)
+    if problems := value_problems(f"{SECTION} config", config):
+        raise ConfigError(problems)
+    config = _complete(config)
     files = AUTOENCODER_FILES
     if section.source is not None:
         files = replace(files, source=str(Path(section.source).expanduser()))
@@ -89,10 +93,10 @@ def _load(section: AutoencoderConfig) -> dict[str, Any]:
     try:
         reader: Any = AutoencoderKL
         found = reader.load_config(str(Path(section.source).expanduser()), local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
             f"{SECTION} source = {section.source!r} has no readable config.json; name a directory "
-            f"with an autoencoder of diffusers ({str(error).splitlines()[0]})"
+            f"with an autoencoder of diffusers ({describe_refusal(error)})"
         ) from error
     return {**found, **(section.config or {})}
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from diffusers import PixArtTransformer2DModel
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, describe_refusal
 from torchmm.common.generated import GeneratorSpec
 from torchmm.models.families.generators.autoencoder import latent_spec
 from torchmm.models.families.generators.pixart import GENERATOR_FAMILIES
 from torchmm.models.generator import DitSpec, GeneratorModule
+from torchmm.models.hf.config_values import MODEL_ERRORS, build_checked, value_problems
 from torchmm.models.latents import LatentSpec
 from torchmm.models.layered import WeightFiles
 from torchmm.recipe.model_section import GeneratorConfig
@@ -45,6 +46,8 @@ def build_generator(
         ConfigError: all that is wrong with the section.
     """
     config = _load(section)
+    if problems := value_problems("[model.generator] config", config):
+        raise ConfigError(problems)
     name = str(config.get("_class_name"))
     family = GENERATOR_FAMILIES.get(name)
     if family is None:
@@ -81,7 +84,7 @@ def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | N
     side = config.get(
         "patch_size", inspect.signature(PixArtTransformer2DModel).parameters["patch_size"].default
     )
-    return latent_spec(section.vae, side)
+    return build_checked("model.generator.vae", section.vae, lambda given: latent_spec(given, side))
 
 
 def _load(section: GeneratorConfig) -> dict[str, Any]:
@@ -91,9 +94,9 @@ def _load(section: GeneratorConfig) -> dict[str, Any]:
     try:
         reader: Any = PixArtTransformer2DModel  # any class reads configs of all classes
         found = reader.load_config(section.source, revision=section.revision)
-    except (OSError, ValueError) as error:
+    except (OSError, *MODEL_ERRORS) as error:
         raise ConfigError(
             f"[model.generator] source = {section.source!r} has no readable config.json; name a "
-            f"local directory or a model of the hub ({str(error).splitlines()[0]})"
+            f"local directory or a model of the hub ({describe_refusal(error)})"
         ) from error
     return {**found, **(section.config or {})}
