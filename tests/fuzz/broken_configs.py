@@ -211,5 +211,6 @@ def judge_model(draw: BrokenModel) -> str:
             "processor"
         }
         keys |= {repr(value) for path, value in draw.changes if path[-1] == "model_type"}
+        keys.add("patches, not divisible")  # sizes that each are valid and do not fit each other
         return "rejected" if any(key in str(error) for key in keys) else "unnamed"
     return "built"
