@@ -211,5 +211,11 @@ def judge_model(draw: BrokenModel) -> str:
             "processor"
         }
         keys |= {repr(value) for path, value in draw.changes if path[-1] == "model_type"}
+        keys |= {
+            repr(v["model_type"])
+            for _, v in draw.changes
+            if isinstance(v, dict) and "model_type" in v
+        }
+        keys.add("patches, not divisible")  # sizes that each are valid and do not fit each other
         return "rejected" if any(key in str(error) for key in keys) else "unnamed"
     return "built"

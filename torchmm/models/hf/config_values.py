@@ -58,7 +58,8 @@ _POSITIVE = re.compile(
     r"scale_factor|block_out_channels|latent_channels|norm_num_groups|layers_per_block|sample_size)$"
 )
 _SIDES = re.compile(
-    r"^(image_size|max_img_size|crop_size|sample_size|height|width|num_mel_bins|feature_size)$"
+    r"^(image_size|patch_size|temporal_patch_size|max_img_size|crop_size|sample_size|height|width|"
+    r"num_mel_bins|feature_size)$"
 )
 _NOT_NEGATIVE = re.compile(r"(^|_)(eps|epsilon|std|range)$")
 _ABOVE_ZERO = re.compile(
