@@ -68,6 +68,8 @@ EXPORT = "unit/training/test_export.py::"
 PREEMPT = "unit/training/test_preempt.py::"
 RAY = "faults/test_ray_runs.py::"
 SLURM = "faults/test_slurm.py::"
+VALUES = "unit/models/test_config_values.py::"
+DAMAGED = "unit/models/test_damaged_files.py::"
 EARLY = "faults/test_early_stop.py::"
 LIMITED = "faults/test_limited_systems.py::"
 CONNECTIONS = "unit/data/test_connections.py::"
@@ -1390,6 +1392,44 @@ FAULTS = [
             f"{ENERGON}test_hostile_description_is_rejected",
             f"{ENERGON}test_random_values_give_data_error_or_source",
         ),
+    ),
+    Fault(
+        "N11",
+        "wrong values in [model.*.config] and of processors",
+        "2",
+        "-",
+        "key and reason are named before ranks meet",
+        "-",
+        "FAIL, 7 of 11: tracebacks",
+        (
+            f"{VALUES}test_llm_config_wrong_value_names_key",
+            f"{VALUES}test_encoder_config_wrong_value_names_key",
+            f"{VALUES}test_processor_wrong_value_is_config_error",
+        ),
+    ),
+    Fault(
+        "N11",
+        "damaged config, processor and tokenizer files and chat templates of a model",
+        "2",
+        "-",
+        "the file is named",
+        "-",
+        "FAIL, 11 of 28: tracebacks, or defaults were used",
+        (
+            f"{DAMAGED}test_damaged_config_file_is_named",
+            f"{DAMAGED}test_damaged_tokenizer_file_is_named",
+            f"{DAMAGED}test_invalid_chat_template_is_config_error",
+        ),
+    ),
+    Fault(
+        "N12",
+        "a weight index that is damaged, or names files outside or missing files",
+        "4",
+        "-",
+        "the index is named",
+        "-",
+        "FAIL, 6 of 6: tracebacks",
+        (f"{DAMAGED}test_damaged_weight_index_is_named",),
     ),
     Fault(
         "N13",
