@@ -49,6 +49,7 @@ COMPOSITES = {
     "qwen2_5_vl": {
         "vision_config": {
             "depth": 2,
+            "fullatt_block_indexes": [1],
             "hidden_size": 32,
             "intermediate_size": 56,
             "num_heads": 4,

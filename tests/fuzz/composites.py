@@ -328,8 +328,10 @@ class CompositeReference(nn.Module):
         return text, torch.zeros(())
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by the names that checkpoints have."""
-        return {ours: self.plain.get_parameter(theirs) for ours, theirs in self.names.items()}
+        """Return the parameters by the names that checkpoints have."""
+        tensors = self.plain.state_dict(keep_vars=True)
+        found = {ours: tensors[theirs] for ours, theirs in self.names.items()}
+        return {name: value for name, value in found.items() if isinstance(value, nn.Parameter)}
 
     def _arguments(self, sample: Sample) -> Table:
         """Return the keyword arguments of the Hugging Face forward for a sample."""

@@ -109,6 +109,7 @@ def run_reference(
     materialize(model, "cpu")
     init_weights(model, recipe.training.seed, skip=load_weights(model))
     initial = {n: p.detach().clone() for n, p in model.named_parameters()}
+    buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
     batches = reference_batches(recipe, model, tokenizer, steps)
     section = recipe.model.model_dump(exclude_none=True)
     optimizer = recipe.optimizer.model_dump() | {"computed_in": recipe.training.dtype}
@@ -119,7 +120,7 @@ def run_reference(
     rounded = linears_in_float8(recipe, model)
     trained = reference.train(
         section, frozen, optimizer, initial, batches, names, matrices, adapters, rounded,
-        recipe.training.ema_decay,
+        recipe.training.ema_decay, buffers,
     )  # fmt: skip
     torch.save({"initial": initial, "steps": [asdict(step) for step in trained]}, found)
 
@@ -137,12 +138,12 @@ def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
 
 
 def composite_names(model: MultimodalModel) -> dict[str, str]:
-    """Of parameters in Hugging Face's model, by ours; a pair of models has no such names."""
+    """Return names in the Hugging Face model by the names in checkpoints; only for composites."""
     if model.composite is None:
         return {}
     prefixes, found = hf_prefixes(model), {}
     for prefix, module in model.named_modality_modules():
-        for name, _ in module.named_parameters():
+        for name in module.state_dict():
             if ".lora." in name:  # no part of Hugging Face's model
                 continue
             theirs = hf_name(prefixes, module.name, name)

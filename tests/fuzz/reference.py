@@ -313,6 +313,7 @@ def train(
     adapters: Sequence[Table] = (),
     rounded: Mapping[str, str] = MappingProxyType({}),
     ema_decay: float | None = None,
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Step]:
     """A step for every batch.
 
@@ -327,6 +328,7 @@ def train(
         adapters: the recipe's tables, complete.
         rounded: how linears in float8 are scaled, by the names of their weights.
         ema_decay: of averages of weights, if there are any.
+        buffers: buffers by name. Hugging Face has some of them as frozen parameters.
     """
     reference = (
         CompositeReference(model["config"], names) if model.get("config") else Reference(model)
@@ -337,6 +339,8 @@ def train(
     with torch.no_grad():
         for name, value in initial.items():
             parameters[name].copy_(value)
+        for name in buffers.keys() & parameters.keys():
+            parameters[name].copy_(buffers[name])
     trained = {  # Whisper's positions are fixed
         name: parameter
         for name, parameter in parameters.items()

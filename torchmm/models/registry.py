@@ -146,13 +146,16 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
 
 
 def _feature_layer_problems(config: Any, part: EncoderPart) -> list[str]:
-    """Return a problem if the layer whose features a composite reads does not exist."""
+    """Return a problem if the layer whose features a composite reads does not exist.
+
+    Hugging Face counts the embeddings as the hidden states before the first layer.
+    """
     layers = part.family.layer_count(part.config)
-    if -layers <= part.settings.get("feature_layer", -1) < 0:
+    if -layers - 1 <= part.settings.get("feature_layer", -1) < 0:
         return []
     return [
         f"[model] vision_feature_layer = {config.vision_feature_layer}: the vision encoder has "
-        f"{layers} layers; use a layer between {-layers} and -1"
+        f"{layers} layers; use a layer between {-layers - 1} (embeddings) and -1"
     ]
 
 

@@ -40,6 +40,7 @@ COMPOSITES = {
             "hidden_size": 32,
             "intermediate_size": 32,
             "depth": 1,
+            "fullatt_block_indexes": [0],
             "num_heads": 2,
             "out_hidden_size": 32,
         },

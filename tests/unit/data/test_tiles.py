@@ -23,6 +23,7 @@ from tile_cases import (
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record, SampleOptions
+from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.images import decode_rgb, make_processor
 from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.tile_schemes import joined
@@ -271,7 +272,7 @@ def test_line_feeds_before_gemmas_images_join_those_of_the_chat(opened):
     """The head of a turn ends with one, its images begin with two: one token of three."""
     reader, processor, tokenizer = opened("gemma3")
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}</s>{% endfor %}"
-    reader._chat = type(reader._chat)(tokenizer)
+    reader._chat = ChatTemplate(tokenizer)
     file = png(64, 64)
     parts = [{"type": "image"}, {"type": "text", "text": "\nLook."}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]

@@ -106,6 +106,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/models/adapters.py": "which linears get adapters; its importer builds whole models",
     "torchmm/models/hf/legacy_keys.py": "about config files alone, which need no model",
     "torchmm/models/hf/chat_parts.py": "about chat templates alone, which its importer writes",
+    "torchmm/models/layers/rotary.py": "frequencies by sample length; its importer runs layers",
     "torchmm/models/layers/patches.py": "a computation of its own, for all families alike",
     **{
         f"torchmm/models/families/composites/{name}.py": "one kind of composite, one file"
