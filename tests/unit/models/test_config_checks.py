@@ -18,12 +18,15 @@ from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig,
 
 RANDOM = re.compile(r"drop|jitter|noise|mask_time|mask_feature|augment|stochastic|pos_embed_")
 HARMLESS = {
+    "apply_spec_augment": "rejected by load_config, or off with a warning",
+    "mask_feature_prob": "no effect without apply_spec_augment",
+    "mask_time_prob": "no effect without apply_spec_augment",
     "feat_quantizer_dropout": "quantizer of wav2vec2 pretraining, not built",
     "final_dropout": "CTC head of wav2vec2, not built",
-    "mask_feature_length": "no effect without mask_feature_prob",
-    "mask_feature_min_masks": "no effect without mask_feature_prob",
-    "mask_time_length": "no effect without mask_time_prob",
-    "mask_time_min_masks": "no effect without mask_time_prob",
+    "mask_feature_length": "no effect without apply_spec_augment",
+    "mask_feature_min_masks": "no effect without apply_spec_augment",
+    "mask_time_length": "no effect without apply_spec_augment",
+    "mask_time_min_masks": "no effect without apply_spec_augment",
     "pos_embed_jitter": "off in Dinov3Family.build",
     "pos_embed_rescale": "off in Dinov3Family.build",
     "pos_embed_shift": "off in Dinov3Family.build",
@@ -48,15 +51,18 @@ def test_random_fields_are_rejected_or_harmless(model_type: str) -> None:
     for config in configs_of(model_type).values():
         for name in filter(RANDOM.search, vars(config)):
             changed = copy.copy(config)
-            value = 3 if isinstance(getattr(config, name), int) else 0.3
-            setattr(changed, name, True if name == "apply_spec_augment" else value)
-            if name.startswith("mask_"):
-                changed.apply_spec_augment = True
-            else:
-                changed.mask_time_prob = 0.3
-            wanted = "apply_spec_augment" if re.fullmatch(r"mask_\w+_prob", name) else name
-            rejected = any(f"] {wanted} = " in p for p in setting_problems("x", changed))
+            default = getattr(config, name)
+            value = True if isinstance(default, bool) else 3 if isinstance(default, int) else 0.3
+            setattr(changed, name, value)
+            rejected = any(f"] {name} = " in p for p in setting_problems("x", changed))
             assert rejected == (name not in HARMLESS), (type(config).__name__, name)
+
+
+def test_default_spec_augment_is_off_with_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = encoder_of("wav2vec2")
+    del model.encoders["eye"].config["apply_spec_augment"]
+    build_model(model, FreezeConfig())
+    assert "apply_spec_augment = true has no effect" in caplog.text
 
 
 def test_unread_keys_of_published_files_are_accepted() -> None:

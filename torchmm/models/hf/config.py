@@ -62,15 +62,25 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
         ConfigError: The config is missing or damaged, or has unknown keys or wrong values.
     """
     base: Any
-    if source is None:
-        base, override = _make_config(key, override or {}, override or {}), None
-    else:
-        base = _read_config(key, source)
+    written = override or {}
+    if written.get("apply_spec_augment"):
+        raise ConfigError(
+            f"[{key}] apply_spec_augment = true is not implemented; override it with false"
+        )
+    base = _make_config(key, written, written) if source is None else _read_config(key, source)
     if key.startswith("model.encoders."):
         base = getattr(base, "vision_config", None) or base
-    if not override:
-        return base
-    return _make_config(key, _merged(base.to_dict(), override), override)
+    if source is not None and written:
+        base = _make_config(key, _merged(base.to_dict(), written), written)
+    if getattr(
+        base, "apply_spec_augment", False
+    ):  # the default of Wav2Vec2 and its published files
+        logger.warning(
+            "[%s] apply_spec_augment = true has no effect: SpecAugment is not implemented; set it "
+            "to false to confirm",
+            key,
+        )
+    return base
 
 
 def _read_config(key: str, source: str) -> PreTrainedConfig:

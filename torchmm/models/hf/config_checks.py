@@ -39,9 +39,6 @@ def setting_problems(key: str, config: Any) -> list[str]:
         for name, value in settings.items()
         if value and is_random_rate(name, value)
     ]
-    masks = (getattr(config, f"mask_{part}_prob", 0) for part in ("time", "feature"))
-    if getattr(config, "apply_spec_augment", False) and any(masks):
-        problems.append("apply_spec_augment = true is not implemented; override it with false")
     for rope in rope_settings(config):
         kind = str(rope.get("rope_type"))
         if "mrope_section" in rope and (kind == "longrope" or "dynamic" in kind):
