@@ -66,11 +66,11 @@ def test_layers_are_tuned_for_the_order_that_is_kept(benchmark, methods):
 
 
 @pytest.mark.slow
-def test_the_best_combination_is_the_best_of_all_that_it_knows(benchmark, profile):
+def test_best_combination_is_at_least_as_fast_as_searched(benchmark, methods, profile):
     case = benchmark.Case("pipeweaver_vlm_s", 16, ("--training.global_batch_size=4",))
     recipe = benchmark.loaded(case)
     searched = benchmark.forecast("PipeWeaver", recipe, case.gpus, profile, "searched")
-    starts = benchmark.whole_actions(recipe, case.gpus, profile).starts[:1]
+    starts = methods.whole_actions(recipe, case.gpus, profile).starts[:1]
     found = benchmark.combined(recipe, case.gpus, profile, starts, [searched, None])
     assert found.method == "best combination" and found.note
     assert benchmark.key(found) <= benchmark.key(searched)
