@@ -27,9 +27,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torchmm.common.batch import ImageMeta, ImageSpec, SoundChunks
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
+from torchmm.data.layouts.columns import MAX_SAMPLING_RATE
 
-MAX_RATE = 768_000
-"""Samples per second accepted as plausible."""
 TOLERANCE_S = 0.1
 """Audio longer than the encoder reads by at most this time is cut: files of "30 s" often have a few
 milliseconds more, and no word fits into them."""
@@ -90,7 +89,7 @@ class AudioPreprocessor:
         except soundfile.LibsndfileError as error:
             kind = f"{len(data)} bytes starting with {data[:12]!r}"
             raise CorruptSampleError(f"not a sound ({kind}): {error}") from error
-        if info.frames < 1 or not 0 < info.samplerate <= MAX_RATE:
+        if info.frames < 1 or not 0 < info.samplerate <= MAX_SAMPLING_RATE:
             raise CorruptSampleError(
                 f"sound of {info.frames} samples at {info.samplerate} per second"
             )
