@@ -1306,7 +1306,7 @@ FAULTS = [
         "/dev/shm and --shm-size are named",
         "-",
         "FAIL: data.timeout_s passed, then other advice",
-        (f"{LIMITED}test_full_shared_memory_ends_run",),
+        (f"{LIMITED}test_small_shared_memory_warns_then_ends_run",),
     ),
     Fault(
         "N5, N16",

@@ -286,19 +286,25 @@ class Microbatch:
         """Copy in page-locked memory (called by the loader on CUDA machines)."""
         return self._map(lambda x: x.pin_memory())
 
-    def share_memory(self) -> tuple[Microbatch, int]:
-        """Return a copy in shared memory (/dev/shm), and its bytes.
+    def share_memory(self) -> Microbatch:
+        """Return a copy in shared memory (/dev/shm).
 
         Raises:
-            RuntimeError, OSError: the shared memory is full or cannot be written.
+            RuntimeError, OSError: The shared memory is full or cannot be written.
         """
+        return self._map(lambda x: x.share_memory_())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
         sizes: list[int] = []
 
-        def share(tensor: Tensor) -> Tensor:
+        def add(tensor: Tensor) -> Tensor:
             sizes.append(tensor.nbytes)
-            return tensor.share_memory_()
+            return tensor
 
-        return self._map(share), sum(sizes)
+        self._map(add)
+        return sum(sizes)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         encoders = {

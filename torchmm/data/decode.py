@@ -60,8 +60,6 @@ class DecodedStep:
     """Images, sounds and clips (or their frames) that were decoded, and drawings."""
     read_bytes: int = 0
     """Of records, a byte for every character, and of files."""
-    shared_bytes: int = 0
-    """Bytes of the tensors in shared memory."""
 
     def share_memory(self) -> DecodedStep:
         """Return a copy in shared memory; if that is full, a step with `failure`.
@@ -78,9 +76,7 @@ class DecodedStep:
                 microbatches=[],
                 failure=f"a data worker cannot write a step: {reason}; {MORE_SHARED_MEMORY}",
             )
-        return replace(
-            self, microbatches=[m for m, _ in shared], shared_bytes=sum(n for _, n in shared)
-        )
+        return replace(self, microbatches=shared)
 
     def pin_memory(self) -> DecodedStep:
         """Copy in page-locked memory."""
@@ -177,6 +173,18 @@ class StepDecoder(Dataset[DecodedStep]):
         step.read_bytes += opened.read_bytes
         return step
 
+    def step_bytes(self, microbatches: list[list[PackItems]]) -> int:
+        """Return the bytes of a step's tensors, without reading or decoding anything.
+
+        Positions of targets, 8 bytes each, do not count: blank samples have none.
+        """
+        blank = [
+            self._microbatch(packs, _Wanted(images))
+            for packs, images in zip(microbatches, self.wanted(microbatches), strict=True)
+        ]
+        step = with_noise(self.drawings, DecodedStep(blank, {}), microbatches)
+        return sum(microbatch.nbytes for microbatch in step.microbatches)
+
     def images(self, feed: int, index: int) -> list[Image.Image]:
         """Images and frames of a sample, upright RGB; none if its source is a stream."""
         source = self._sources[feed]
@@ -205,12 +213,20 @@ class StepDecoder(Dataset[DecodedStep]):
         return blank_out(self._reader, microbatch, packs, self._sequence_length, torn)
 
     def _microbatch(
-        self, packs: list[PackItems], wanted: _Wanted, step: DecodedStep, opened: Opened
+        self,
+        packs: list[PackItems],
+        wanted: _Wanted,
+        step: DecodedStep | None = None,
+        opened: Opened | None = None,
     ) -> Microbatch:
+        """Return the microbatch of these samples; without `step`, its samples are blank."""
         row = RowBuilder(self._reader, wanted.images)
         for pack in packs:
             for item in pack:
                 own = wanted.next(item, self._reader.encoders)
+                if step is None or opened is None:
+                    row.append(self._blank(item, own), item.meta)
+                    continue
                 try:
                     sample = self._decode(item, own, step, opened)
                 except CorruptSampleError as error:

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import datasets
@@ -236,6 +237,7 @@ class Loader:
         # The wait is in a thread, because a read that blocks for ever must not keep this one from
         # noticing the time limit or a stop signal; see `torchmm.data.waiting`.
         steps = iter(self._loader)
+        self._check_shared_memory()  # Workers have only started, and have written nothing.
         device = torch.cuda.current_device() if self._pin_memory else None
         waiting = Waiting(partial(next, steps, None), partial(_use_device, device))
         number = 0
@@ -250,8 +252,6 @@ class Loader:
                     return
                 if step.failure:
                     raise DataError(step.failure)
-                if number == 0:
-                    self._check_shared_memory(step.shared_bytes)
                 plan = self._queue.pop()
                 number += 1
                 batch = StepBatch(
@@ -271,11 +271,14 @@ class Loader:
             waiting.close()
             self._queue.close()
 
-    def _check_shared_memory(self, step_bytes: int) -> None:
+    def _check_shared_memory(self) -> None:
         """Warn if all steps that workers of this machine prepare exceed the shared memory."""
+        plan = self._queue.known
+        if not self._prefetched or plan is None or not Path(SHARED_MEMORY).is_dir():
+            return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed = step_bytes * self._prefetched * ranks
-        if needed and needed > (size := shutil.disk_usage(SHARED_MEMORY).total):
+        needed = self._decoder.step_bytes(plan.ranks[self._rank]) * self._prefetched * ranks
+        if needed > (size := shutil.disk_usage(SHARED_MEMORY).total):
             logger.warning(
                 "/dev/shm has %.1f MB, but %d prefetched steps of %d local ranks, as large as the "
                 "first one, need %.1f MB; %s, or lower data.prefetch",

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -429,3 +430,27 @@ def test_workers_outlive_the_signals_of_launchers(make):
             os.kill(pid, number)
     time.sleep(0.2)
     assert len(take(batches, 20)) == 20
+
+
+@pytest.mark.parametrize("spec", [CLIP, NAFLEX])
+def test_step_bytes_match_decoded_step(make, spec):
+    loader = make(spec, microbatch_size=2)
+    packs = loader._queue.peek().ranks[0]
+    step = loader._decoder[packs]
+    nbytes = sum(m.nbytes - m.target_positions_L.nbytes for m in step.microbatches)
+    assert nbytes > sum(m.encoders["vision"].pixels.nbytes for m in step.microbatches) > 0
+    assert loader._decoder.step_bytes(packs) == nbytes
+
+
+@pytest.mark.parametrize(("missing_bytes", "warnings"), [(1, 1), (0, 0)])
+def test_small_shared_memory_warns_before_first_step(
+    make, monkeypatch, caplog, missing_bytes, warnings
+):
+    loader = make(workers=1)
+    step = loader._decoder.step_bytes(loader._queue.peek().ranks[0])
+    size = SimpleNamespace(total=step * loader._prefetched * 3 - missing_bytes)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr("torchmm.data.loader.shutil.disk_usage", lambda _: size)
+    monkeypatch.setattr(loader, "_wait", lambda *_: None)  # No step arrives.
+    assert list(loader.batches()) == []
+    assert caplog.text.count("/dev/shm has") == warnings
