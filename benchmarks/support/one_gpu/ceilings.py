@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -68,7 +70,7 @@ def device_ms(run: Callable[[], object], device: torch.device, runs: int = 10) -
         run()
         marks.append(Mark(device))
     synchronize(device)
-    return median(a.until(b) for a, b in zip(marks, marks[1:], strict=False))
+    return median(a.until(b) for a, b in pairwise(marks))
 
 
 def host_us(run: Callable[[], object], device: torch.device) -> float:
@@ -170,8 +172,8 @@ def measure_attention(
     }
     if device.type != "cuda":
         kernels = {"sdpa default": None}
-    for name, heads in HEADS.items():
-        heads = heads.small() if small else heads
+    for name, published in HEADS.items():
+        heads = published.small() if small else published
         with recorder.attempt("attention", name, "inputs", 5):
             query, key, value = _inputs(heads, device, dtype)
             expected = _sdpa(query.float(), key.float(), value.float(), heads)
@@ -281,5 +283,6 @@ def _measure_flex(
         call = torch.compile(flex.flex_attention)
         inputs = _inputs(heads, device, dtype)
         expected = _sdpa(*(x.float() for x in inputs), heads)
+        run = partial(call, block_mask=mask, enable_gqa=True)
         _measure_kernel(recorder, name, "flex compiled", heads, inputs, expected,
-                        lambda q, k, v: call(q, k, v, block_mask=mask, enable_gqa=True))  # fmt: skip
+                        run)  # fmt: skip

@@ -290,7 +290,7 @@ def build_side(
     batches: list[StepBatch],
     folder: Path,
     device: torch.device,
-    changes: Mapping[str, Any] = {},  # noqa: B006 - never changed
+    changes: Mapping[str, Any] = {},
 ) -> OurSide:
     """Build torchmm for a case.
 

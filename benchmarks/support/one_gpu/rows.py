@@ -123,7 +123,7 @@ class Recorder:
             self._disarm()
             self.skip(part, case, side, f"time limit of {limit_s:.0f} s")
             traceback.clear_frames(error.__traceback__)
-        except Exception as error:  # noqa: BLE001 - counted, limited, and a result
+        except Exception as error:  # counted, limited, and a result
             self._disarm()
             self._add_error(part, case, side, error)
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -105,8 +106,8 @@ def time_steps(side: Side, device: torch.device, budget_s: float, quick: bool = 
         marks.append(Mark(device))
         host_s.append(_host_s(side))
     synchronize(device)
-    step_ms = [a.until(b) for a, b in zip(marks, marks[1:], strict=False)]
-    host_ms = median((b - a) * 1e3 for a, b in zip(host_s, host_s[1:], strict=False))
+    step_ms = [a.until(b) for a, b in pairwise(marks)]
+    host_ms = median((b - a) * 1e3 for a, b in pairwise(host_s))
     found = record_kernels(lambda: side.step(0), device)
     busy_ms = None if found is None else merged_ns(k.span for k in found) / 1e6
     return Timed(step_ms, host_ms, busy_ms, losses[0], steps, warm_up_s)

@@ -1,8 +1,8 @@
 """Other programs as sides: a plain Hugging Face loop and TRL's SFTTrainer.
 
 The loop has float32 parameters, bf16 by autocast, sdpa attention on padded samples, gradient
-clipping and one fused AdamW. Variants compile each layer, replace layers and loss by liger-kernel's,
-and pack samples, with torchmm's attention function in the place of flash-attn.
+clipping and one fused AdamW. Variants compile each layer, use the layers and the loss of
+liger-kernel, and pack samples, with torchmm's attention function in place of flash-attn.
 """
 
 from __future__ import annotations
