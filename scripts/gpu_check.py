@@ -2,11 +2,10 @@
 
     python scripts/gpu_check.py [--json FILE] [--minutes 9] [--only NAME ...]
 
-Each result is printed, and appended to FILE as a JSON object, as soon as it is known. It has a value, an
-expected value and a verdict. Every check has a time limit; a check that exceeds it is reported as
-"not run". The script requires the small data set of the quickstart
-(`python scripts/prepare_data.py emoji_scenes`). The exit code is 1 if a result is wrong. For speed,
-see `benchmarks/one_gpu.py`.
+Each result is printed, and appended to FILE as a JSON object, as soon as it is known. It has the
+value, the expected value and a verdict. A check that exceeds its time limit is "not run". The
+script requires the data set of the quickstart (`python scripts/prepare_data.py emoji_scenes`). The
+exit code is 1 if a result is wrong. `benchmarks/one_gpu.py` measures speed.
 
     losses       first steps of the quickstart on the GPU against the CPU, in float32 and bfloat16,
                  and over 2 GPUs: FSDP2, pipelines, tensor parallelism with and without overlap,

@@ -22,7 +22,7 @@ from support.one_gpu.ours import (
     switched_off,
 )
 from support.one_gpu.rows import Recorder
-from support.one_gpu.steps import Side, Timed, synchronize, time_steps
+from support.one_gpu.steps import Side, Timed, merged_ns, record_kernels, synchronize, time_steps
 from support.one_gpu.theirs import VARIANTS, HfSide, TrlSide, Variant, smaller
 from support.one_gpu.trace import trace_step
 from torchmm.data.loader import StepBatch
@@ -35,6 +35,8 @@ FIRST_VARIANTS = ("HF compiled", "HF compiled, packed, liger-kernel")
 """Variants that goals refer to. The others come last."""
 RATIO_MUST, RATIO_AIM = 1.10, 1.30
 MEMORY_ERROR = 5.0
+MIN_LEFT_S = 8.0
+"""Time below which no side is built."""
 """Goal: difference between predicted and measured peak memory in %."""
 
 
@@ -109,33 +111,34 @@ def run_large(bench: Bench) -> None:
     """Time torchmm on the large models."""
     cases = list(large_cases(bench.device))
     for case in cases[:1] if bench.quick else cases:
-        if bench.recorder.left_s < (1 if bench.small else 20):
+        if bench.recorder.left_s < 20:
             bench.recorder.skip("large", case.name, "torchmm", "no time left")
             continue
-        with bench.recorder.attempt("large", case.name, "inputs", 60):
+        with bench.recorder.attempt("large", case.name, "inputs", 80):
             tiny = bench.case(case)
             _, batches = bench.inputs(tiny)
-            _run_ours(bench, "large", tiny, batches, "torchmm", 60)
+            _run_ours(bench, "large", tiny, batches, "torchmm", 80 if case is VL_FULL else 55)
 
 
 def run_switches(bench: Bench) -> None:
     """Turn off one change after the other, run the remaining programs, and torchmm again."""
-    case = bench.case(SMALL_VLM)
-    update_case = bench.case(VL_FULL)
-    with bench.recorder.attempt("switches", case.name, "inputs", 400):
-        model, batches = bench.inputs(case)
-        if not bench.quick:
-            _run_ours(bench, "switches", case, batches, "without compile", 30)
+    case, update_case = bench.case(SMALL_VLM), bench.case(VL_FULL)
+    with bench.recorder.attempt("switches", case.name, "inputs", 90):
+        _, batches = bench.inputs(case)
         _run_ours(bench, "switches", case, batches, "with FSDP2", 40)
         _run_ours(bench, "switches", case, batches, "without fused loss", 40)
-        for name, variant in VARIANTS.items():
-            if name not in FIRST_VARIANTS and not bench.quick:
-                _run_theirs(bench, "switches", case, model, batches, variant, 40)
-        if not bench.quick:
-            _run_ours(bench, "switches", case, batches, "torchmm again", 30)
-    with bench.recorder.attempt("switches", update_case.name, "inputs", 60):
+    with bench.recorder.attempt("switches", update_case.name, "inputs", 70):
         _, batches = bench.inputs(update_case)
         _run_ours(bench, "switches", update_case, batches, "without fused update", 60)
+    if bench.quick:
+        return
+    with bench.recorder.attempt("switches", case.name, "inputs", 300):
+        model, batches = bench.inputs(case)
+        _run_ours(bench, "switches", case, batches, "without compile", 30)
+        _run_ours(bench, "switches", case, batches, "torchmm again", 30)
+        for name, variant in VARIANTS.items():
+            if name not in FIRST_VARIANTS:
+                _run_theirs(bench, "switches", case, model, batches, variant, 40)
 
 
 def run_trace(bench: Bench) -> None:
@@ -175,6 +178,9 @@ def _run_ours(
 ) -> None:
     """Time torchmm; `name` may be a switch."""
     recorder, device = bench.recorder, bench.device
+    if recorder.left_s < MIN_LEFT_S:
+        recorder.skip(part, case.name, name, "no time left")
+        return
     with recorder.attempt(part, case.name, name, limit_s):
         switch = switched_off(name) if name in SWITCHES else _no_switch()
         try:
@@ -184,6 +190,7 @@ def _run_ours(
                 timed = time_steps(side, device, _budget_s(bench, limit_s), bench.small)
                 _add_rows(bench, part, case, name, side, timed)
                 _add_own_rows(bench, part, case, name, side, timed)
+                _add_idle(bench, part, case, name, side, timed)
                 if name == "torchmm" and part == "small" and bench.traces:
                     with recorder.attempt("trace", case.name, name, 25):
                         _trace(bench, case, side)
@@ -210,6 +217,9 @@ def _run_theirs(
     if variant.missing:
         recorder.skip(part, case.name, variant.name, f"{variant.missing} is not installed")
         return
+    if recorder.left_s < MIN_LEFT_S:
+        recorder.skip(part, case.name, variant.name, "no time left")
+        return
     flops = bench.flops.get(case.name, [0.0] * len(batches))
     for attempt in (variant, smaller(variant)):
         before = len(recorder.rows)
@@ -226,6 +236,7 @@ def _run_theirs(
                     torch.cuda.reset_peak_memory_stats(device)
                 timed = time_steps(side, device, _budget_s(bench, limit_s), bench.small)
                 _add_rows(bench, part, case, variant.name, side, timed, f"{attempt.passes} passes")
+                _add_idle(bench, part, case, variant.name, side, timed)
             finally:
                 side.close()
         if not any(row.metric == "out of memory" for row in recorder.rows[before:]):
@@ -258,10 +269,6 @@ def _add_rows(
     add("step", ms, "ms", f"{len(timed.step_ms)} steps, fastest {min(timed.step_ms):.1f} ms")
     add("warm-up", timed.warm_up_s, "s")
     add("host", timed.host_ms, "ms")
-    if timed.busy_ms is not None:
-        add("GPU busy", timed.busy_ms, "ms")
-        first = [step for step, i in zip(timed.step_ms, timed.steps, strict=True) if i == 0]
-        add("GPU idle", 100 * max(0.0, 1 - timed.busy_ms / min(first or [ms])), "%")
     if bench.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(bench.device)
         add("peak memory", peak / 2**30, "GiB")
@@ -295,10 +302,19 @@ def _add_own_rows(
     side.step(0)
     synchronize(bench.device)
     modules = side.measured_module_ms()
-    first = [ms for ms, i in zip(timed.step_ms, timed.steps, strict=True) if i == 0]
-    step_ms = min(first or timed.step_ms)
     sizes = side.sizes(0)
-    bench.measured.append(MeasuredStep(case.name, name, sizes, step_ms, update_ms, modules))
+    bench.measured.append(MeasuredStep(case.name, name, sizes, timed.first_ms, update_ms, modules))
+
+
+def _add_idle(bench: Bench, part: str, case: Case, name: str, side: Side, timed: Timed) -> None:
+    """Profile one more step for the time in which the GPU runs no kernel."""
+    kernels = record_kernels(lambda: side.step(0), bench.device)
+    if kernels is None:
+        return
+    busy_ms = merged_ns(kernel.span for kernel in kernels) / 1e6
+    bench.recorder.add(part, case.name, name, "GPU busy", busy_ms, "ms")
+    idle = 100 * max(0.0, 1 - busy_ms / timed.first_ms)
+    bench.recorder.add(part, case.name, name, "GPU idle", idle, "%")
 
 
 def _add_ratio(bench: Bench, case: Case, names: tuple[str, ...]) -> None:

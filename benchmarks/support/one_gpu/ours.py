@@ -280,9 +280,11 @@ class OurSide:
         return found
 
     def close(self) -> None:
-        """Stop the threads of the trainer."""
+        """Stop the threads of the trainer and let go of the model."""
         self.trainer.close()
+        del self.trainer, self.batches
         self.outcome = None
+        self.updates.clear()
 
 
 def build_side(

@@ -122,7 +122,7 @@ class Recorder:
         except LimitError as error:
             self._disarm()
             self.skip(part, case, side, f"time limit of {limit_s:.0f} s")
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
         except Exception as error:  # counted, limited, and a result
             self._disarm()
             self._add_error(part, case, side, error)
@@ -143,7 +143,7 @@ class Recorder:
                 log.write(
                     f"== {part}, {case}, {side}\n{''.join(traceback.format_exception(error))}"
                 )
-        traceback.clear_frames(error.__traceback__)
+        _clear_frames(error)
         if self.errors > MAX_ERRORS:
             raise RuntimeError(f"more than {MAX_ERRORS} errors; see errors.log") from None
 
@@ -200,6 +200,13 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Let go of the local variables of an error's frames, which may hold a model."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _expire(_: int, __: FrameType | None) -> None:

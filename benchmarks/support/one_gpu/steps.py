@@ -60,14 +60,12 @@ class Timed:
     Attributes:
         step_ms: time of each timed step on the device.
         host_ms: time per step in which the host did not wait for the device, median.
-        busy_ms: time during which the device ran a kernel, of one profiled step. None if unknown.
         first_loss: loss of the first step.
         steps: numbers of the timed batches.
     """
 
     step_ms: list[float]
     host_ms: float
-    busy_ms: float | None
     first_loss: float
     steps: list[int]
     warm_up_s: float
@@ -76,6 +74,12 @@ class Timed:
     def median_ms(self) -> float:
         """Median time of a step."""
         return median(self.step_ms)
+
+    @property
+    def first_ms(self) -> float:
+        """Time of the fastest step on the first batch."""
+        pairs = zip(self.step_ms, self.steps, strict=True)
+        return min([ms for ms, index in pairs if index == 0] or self.step_ms)
 
 
 def synchronize(device: torch.device) -> None:
@@ -94,7 +98,11 @@ def time_steps(side: Side, device: torch.device, budget_s: float, quick: bool = 
     batches = len(side.tokens)
     begin_s = time.perf_counter()
     warm_up, timed = (1, MIN_TIMED) if quick else (WARM_UP, TIMED)
-    losses = [side.step(i % batches) for i in range(warm_up)]
+    losses = [side.step(0)]
+    for i in range(1, warm_up):
+        if i > 1 and time.perf_counter() - begin_s > budget_s / 2:
+            break
+        losses.append(side.step(i % batches))
     synchronize(device)
     warm_up_s = time.perf_counter() - begin_s
     marks, host_s, steps = [Mark(device)], [_host_s(side)], []
@@ -108,9 +116,7 @@ def time_steps(side: Side, device: torch.device, budget_s: float, quick: bool = 
     synchronize(device)
     step_ms = [a.until(b) for a, b in pairwise(marks)]
     host_ms = median((b - a) * 1e3 for a, b in pairwise(host_s))
-    found = record_kernels(lambda: side.step(0), device)
-    busy_ms = None if found is None else merged_ns(k.span for k in found) / 1e6
-    return Timed(step_ms, host_ms, busy_ms, losses[0], steps, warm_up_s)
+    return Timed(step_ms, host_ms, losses[0], steps, warm_up_s)
 
 
 def _host_s(side: Side) -> float:

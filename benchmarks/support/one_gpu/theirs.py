@@ -150,7 +150,8 @@ class HfSide:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
 
     def close(self) -> None:
-        """Put back the functions that liger-kernel replaced."""
+        """Let go of the model, and put back the functions that liger-kernel replaced."""
+        del self.model, self.optimizer, self.batches
         if self._globals is not None:
             _restore_globals(self._globals)
 
@@ -182,6 +183,11 @@ class TrlSide(HfSide):
         accelerator = self.trainer.accelerator
         self.model, self.optimizer = accelerator.prepare(self.trainer.model, self.optimizer)
         self.model.train()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        del self.trainer
+        super().close()
 
     def backward(self, inputs: Inputs, targets: int, passes: int) -> Tensor:
         """Run the training step of the trainer."""

@@ -39,8 +39,7 @@ def test_lines_arrive_before_the_time_limit(tmp_path: Path) -> None:
     script.write_text("import time; print('first', flush=True); time.sleep(60)")
     found = []
     with pytest.raises(gpu_check.OutOfTimeError):
-        for line in machine(tmp_path, 5).lines(str(script), []):
-            found.append((line, time.monotonic()))
+        found.extend((line, time.monotonic()) for line in machine(tmp_path, 5).lines(script, []))
     assert [line for line, _ in found] == ["first\n"]
     assert time.monotonic() - found[0][1] < 45
 
