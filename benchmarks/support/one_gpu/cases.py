@@ -202,7 +202,12 @@ def make_microbatch(model: MultimodalModel, meta: MicrobatchMeta) -> Microbatch:
         following[is_image_T[start + 1 : stop]] = IGNORE_TARGET
         targets_T[start : stop - 1] = following
     return replace(
-        made, input_ids_T=ids_T, targets_T=targets_T, encoders=encoders, target_positions_L=None
+        made,
+        input_ids_T=ids_T,
+        targets_T=targets_T,
+        position_ids=made.position_ids.contiguous(),  # expanded tensors cannot be page-locked
+        encoders=encoders,
+        target_positions_L=None,
     )
 
 

@@ -107,8 +107,8 @@ def draw(tensor: Tensor, name: str) -> None:
         local.fill_(1.0 if name.endswith(("weight", "magnitude")) else 0.0)
         return
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-    generator = torch.Generator(local.device).manual_seed(seed)
-    local.normal_(0.0, 0.02, generator=generator)
+    torch.manual_seed(seed)
+    local.normal_(0.0, 0.02)
 
 
 def draw_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) -> None:
