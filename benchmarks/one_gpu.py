@@ -46,7 +46,7 @@ from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.metrics import peak_flops
 
-SECONDS, SMALL_SECONDS, QUICK_SECONDS = 560.0, 3600.0, 40.0
+SECONDS, SMALL_SECONDS, QUICK_SECONDS = 560.0, 3600.0, 30.0
 SMALL_PATIENCE = 20.0
 """Factor of the limits of parts with `--small`, as CPUs may be shared."""
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "trl", "torchao", "accelerate")
@@ -138,7 +138,8 @@ def _run_part(bench: Bench, name: str) -> None:
     try:
         with recorder.attempt(name, "part", "all", limit_s):
             run(bench)
-    except LimitError:  # expired while the attempt ended
+    except LimitError:  # expired while an attempt ended
+        recorder.reset()
         recorder.skip(name, "part", "all", "time limit")
 
 

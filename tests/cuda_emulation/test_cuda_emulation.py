@@ -353,3 +353,24 @@ def test_gpu_check_finds_right_results(built, tmp_path, real_data) -> None:
     assert [x["verdict"] for x in by_check["families"]] == ["ok"] * 4
     assert [x["verdict"] for x in by_check["losses"]][:2] == ["ok", "ok"]
     assert {x["check"] for x in lines} == set(GPU_CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("start", "ceilings", "attention", "small", "trace"),
+        pytest.param(("large", "layers", "stages"), marks=pytest.mark.campaign),
+        pytest.param(("switches",), marks=pytest.mark.campaign),
+        pytest.param(("second",), marks=pytest.mark.campaign),
+    ],
+    ids=lambda parts: parts[-1],
+)
+def test_one_gpu_parts_run_without_errors(parts, built, tmp_path) -> None:
+    run([sys.executable, str(HERE / "emulate.py"), "benchmarks/one_gpu.py", "--small",
+         "--out", str(tmp_path), "--parts", *parts])  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+    assert not [row for row in rows if row["metric"] in ("error", "out of memory")]
+    assert not [row for row in rows if row["note"].startswith(("WRONG", "time limit"))]
+    measured = {row["part"] for row in rows if row["value"] is not None}
+    assert measured >= set(parts)

@@ -42,8 +42,8 @@ class Heads(NamedTuple):
 
     def small(self) -> Heads:
         """Return the case with a tiny size."""
-        return self._replace(query_heads=2, key_heads=2 if self.key_heads == self.query_heads else 1,
-                             width=16, batch=2, length=24)  # fmt: skip
+        key_heads = 2 if self.key_heads == self.query_heads else 1
+        return Heads(2, key_heads, 16, 2, 24, self.causal)
 
     @property
     def flops(self) -> float:

@@ -132,6 +132,11 @@ class Recorder:
             free_memory()
             self._arm()
 
+    def reset(self) -> None:
+        """Forget all limits but that of the program."""
+        self._disarm()
+        del self._ends_s[1:]
+
     def _add_error(self, part: str, case: str, side: str, error: Exception) -> None:
         text = " ".join(str(error).split())[:300]
         if isinstance(error, torch.OutOfMemoryError):

@@ -203,18 +203,8 @@ class TrlSide(HfSide):
 def _build_model(
     ours: MultimodalModel, device: torch.device, variant: Variant, backend: str
 ) -> Any:
-    with torch.device(device):
-        if ours.composite is not None:
-            model: Any = LlavaForConditionalGeneration._from_config(
-                copy.deepcopy(ours.composite), attn_implementation="sdpa", dtype=torch.float32
-            )
-            model.model.vision_tower.use_head = False  # no LLaVA model reads it
-            towers = [model.model.vision_tower.encoder, model.model.language_model]
-        else:
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(ours.llm.text_config), attn_implementation="sdpa", dtype=torch.float32
-            )
-            towers = [model.model]
+    """Return Hugging Face's model with the weights that torchmm draws."""
+    model = _empty_model(ours, device)
     prefixes = hf_prefixes(ours)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in ours.named_modality_modules():
@@ -224,14 +214,27 @@ def _build_model(
             if theirs in parameters:
                 draw(parameters[theirs], f"{prefix}.{copies.get(name, name)}")
     if variant.packed:
-        towers[-1].config._attn_implementation = PACKED
+        model.config.get_text_config()._attn_implementation = PACKED
     if variant.liger:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
-    if variant.compiled:
-        for tower in towers:
-            for layer in tower.layers:
-                layer.compile(backend=backend)
+    lists = [m for n, m in model.named_modules() if n.endswith("layers")]
+    for layer in (layer for layers in lists if variant.compiled for layer in layers):
+        layer.compile(backend=backend)
     return model.train()
+
+
+def _empty_model(ours: MultimodalModel, device: torch.device) -> Any:
+    """Return Hugging Face's model; its buffers are filled."""
+    settings: Any = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    with torch.device(device):
+        if ours.composite is None:
+            return AutoModelForCausalLM.from_config(copy.deepcopy(ours.llm.text_config), **settings)
+        config = copy.deepcopy(ours.composite)
+        model = LlavaForConditionalGeneration._from_config(config, **settings)
+    for module in model.model.vision_tower.modules():
+        if hasattr(module, "use_head"):
+            module.use_head = False  # no LLaVA model reads it
+    return model
 
 
 def _samples(microbatch: Microbatch) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
