@@ -19,18 +19,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    LlavaForConditionalGeneration,
+)
 
 from support.captions import load_captions
 from support.one_gpu.ours import draw
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
 from torchmm.data.loader import StepBatch
 from torchmm.models.hf.export import hf_name, hf_prefixes
-from torchmm.models.layers.attention import PACKED, Segments
+from torchmm.models.layers.attention import Segments, attention
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.recipe import Recipe
 
 Inputs = dict[str, Any]
+PACKED = "packed_autocast"
+
+
+def packed_autocast(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Run torchmm's packed attention in the dtype of autocast, as sdpa does."""
+    return attention(module, query.to(value.dtype), key.to(value.dtype), value, *args, **kwargs)
+
+
+AttentionInterface.register(PACKED, packed_autocast)
 
 
 @dataclass(frozen=True)
