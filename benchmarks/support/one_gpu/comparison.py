@@ -135,6 +135,8 @@ def run_switches(bench: Bench) -> None:
     with bench.recorder.attempt("switches", case.name, "inputs", 300):
         model, batches = bench.inputs(case)
         _run_ours(bench, "switches", case, batches, "without compile", 30)
+        if bench.device.type == "cuda":  # compiled code of a CPU takes minutes
+            _run_ours(bench, "switches", case, batches, "all layers compiled", 45)
         _run_ours(bench, "switches", case, batches, "torchmm again", 30)
         for name, variant in VARIANTS.items():
             if name not in FIRST_VARIANTS:

@@ -64,6 +64,7 @@ class Switch(NamedTuple):
 
 SWITCHES: Mapping[str, Switch] = {
     "without compile": Switch(settings={"compile": {"enabled": False}}),
+    "all layers compiled": Switch(settings={"compile": {"enabled": True}}),
     "with FSDP2": Switch("torchmm.parallel.fsdp", "needs_fsdp", True),
     "without fused loss": Switch("torchmm.models.layers.loss", "uses_fused_loss"),
     "without fused update": Switch("torchmm.training.optimizers.compact", "fuses_updates"),

@@ -161,8 +161,12 @@ def test_targets_are_next_text_tokens(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
-    [("start", "ceilings", "attention", "stages"), ("small", "trace", "large", "layers"),
-     ("switches",), ("second",)],
+    [
+        ("start", "ceilings", "attention", "stages"),
+        pytest.param(("small", "trace", "large", "layers"), marks=pytest.mark.campaign),
+        pytest.param(("switches",), marks=pytest.mark.campaign),
+        pytest.param(("second",), marks=pytest.mark.campaign),
+    ],
     ids=lambda parts: parts[-1],
 )  # fmt: skip
 def test_small_parts_run_without_errors(parts, tmp_path, train_server):
