@@ -1,36 +1,34 @@
-"""Check this machine's GPUs: is what torchmm computes on them right, and fast, and if not, what.
+"""Check that torchmm computes the right results on the GPUs of this machine.
 
-    python scripts/gpu_check.py [--json FILE] [--minutes 10] [--only NAME ...]
+    python scripts/gpu_check.py [--json FILE] [--minutes 9] [--only NAME ...]
 
-Prints a line for each check: what was found, what is expected, and a verdict. Checks that no longer
-fit into the time are named and left out. Needs the small data set of the quickstart
-(`python scripts/prepare_data.py emoji_scenes`). Exit code 1 if a result is wrong, whatever the
-speed.
+Each result is printed, and appended to FILE as a JSON object, as soon as it is known. It has the
+value, the expected value and a verdict. A check that exceeds its time limit is "not run". The
+script requires the data set of the quickstart (`python scripts/prepare_data.py emoji_scenes`). The
+exit code is 1 if a result is wrong. `benchmarks/one_gpu.py` measures speed.
 
-    losses       the quickstart's first steps on the GPU against the CPU, in float32 and bfloat16,
+    losses       first steps of the quickstart on the GPU against the CPU, in float32 and bfloat16,
                  and over 2 GPUs: FSDP2, pipelines, tensor parallelism with and without overlap,
                  encoders on a side stream
-    attention    which kernels packed attention runs
+    attention    kernels that packed attention runs
     families     gradients of a small model of every family on one GPU against the CPU
-    speed        SigLIP-so400m with Qwen3-1.7B and 8B against Hugging Face, with and without compile
-    data         how long steps wait for samples
-    saving       how much longer a step takes while a checkpoint is written
-    calibration  how far `--dry-run` with a profile measured here is off
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal, NamedTuple, cast
 
 from torchmm.common.errors import ConfigError
@@ -45,7 +43,10 @@ ENDING_S = 40
 EXACT, ROUNDED = 1e-4, 3e-2
 """Relative difference of losses from the CPU's in float32: in the same dtype (kernels add in other
 orders), in bfloat16."""
-MOST_WAITING, MOST_SLOWER, MOST_OFF = 0.05, 1.25, 0.25
+LIMITS_S = {"losses": 280.0, "attention": 45.0, "families": 280.0}
+"""Time limit of each check."""
+FAMILY_SOURCES = ("torchmm/models", "benchmarks/support/cases", "torchmm/common")
+"""Directories that the results of "families" depend on."""
 
 Verdict = Literal["ok", "look", "WRONG", "not run"]
 
@@ -75,7 +76,9 @@ class Machine:
     Attributes:
         gpus: how many are used at most.
         through: script through which every program is started; for tests without GPUs.
-        small: shapes of tests instead of published ones; figures then say nothing.
+        small: whether models are tiny, for tests.
+        families: "all", "changed" or "none".
+        since: results of an earlier run, for "changed".
     """
 
     gpus: int
@@ -83,6 +86,8 @@ class Machine:
     folder: Path
     through: Path | None = None
     small: bool = False
+    families: str = "all"
+    since: Path | None = None
     runs: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
@@ -96,11 +101,20 @@ class Machine:
         return self.ends_at - time.monotonic()
 
     def run(self, script: str, arguments: Iterable[str], ranks: int = 1) -> str:
-        """Standard output of a script of the repository.
+        """Return the standard output of a script of the repository.
 
         Raises:
-            FailedError: it ended with an error.
-            OutOfTimeError: time was over.
+            FailedError: the script failed.
+            OutOfTimeError: the time limit expired.
+        """
+        return "".join(self.lines(script, arguments, ranks))
+
+    def lines(self, script: str, arguments: Iterable[str], ranks: int = 1) -> Iterator[str]:
+        """Yield the lines of the standard output of a script as they are written.
+
+        Raises:
+            FailedError: the script failed.
+            OutOfTimeError: the time limit expired.
         """
         start = [sys.executable]
         if ranks > 1:
@@ -108,24 +122,40 @@ class Machine:
         start += [str(self.through)] if self.through else []
         paths = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        process = subprocess.Popen(
-            [*start, str(ROOT / script), *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            with working(f"running {script}"):
-                out, errors = process.communicate(timeout=max(1.0, self.left_s))
-        except subprocess.TimeoutExpired as error:
-            _end(process)
-            raise OutOfTimeError("took longer than there was time") from error
-        if process.returncode:
-            said = (errors or out).strip().splitlines()
-            raise FailedError(f"exit code {process.returncode}: {' / '.join(said[-2:])}")
-        return out
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                [*start, str(ROOT / script), *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+            expired = threading.Event()
+
+            def expire() -> None:
+                expired.set()
+                _end(process)
+
+            timer = threading.Timer(max(1.0, self.left_s), expire)
+            timer.start()
+            printed = []
+            try:
+                with working(f"running {script}"):
+                    for line in process.stdout or ():
+                        printed.append(line)
+                        yield line
+                    process.wait()
+            finally:
+                timer.cancel()
+                if process.poll() is None:
+                    _end(process)
+            if expired.is_set():
+                raise OutOfTimeError("the time limit expired")
+            if process.returncode:
+                errors.seek(0)
+                text = (errors.read() or "".join(printed)).strip().splitlines()
+                raise FailedError(f"exit code {process.returncode}: {' / '.join(text[-2:])}")
 
     def train(self, name: str, changes: Mapping[str, object], ranks: int = 1) -> list[dict]:
         """The lines of metrics.jsonl of a run of the quickstart's recipe."""
@@ -223,77 +253,53 @@ def check_attention(machine: Machine) -> Iterator[Line]:
 
 
 def check_families(machine: Machine) -> Iterator[Line]:
-    """Gradients of every family, in float32 and bfloat16."""
-    wanted = ["--families", *(["llama", "qwen3_vl"] if machine.small else [])]
-    for line in machine.run("scripts/gpu_check.py", wanted).splitlines():
-        case, found, expected, said = line.split("; ")
-        yield Line("families", case, found, expected, cast(Verdict, said))
+    """Gradients of the families, in float32 and bfloat16."""
+    if machine.families == "none":
+        yield Line("families", "all", "--families none", "", "not run")
+        return
+    names = ["llama", "qwen3_vl"] if machine.small else []
+    kept = unchanged_families(machine.since) if machine.families == "changed" else set()
+    if kept:
+        yield Line("families", f"{len(kept)} families", "unchanged since an earlier run", "", "ok")
+    arguments = ["--gradients", *names, *(f"-{name}" for name in sorted(kept))]
+    for line in machine.lines("scripts/gpu_check.py", arguments):
+        case, found, expected, verdict = line.rstrip("\n").split("; ")
+        yield Line("families", case, found, expected, cast(Verdict, verdict))
 
 
-def check_speed(machine: Machine) -> Iterator[Line]:
-    """`benchmarks/single_device.py`, shape by shape."""
-    shapes = ["tiny"] if machine.small else ["so400m_qwen3_1.7b", "so400m_qwen3_8b_frozen_llm"]
-    for shape in shapes:
-        file = machine.folder / f"{shape}.json"
-        wanted = ["--quick", "--device", "cuda", "--shapes", shape, "--json", str(file)]
-        machine.run("benchmarks/single_device.py", [*wanted, "--baselines", "Hugging Face"])
-        for row in json.loads(file.read_text()):
-            if row["metric"] in ("speed ratio", "MFU"):
-                goal = row["goal"]
-                met = goal is None or row["ours"] >= goal
-                shown = "" if goal is None else f">= {goal}"
-                found = f"{row['metric']} {row['ours']:.3f}"
-                yield Line("speed", row["case"], found, shown, "ok" if met else "look")
+def family_digest() -> str:
+    """Return a digest of the code and the libraries that gradients of families depend on."""
+    digest = hashlib.sha256()
+    for package in ("torch", "transformers"):
+        digest.update(importlib.metadata.version(package).encode())
+    for folder in FAMILY_SOURCES:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def check_data(machine: Machine) -> Iterator[Line]:
-    """The share of steps that is waiting for samples, once workers run."""
-    records = machine.train("1 GPU, bfloat16", {"training.device": "cuda"})[2:]
-    share = median(r["data_wait_ms"] / r["step_ms"] for r in records)
-    verdict: Verdict = "ok" if share <= MOST_WAITING else "look"
-    yield Line("data", "quickstart", f"{share:.1%} waiting", f"<= {MOST_WAITING:.0%}", verdict)
+def unchanged_families(since: Path | None) -> set[str]:
+    """Return the families that were right in an earlier run of the same code and libraries.
 
-
-def check_saving(machine: Machine) -> Iterator[Line]:
-    """Steps after a checkpoint, which is written while they run, against the others."""
-    steps = 8 if machine.small else 24
-    settings: dict[str, object] = {"training.steps": steps, "checkpoint.interval": 4}
-    records = machine.train("saving", settings | {"training.device": "cuda"})[3:]
-    after = median(r["step_ms"] for r in records if r["step"] % 4 == 1)
-    others = median(r["step_ms"] for r in records if r["step"] % 4 in (2, 3))
-    verdict: Verdict = "ok" if after <= MOST_SLOWER * others else "look"
-    found = f"{after / others:.2f} x the others"
-    yield Line("saving", "step after a checkpoint", found, f"<= {MOST_SLOWER}", verdict)
-
-
-def check_calibration(machine: Machine) -> Iterator[Line]:
-    """The predicted time of a step against the measured one."""
-    profile = machine.folder / "profile.json"
-    quick = ["--quick"] if machine.small else []
-    machine.run("scripts/calibrate.py", ["--out", str(profile), *quick])
-    records = machine.train("1 GPU, bfloat16", {"training.device": "cuda"})
-    measured = median(r["encoder_ms"] + r["llm_ms"] for r in records[2:])
-    arguments = ["--config", str(QUICKSTART), "--gpus", "1", "--device", str(profile)]
-    arguments += ["--parallel.pipeline=1", "--training.global_batch_size=8"]
-    arguments += ["--training.microbatch_size=2", "--out", str(machine.folder / "forecast")]
-    arguments += [f"--{key}={value}" for key, value in machine.shapes.items()]
-    machine.run("scripts/simulate.py", arguments)
-    forecast = json.loads((machine.folder / "forecast" / "simulation.json").read_text())
-    predicted = forecast["schedules"][0]["step_ms"]
-    off = abs(predicted / measured - 1)
-    found = f"{predicted:.1f} ms predicted, {measured:.1f} ms measured"
-    verdict: Verdict = "ok" if off <= MOST_OFF else "look"
-    yield Line("calibration", "quickstart", found, f"<= {MOST_OFF:.0%} off", verdict)
+    Args:
+        since: file of an earlier run. If None, all families count as changed.
+    """
+    if since is None or not since.exists():
+        return set()
+    records = [json.loads(line) for line in since.read_text().splitlines()]
+    if not records or records[0].get("families") != family_digest():
+        return set()
+    verdicts: dict[str, set[str]] = {}
+    for record in records[1:]:
+        if record["check"] == "families":
+            verdicts.setdefault(record["case"].partition(",")[0], set()).add(record["verdict"])
+    return {name for name, found in verdicts.items() if found == {"ok"} and " " not in name}
 
 
 CHECKS: dict[str, Callable[[Machine], Iterator[Line]]] = {
     "losses": check_losses,
     "attention": check_attention,
     "families": check_families,
-    "data": check_data,
-    "saving": check_saving,
-    "calibration": check_calibration,
-    "speed": check_speed,
 }
 
 
@@ -323,7 +329,11 @@ def show_attention() -> None:
 
 
 def show_families(names: list[str]) -> None:
-    """Prints how far a GPU's gradients are from the CPU's; all families if none is named."""
+    """Print the difference between gradients of the GPU and the CPU.
+
+    Args:
+        names: families to check; "-NAME" omits a family. If none is named, all are checked.
+    """
     with loading():
         from support.captions import load_captions
         from support.cases.family_batches import renumbered
@@ -336,8 +346,9 @@ def show_families(names: list[str]) -> None:
     device = select_device("cuda")
     start_process_group(ParallelConfig(), device)
     samples, vocabulary = renumbered(load_captions(0), 8)
+    wanted = [name for name in names if not name.startswith("-")]
     for family in families(QUICK, vocabulary):
-        if names and family.name not in names:
+        if f"-{family.name}" in names or (wanted and family.name not in wanted):
             continue
         try:
             for dtype, off in device_differences(family, samples, device):
@@ -356,38 +367,49 @@ def _one_line(error: Exception) -> str:
 
 
 def main() -> int:
-    """Runs the checks; 1 if a result is wrong."""
+    """Run the checks; return 1 if a result is wrong."""
     options = _parse()
     log_to_console(make_console(stderr=True), only_progress=True)
     if options.attention:
         show_attention()
         return 0
-    if options.families is not None:
-        show_families(options.families)
+    if options.gradients is not None:
+        show_families(options.gradients)
         return 0
     if not DATA.is_dir():
         print(f"no data in {DATA}; run: python scripts/prepare_data.py emoji_scenes")
         return 2
-    lines: list[Line] = []
-    print(f"{options.gpus} GPUs: {_gpu_names()}")
+    machine_name = _gpu_names()
+    print(f"{options.gpus} GPUs: {machine_name}")
+    _append(options.json, {"machine": machine_name, "families": family_digest()})
+    count = wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         ends_at = time.monotonic() + 60 * options.minutes
-        machine = Machine(options.gpus, ends_at, Path(folder), options.through, options.small)
+        machine = Machine(
+            options.gpus, ends_at, Path(folder), options.through, options.small,
+            options.families, options.since,
+        )  # fmt: skip
         for name in options.only:
+            machine.ends_at = min(ends_at, time.monotonic() + LIMITS_S[name])
             for line in _lines(name, machine):
                 print(f"{line.verdict:8} {name:12} {line.case}: {line.found} {line.expected}")
                 sys.stdout.flush()
-                lines.append(line)
-    if options.json:
-        named = {"machine": _gpu_names(), "lines": [line._asdict() for line in lines]}
-        options.json.write_text(json.dumps(named, indent=1) + "\n")
-    wrong = sum(line.verdict == "WRONG" for line in lines)
-    print(f"{len(lines)} lines, {wrong} wrong")
+                _append(options.json, line._asdict())
+                count += 1
+                wrong += line.verdict == "WRONG"
+    print(f"{count} lines, {wrong} wrong")
     return int(wrong > 0)
 
 
+def _append(file: Path | None, record: Mapping[str, object]) -> None:
+    """Append a JSON object to the file of results."""
+    if file is not None:
+        with file.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")
+
+
 def _lines(name: str, machine: Machine) -> Iterator[Line]:
-    """Those of a check; one that says why, if it cannot be done."""
+    """Yield the lines of a check; a line with the reason if it cannot be run."""
     if machine.left_s <= 0:
         yield Line(name, "all", "no time left", "", "not run")
         return
@@ -398,13 +420,13 @@ def _lines(name: str, machine: Machine) -> Iterator[Line]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a program and, if it is a launcher, its ranks, which only it can find."""
+    """Terminate a program. A launcher then terminates its ranks, so it is not killed at once."""
     process.terminate()
     try:
-        process.communicate(timeout=ENDING_S)
+        process.wait(timeout=ENDING_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def _verdict(error: FailedError) -> Verdict:
@@ -425,14 +447,21 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--json", type=Path, metavar="FILE", help="also write the lines there")
-    add("--minutes", type=float, default=10.0, help="start no check later than that")
-    add("--gpus", type=int, default=_gpus(), help="use so many at most")
+    add("--json", type=Path, metavar="FILE", help="append each result to FILE as a JSON object")
+    add("--minutes", type=float, default=9.0, help="time limit of all checks")
+    add("--gpus", type=int, default=_gpus(), help="maximum number of GPUs to use")
     add("--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="NAME")
-    add("--small", action="store_true", help="for tests: tiny shapes, whose figures say nothing")
+    add(
+        "--families",
+        choices=("changed", "all", "none"),
+        default="all",
+        help="families to check; changed: all but those that were right in --since",
+    )
+    add("--since", type=Path, metavar="FILE", help="results of an earlier run (--json)")
+    add("--small", action="store_true", help="for tests: tiny models")
     add("--through", type=Path, help="for tests: script that starts every program")
-    add("--attention", action="store_true", help="only what packed attention calls")
-    add("--families", nargs="*", metavar="NAME", help="only what families compute on this GPU")
+    add("--attention", action="store_true", help="only print the kernels of packed attention")
+    add("--gradients", nargs="*", metavar="NAME", help="only print the gradients of families")
     return parser.parse_args()
 
 

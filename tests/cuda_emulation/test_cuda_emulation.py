@@ -36,6 +36,7 @@ from fakecuda.records import Record, host_waits, read_records
 
 STEP = 3
 LIMIT_S = 380
+GPU_CHECKS = ("losses", "attention", "families")
 HARDWARE_QUEUES = 32  # as `torchmm.parallel.p2p` asks for
 
 
@@ -341,17 +342,35 @@ def test_two_ranks_on_one_gpu_are_refused(built, tmp_path, real_data, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.campaign
-def test_the_check_of_gpus_runs_whole(built, tmp_path, real_data) -> None:
-    """Losses are right; figures of speed say nothing here."""
-    file = tmp_path / "lines.json"
-    run([sys.executable, "scripts/gpu_check.py", "--gpus=1", "--small", "--minutes=4",
+def test_gpu_check_finds_right_results(built, tmp_path, real_data) -> None:
+    file = tmp_path / "lines.jsonl"
+    run([sys.executable, "scripts/gpu_check.py", "--gpus=1", "--small", "--minutes=6",
          f"--through={HERE / 'emulate.py'}", f"--json={file}"])  # fmt: skip
-    lines = json.loads(file.read_text())["lines"]
-    checks = ("losses", "attention", "families")
-    by_check = {name: [x for x in lines if x["check"] == name] for name in checks}
+    machine, *lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert machine["families"]
+    by_check = {name: [x for x in lines if x["check"] == name] for name in GPU_CHECKS}
     assert {x["verdict"] for x in by_check["attention"]} == {"ok"}
     assert [x["verdict"] for x in by_check["families"]] == ["ok"] * 4
     assert [x["verdict"] for x in by_check["losses"]][:2] == ["ok", "ok"]
-    assert {x["check"] for x in lines} == {
-        "losses", "attention", "families", "speed", "data", "saving", "calibration",
-    }  # fmt: skip
+    assert {x["check"] for x in lines} == set(GPU_CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("start", "ceilings", "attention", "small", "trace"),
+        pytest.param(("large", "layers", "stages"), marks=pytest.mark.campaign),
+        pytest.param(("switches",), marks=pytest.mark.campaign),
+        pytest.param(("second",), marks=pytest.mark.campaign),
+    ],
+    ids=lambda parts: parts[-1],
+)
+def test_one_gpu_parts_run_without_errors(parts, built, tmp_path) -> None:
+    run([sys.executable, str(HERE / "emulate.py"), "benchmarks/one_gpu.py", "--small",
+         "--out", str(tmp_path), "--parts", *parts])  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+    assert not [row for row in rows if row["metric"] in ("error", "out of memory")]
+    assert not [row for row in rows if row["note"].startswith(("WRONG", "time limit"))]
+    measured = {row["part"] for row in rows if row["value"] is not None}
+    assert measured >= set(parts)
