@@ -1,5 +1,7 @@
 """Host work of a training step: what runs before the step waits for its device."""
 
+from itertools import pairwise
+
 import pytest
 from launch import run_distributed
 from tiny_recipe import records, tiny_recipe, weights
@@ -42,7 +44,7 @@ def check_order(recipe: Recipe) -> None:
     # Planning ahead requires that the loader has planned the next step. It may be late.
     late = [name for name in log if name != "plan"]
     assert late == [name for name in expected if name != "plan"]
-    before_check = sum(a == "plan" and b == "_check" for a, b in zip(log, log[1:], strict=False))
+    before_check = sum(a == "plan" and b == "_check" for a, b in pairwise(log))
     assert before_check >= STEPS - 1, log
 
 

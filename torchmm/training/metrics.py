@@ -1,6 +1,6 @@
 """Figures of each step: measured on every rank, combined, recorded by rank 0.
 
-    meter.count(batch)                           every rank: tokens and FLOPs, before the step's wait
+    meter.count(batch)                           every rank: tokens and FLOPs, before it waits
     meter.measure(counts, outcome, ...)          every rank: these and times
     gather_rank_steps(...)                       one small collective at the end of the step
     MetricsRecorder.record(make_record(...))     rank 0: metrics.jsonl, progress line, trackers
@@ -287,7 +287,7 @@ class MetricsRecorder:
         picture = self._run_dir / "loss.png"
         try:
             plot_loss(self._run_dir / "metrics.jsonl", picture)
-        except OSError as error:
+        except (OSError, ImportError) as error:
             self._log.warning("cannot draw %s: %s", picture, error)
 
 

@@ -166,8 +166,8 @@ class Pipeline:
     ) -> PipelinePlan:
         """Return the plan of a training step on these microbatches.
 
-        The plan depends only on their sizes, which are known before the microbatches are decoded. It
-        does not depend on the number of targets.
+        The plan depends only on their sizes, which are known before the microbatches are decoded,
+        and not on the number of targets.
 
         Raises:
             PlanError: see `plan`.
