@@ -97,6 +97,34 @@ def test_two_streams_without_order_are_a_race():
     assert races(logged(wrong)) and not races(logged(right))
 
 
+def test_event_is_complete_after_a_wait_that_covers_it():
+    side = torch.cuda.Stream()
+    x = torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    before, beside, after = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    before.record()
+    with torch.cuda.stream(side):
+        x.add_(1)
+        beside.record()
+    torch.cuda.current_stream().wait_event(beside)
+    x.mul_(2)
+    after.record()
+    assert before.query() and not beside.query() and not after.query()
+    with pytest.raises(ValueError, match="completed"):
+        before.elapsed_time(after)
+    beside.synchronize()
+    assert beside.query() and side.query() and not after.query()
+    x.sum().item()  # waits for the current stream, and so for all that it waits for
+    assert after.query() and before.elapsed_time(after) >= 0
+    with torch.cuda.stream(side):
+        x.add_(1)
+        beside.record()
+    x.sum().item()
+    assert not beside.query()
+    torch.cuda.synchronize()
+    assert beside.query()
+
+
 def test_page_locked_memory_is_a_race_too():
     going, coming = torch.cuda.Stream(), torch.cuda.Stream()
     x, y = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")

@@ -10,7 +10,7 @@ from torchmm.parallel.fsdp import StepSharding
 from torchmm.parallel.host_inputs import InputStreams
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.parallel.tensor.overlap_backends import _Started
-from torchmm.pipelining.run.runtime import CudaStreams
+from torchmm.pipelining.run.runtime import CudaStreams, _Clock
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.training.optimizers.host import HostStreams
 
@@ -136,6 +136,17 @@ def look_at_device() -> None:
     LlmModule.forward = forward
 
 
+def timed_late() -> None:
+    """The times of actions are read after an event that is recorded after the update."""
+    plain = _Clock.records
+
+    def records(self):
+        self._end = self.mark()
+        return plain(self)
+
+    _Clock.records = records
+
+
 def swapped_sends() -> None:
     """A rank receives two messages of the same length in the other order than they are sent."""
     plain = StepState.begin
@@ -193,6 +204,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
         saved_early,
         slot_in_use,
         swapped_sends,
+        timed_late,
         unreduced,
     )
 }

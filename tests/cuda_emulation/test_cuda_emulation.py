@@ -47,7 +47,7 @@ class Case(NamedTuple):
     recipe: str = ""
     """Another recipe than the quickstart's, as it is."""
     waits: int = 1
-    """How often the host waits in a step, at most."""
+    """How often the host waits for the device in a step."""
     offloads: bool = False
     """Whether all inputs of layers wait in the host's memory."""
 
@@ -130,7 +130,7 @@ CASES = {
 }
 DEFAULT = {"quickstart"}
 """Cases that run without `--all`."""
-QUICK_DEFECTS = DEFAULT | {"look_at_device"}
+QUICK_DEFECTS = DEFAULT | {"look_at_device", "timed_late"}
 """These and the defects that are looked for in them."""
 
 
@@ -211,6 +211,11 @@ def unexpected_waits(ranks: dict[int, list[Record]], at_most: int) -> list:
     return found
 
 
+def waits_by_rank(ranks: dict[int, list[Record]]) -> list[int]:
+    """Return how often the host of each rank waits for its device in the step."""
+    return [sum(host_waits(records).values()) for _, records in sorted(ranks.items())]
+
+
 def copies_beside(ranks: dict[int, list[Record]]) -> list[int]:
     """By rank: how many copies of states from the host run beside the update."""
     return [operations_beside(records, "optimizers/host.py") for records in ranks.values()]
@@ -266,6 +271,7 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
     ranks = logged(case, tmp_path, real_data)
     assert not found_races(ranks)
     assert not unexpected_waits(ranks, case.waits)
+    assert waits_by_rank(ranks) == [case.waits] * case.ranks
     assert not mismatches(ranks)
     assert not stuck(ranks)
     assert not stuck(ranks, queues=HARDWARE_QUEUES)
@@ -294,6 +300,7 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
         for pair in (
             ("look_at_device", "quickstart"),
             ("pageable_copy", "quickstart"),
+            ("timed_late", "quickstart"),
             ("no_wait", "fillers"),
             ("gathered_elsewhere", "fillers"),
             ("unreduced", "reductions beside"),
@@ -312,7 +319,9 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
 )
 def test_defects_are_found(defect, name, built, tmp_path, real_data) -> None:
     ranks = logged(CASES[name], tmp_path, real_data, defect)
-    if defect in ("look_at_device", "pageable_copy"):
+    if defect == "timed_late":
+        assert waits_by_rank(ranks) == [CASES[name].waits + 1]
+    elif defect in ("look_at_device", "pageable_copy"):
         assert unexpected_waits(ranks, CASES[name].waits)
     elif defect in ("one_communicator", "swapped_sends"):
         assert mismatches(ranks) or stuck(ranks)

@@ -12,9 +12,10 @@ numbers; clipping |
 come from each rank | lengths of messages |
 
 Everything else that ranks tell each other (sizes of the batch, wishes to stop, times) are numbers
-of the host, and travel by the CPU's process group. Times of actions are read behind the first wait,
-when the events are long there. Steps that validate, save, draw or profile wait more.
-`tests/cuda_emulation` runs recipes and fails on any other.
+of the host, and travel by the CPU's process group. Action times are CUDA events. They are read
+after the first wait, when all of them are complete. Steps that validate, save, draw or profile wait
+more often.
+`tests/cuda_emulation` runs recipes and asserts the number of waits.
 """
 
 from __future__ import annotations

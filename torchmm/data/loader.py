@@ -336,6 +336,11 @@ class Loader:
         plan = self._queue.peek()
         return plan.metas(self._sequence_length) if plan else None
 
+    def known_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
+        """Return `next_metas` if the next step is planned already, else None."""
+        plan = self._queue.known
+        return plan.metas(self._sequence_length) if plan else None
+
     def _report(self, found: list[str]) -> list[str]:
         """Corrupt samples not reported before."""
         new = [m for m in dict.fromkeys(found) if m not in self._known_corrupt]

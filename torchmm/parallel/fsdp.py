@@ -105,7 +105,7 @@ class StepSharding:
     def __init__(self, module: torch.nn.Module) -> None:
         assert isinstance(module, FSDPModule), f"{type(module).__name__}: call apply_fsdp first"
         self._root = module
-        self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        self._units = _units(module)
         self._prepared = False
         self._pending: list = []
         self._reducing: list | None = None
@@ -169,8 +169,9 @@ class StepSharding:
 
     def _set_reducing(self, reducing: bool) -> None:
         self._root.set_is_last_backward(reducing)
-        self._root.set_reshard_after_backward(reducing)
-        self._root.set_requires_gradient_sync(reducing)
+        for unit in self._units:
+            unit.set_reshard_after_backward(reducing, recurse=False)
+            unit.set_requires_gradient_sync(reducing, recurse=False)
 
     def _wait(self) -> None:
         for handle in self._pending:
@@ -192,6 +193,7 @@ class LayerSharding:
     def __init__(self, module: torch.nn.Module) -> None:
         assert isinstance(module, FSDPModule), f"{type(module).__name__}: call apply_fsdp first"
         self._root = module
+        self._units = _units(module)
         self._backwards = 0
 
     def begin_step(self, backwards: int) -> None:
@@ -206,8 +208,14 @@ class LayerSharding:
             self._set_reducing(True)
 
     def _set_reducing(self, reducing: bool) -> None:
-        self._root.set_requires_gradient_sync(reducing)
         self._root.set_is_last_backward(reducing)
+        for unit in self._units:
+            unit.set_requires_gradient_sync(reducing, recurse=False)
+
+
+def _units(module: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP2 units of a module, so that switches need not visit all submodules."""
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
 Sharding = StepSharding | LayerSharding

@@ -24,6 +24,7 @@ tensors and a few scalars per step, which go over the whole world, has to cross.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,11 +45,15 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
 from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
 
+logger = logging.getLogger("torchmm")
 PIPELINE, REPLICATE, SHARD, TENSOR = AXES
 EXPERT_SHARD = "expert_shard"
 EXPERT = "expert"
 CONTEXT_SHARD = "context_shard"
 CONTEXT = "context"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with settings of the CUDA allocator; the second is the older name."""
+EXPANDABLE_SEGMENTS = "expandable_segments:True"
 STORE_GRACE_S = 5.0
 """So much later than its own time limit torch's store may say that it met nobody."""
 
@@ -291,6 +296,28 @@ def select_device(device: str) -> torch.device:
     torch.backends.cudnn.allow_tf32 = False
     index = int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count())
     return torch.device("cuda", index)
+
+
+def use_expandable_segments(device: torch.device, config: ParallelConfig) -> None:
+    """Let the CUDA allocator extend its segments, unless the environment configures the allocator.
+
+    Microbatches differ in their numbers of patches. Without expandable segments, freed blocks are
+    often too small for the next request, and reserved memory remains unused.
+
+    Call before the first CUDA allocation, because torch reads the variable once. Symmetric memory
+    is excluded, as the ranks map allocations of each other.
+    """
+    if device.type != "cuda":
+        return
+    for name in ALLOCATOR_VARIABLES:
+        if name in os.environ:
+            logger.info("CUDA allocator: %s = %s (environment)", name, os.environ[name])
+            return
+    if config.async_tensor_parallel and config.async_tensor_backend in ("auto", "symmetric_memory"):
+        logger.info("CUDA allocator: default settings, because of symmetric memory")
+        return
+    os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS
+    logger.info("CUDA allocator: %s = %s", ALLOCATOR_VARIABLES[0], EXPANDABLE_SEGMENTS)
 
 
 @working("meeting the other ranks")

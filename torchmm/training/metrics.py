@@ -1,6 +1,7 @@
 """Figures of each step: measured on every rank, combined, recorded by rank 0.
 
-    meter.measure(batch, outcome, ...)           every rank: what it did in the step
+    meter.count(batch)                           every rank: tokens and FLOPs, before it waits
+    meter.measure(counts, outcome, ...)          every rank: these and times
     gather_rank_steps(...)                       one small collective at the end of the step
     MetricsRecorder.record(make_record(...))     rank 0: metrics.jsonl, progress line, trackers
 
@@ -16,7 +17,7 @@ import logging
 import resource
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -79,48 +80,62 @@ class RankStep:
 
 
 class StepMeter:
-    """What one rank does in a step, in figures.
+    """Metrics of the steps of one rank.
 
     Args:
-        modules: of the model, whole.
+        mesh: mesh of the run.
+        modules: complete modules of the model.
     """
 
     def __init__(self, mesh: ParallelMesh, modules: Sequence[ModuleDescription]) -> None:
         self._mesh, self._modules = mesh, modules
 
+    def count(self, batch: StepBatch) -> RankStep:
+        """Return tokens, samples, images and FLOPs of a step.
+
+        Needs no results of the device. Call it before the step waits for its device, so that the
+        count overlaps with the computation.
+        """
+        loaded = RankStep(decoded_images=batch.decoded_images, read_bytes=batch.read_bytes)
+        if not self._mesh.is_first_of_samples:
+            return loaded
+        metas = [m.meta for m in batch.microbatches]
+        flops = [
+            microbatch_flops(self._modules, m.meta, m.target_count) for m in batch.microbatches
+        ]
+        return replace(
+            loaded,
+            tokens=sum(m.used_tokens for m in metas),
+            samples=sum(len(m.samples) for m in metas),
+            images=sum(m.image_count for m in metas),
+            generated=sum(len(m.generated) for m in metas),
+            flops=sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
+        )
+
     def measure(
         self,
-        batch: StepBatch,
+        counts: RankStep,
         outcome: StepOutcome,
         begin_s: float,
         wait_ms: float,
         skipped: int,
         graphs: Sequence[Graph] = (),
     ) -> RankStep:
-        """Figures of a step that ends now.
+        """Return the metrics of a step that ends now.
 
         Args:
-            begin_s: when it began, by `time.perf_counter`.
-            wait_ms: of it, waiting for data.
-            skipped: corrupt samples of the whole run so far.
-            graphs: compiled in the step.
+            counts: result of `count` for the batch of the step.
+            outcome: result of the forward and backward passes.
+            begin_s: start of the step in `time.perf_counter` seconds.
+            wait_ms: time in which the step waited for data.
+            skipped: number of corrupt samples of the run so far.
+            graphs: graphs that were compiled in the step.
         """
         mesh = self._mesh
         llm_ms, generator_ms = (outcome.module_ms.get(m, 0.0) for m in (LLM, GENERATOR))
-        counts = {"skipped_samples": skipped if mesh.rank == 0 else 0}
-        if mesh.is_first_of_samples:
-            metas = [m.meta for m in batch.microbatches]
-            flops = [
-                microbatch_flops(self._modules, m.meta, m.target_count) for m in batch.microbatches
-            ]
-            counts |= {
-                "tokens": sum(m.used_tokens for m in metas),
-                "samples": sum(len(m.samples) for m in metas),
-                "images": sum(m.image_count for m in metas),
-                "generated": sum(len(m.generated) for m in metas),
-                "flops": sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
-            }
-        return RankStep(
+        return replace(
+            counts,
+            skipped_samples=skipped if mesh.rank == 0 else 0,
             step_ms=(time.perf_counter() - begin_s) * 1e3,
             data_wait_ms=wait_ms,
             encoder_ms=outcome.compute_ms - llm_ms - generator_ms,
@@ -130,9 +145,6 @@ class StepMeter:
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             graphs=len(graphs),
             compile_ms=sum(graph.compile_ms for graph in graphs),
-            decoded_images=batch.decoded_images,
-            read_bytes=batch.read_bytes,
-            **counts,
         )
 
 
@@ -275,7 +287,7 @@ class MetricsRecorder:
         picture = self._run_dir / "loss.png"
         try:
             plot_loss(self._run_dir / "metrics.jsonl", picture)
-        except OSError as error:
+        except (OSError, ImportError) as error:
             self._log.warning("cannot draw %s: %s", picture, error)
 
 

@@ -143,11 +143,13 @@ class Pipeline:
         purpose: Purpose = "training",
         **choices: Unpack[Choices],
     ) -> PipelinePlan:
-        """The plan of a step with these microbatches.
+        """Return the plan of a step with these microbatches.
 
         Raises:
             PlanError: the schedule cannot run them, or they do not fit into memory.
         """
+        if purpose == "training":
+            choices.setdefault("reduces_early", self.device.type == "cuda")
         return plan_step(
             self.layout,
             self.config,
@@ -162,13 +164,14 @@ class Pipeline:
     def plan_training(
         self, microbatches: Sequence[Microbatch], **choices: Unpack[Choices]
     ) -> PipelinePlan:
-        """The plan of a training step on these microbatches. It depends on their sizes alone, which
-        are known before they are decoded, and not on how many targets they turn out to have.
+        """Return the plan of a training step on these microbatches.
+
+        The plan depends only on their sizes, which are known before the microbatches are decoded,
+        and not on the number of targets.
 
         Raises:
-            PlanError: as `plan`.
+            PlanError: see `plan`.
         """
-        choices.setdefault("reduces_early", self.device.type == "cuda")
         return self.plan([m.meta for m in microbatches], **choices)
 
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,6 +154,8 @@ class StepPlanner:
         self._monitor: DriftMonitor | None = None
         self._leader: PlanLeader | None = None
         self._shared: SharedPlans | None = None
+        self._ahead: tuple[list[MicrobatchMeta], PipelinePlan | None] = ([], None)
+        """Metadata and plan of the next step, from `plan_ahead`."""
         if mesh.pipeline_size == 1:
             return
         self._shared = SharedPlans(mesh)
@@ -199,9 +202,12 @@ class StepPlanner:
             PlanError: the schedule cannot run them, they do not fit into memory, or ranks of a
                 pipeline have different ones.
         """
-        if self._shared is None:
-            return self._pipeline.plan_training(microbatches, tuning=self._tuning)
         metas = [m.meta for m in microbatches]
+        if self._shared is None:
+            (planned_metas, plan), self._ahead = self._ahead, ([], None)
+            if plan is not None and planned_metas == metas:
+                return plan
+            return self._pipeline.plan(metas, tuning=self._tuning)
         planned: PlannedStep | None = None
         problems: list[str] = []
         if self._leader is not None:
@@ -215,6 +221,21 @@ class StepPlanner:
         shared = self._shared.exchange(step, digest_of(self._fixed, metas), planned, problems)
         self.figures = PlanFigures.of(shared)
         return self._pipeline.read_plan(shared.numbers, metas)
+
+    def plan_ahead(self, upcoming: Upcoming) -> None:
+        """Plan the next step of a rank without a pipeline, for `plan` to return.
+
+        Call it while the device computes. Pipelines plan ahead in `PlanLeader`.
+
+        Args:
+            upcoming: metadata of the next step, by data-parallel rank; None if unknown.
+        """
+        if self._shared is not None or (every := upcoming()) is None:
+            return
+        metas = list(every[self._mesh.data_parallel_rank])
+        # A step that cannot be planned fails when it begins, after this step is finished.
+        with suppress(PlanError):
+            self._ahead = metas, self._pipeline.plan(metas, tuning=self._tuning)
 
     def _measured(self) -> Measured:
         """What to plan with: times of a search, factors of a schedule."""

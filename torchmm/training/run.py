@@ -32,7 +32,11 @@ from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.gather import gather_texts, ranks_of_machine
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.health.preflight import check_own_device
-from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.parallel.mesh import (
+    select_device,
+    start_process_group,
+    use_expandable_segments,
+)
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
 from torchmm.planning.placement import orchestrated
@@ -118,6 +122,7 @@ def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) ->
     if rank == 0:
         ends.enter_context(started_producers(recipe.data, recipe.training, specs))
     device = select_device(recipe.training.device)
+    use_expandable_segments(device, recipe.parallel)
     cut = cut_model(run, model, tokenizer, device)
     if device.type == "cuda":
         check_hardware_queues(channel_streams(cut.layout))

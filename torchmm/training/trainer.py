@@ -311,12 +311,15 @@ class Trainer:
             agreed = self._agree(batch)
         self._corrupt.add(agreed.skipped, agreed.samples)
 
-        # The step itself, in four lines: order of all actions, gradients, their norm, the update.
+        # The step itself: order of all actions, gradients, their norm, the update.
         plan = self._planner.plan(step, batch.microbatches, parts.loader.next_metas)
         forward_backward = partial(
             self._train_step.run, plan, batch.microbatches, agreed.targets, agreed.images
         )
         outcome = forward_backward(annotate=step == self._recipe.metrics.profile_step)
+        # CUDA is still computing: count, and plan the next step, before waiting for its results.
+        counts = self._meter.count(batch)
+        self._planner.plan_ahead(parts.loader.known_metas)
         losses = self._check(step, outcome, forward_backward)
         lr = self._updates.apply(step, losses.grad_norm)
 
@@ -325,7 +328,7 @@ class Trainer:
         skipped = self._corrupt.corrupt
         graphs = parts.compilation.new_graphs()
         tell_graphs(graphs, step, parts.logger)
-        local = self._meter.measure(batch, outcome, begin_s, wait_ms, skipped, graphs)
+        local = self._meter.measure(counts, outcome, begin_s, wait_ms, skipped, graphs)
         measured = gather_rank_steps(local)
         if step == self._timeline_step:
             if parts.mesh.pipeline_size > 1:

@@ -102,6 +102,8 @@ def _patch_cuda(torch, own, devices, name, memory):
         def elapsed_time(self, end):
             if not (self.timed and end.timed):
                 raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            if not (self.query() and end.query()):
+                raise ValueError("Both events must be completed before calculating elapsed time.")
             return (end.at_s - self.at_s) * 1e3
 
     def index_of(device=None):

@@ -1,11 +1,19 @@
 """What no mesh may be, with whatever sizes modules have, and which ranks do not even meet."""
 
+import logging
+import os
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.common.errors import ConfigError
-from torchmm.parallel.mesh import ModuleMesh, start_process_group
+from torchmm.parallel.mesh import (
+    ALLOCATOR_VARIABLES,
+    ModuleMesh,
+    start_process_group,
+    use_expandable_segments,
+)
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.sizes import AXES
 
@@ -37,3 +45,37 @@ def test_a_backend_that_does_not_carry_the_devices_tensors_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=f'parallel.backend = "{backend}".*{device} devices'):
         start_process_group(ParallelConfig(backend=backend), torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("device", "parallel", "environment", "expected"),
+    [
+        ("cuda", {}, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("cpu", {}, {}, {}),
+        ("cuda", {}, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+        ("cuda", {}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}),
+        ("cuda", {"async_tensor_parallel": True}, {}, {}),
+        (
+            "cuda",
+            {"async_tensor_parallel": True, "async_tensor_backend": "ring"},
+            {},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        ),
+    ],
+)
+def test_expandable_segments_are_set_unless_excluded(
+    device: str,
+    parallel: dict,
+    environment: dict[str, str],
+    expected: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(environment))
+    config = ParallelConfig(tensor=2, sequence_parallel=True, **parallel)
+    with caplog.at_level(logging.INFO, logger="torchmm"):
+        use_expandable_segments(torch.device(device), config)
+    assert {k: v for k, v in os.environ.items() if k in ALLOCATOR_VARIABLES} == expected
+    assert ("CUDA allocator" in caplog.text) == (device == "cuda")
+    for name, value in expected.items():
+        assert f"{name} = {value}" in caplog.text

@@ -140,7 +140,11 @@ class StepResult:
 
     @cached_property
     def records(self) -> list[ActionRecord] | None:
-        """One per action, if asked for; on CUDA, waits for the step's end."""
+        """Times of the actions, if they were recorded.
+
+        On CUDA, the first access waits until the plan has finished. A training step reads the
+        losses before, so that it does not wait again.
+        """
         return self.clock.records() if self.clock else None
 
     @property
@@ -241,6 +245,8 @@ class PipelineRuntime:
             if side is not None:
                 side.join()
             state.finish()
+        if clock is not None:
+            clock.stop()
         return StepResult(state.losses, clock, begin_s)
 
     @contextmanager
@@ -304,15 +310,28 @@ def channel_streams(layout: StageLayout) -> list[tuple[int, int]]:
 
 
 class _Clock:
-    """Begin and end of actions: process time on CPU, events in the current stream on CUDA."""
+    """Start and end times of the actions of one step.
+
+    CUDA events on the current stream; on the CPU, host time. Reading the times on CUDA requires the
+    events to be complete. `stop` records the last event when the plan ends, so that `records` does
+    not wait for later work such as the optimizer update.
+    """
 
     def __init__(self, device: torch.device, rank: int) -> None:
         self._cuda = device.type == "cuda"
         self._rank = rank
         self._marks: list[tuple[Action, Any, Any]] = []
+        self._joined: list[torch.cuda.Event] = []
+        """Ends of actions on streams other than the current one, such as reductions."""
         self.spans: list[Span] = []
         """What ran inside of actions."""
-        self._begin = self.mark()
+        self._begin = self._end = self.mark()
+
+    def stop(self) -> None:
+        """Record the end of the plan on the current stream, after the events of other streams."""
+        for event in self._joined:
+            event.wait()
+        self._end = self.mark()
 
     def mark(self) -> Any:
         if not self._cuda:
@@ -324,11 +343,14 @@ class _Clock:
     def time(self, handler: Callable[[Action], Any], action: Action) -> None:
         begin = self.mark()
         end = handler(action)
+        if end is not None:
+            self._joined.append(end)
         self._marks.append((action, begin, self.mark() if end is None else end))
 
     def records(self) -> list[ActionRecord]:
-        if self._cuda and not (last := self.mark()).query():
-            last.synchronize()
+        """Return the times of all actions. Wait on CUDA if the plan is still running."""
+        if self._cuda and not self._end.query():
+            self._end.synchronize()
         earlier_ms: dict[Action, float] = defaultdict(float)
         within_ms: dict[Action, float] = defaultdict(float)
         for llm, encoder, begin, end in self.spans:

@@ -8,7 +8,6 @@ after a failed online `init`, which can hang as well.
 from __future__ import annotations
 
 import logging
-import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -148,14 +147,3 @@ def _answers(url: str) -> bool:
         return True
     except (OSError, ValueError):
         return False
-
-
-def wandb_run_id(run_dir: Path, resumed: bool) -> str:
-    """Identity of the W&B run: the directory's last one if resumed, else a new one, kept in a file.
-
-    Steps that a resumed run repeats are the same numbers again; W&B keeps the first.
-    """
-    file = run_dir / "wandb_run_id"
-    if not resumed or not file.is_file():
-        file.write_text(secrets.token_hex(4) + "\n")
-    return file.read_text().strip()

@@ -1,0 +1,95 @@
+"""Host work of a training step: what runs before the step waits for its device."""
+
+from itertools import pairwise
+
+import pytest
+from launch import run_distributed
+from tiny_recipe import records, tiny_recipe, weights
+
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.metrics import StepMeter
+from torchmm.training.pipeline import Pipeline
+from torchmm.training.planner import StepPlanner
+from torchmm.training.run import train
+from torchmm.training.step import TrainStep
+from torchmm.training.trainer import Trainer
+
+pytestmark = pytest.mark.slow
+STEPS = 4
+
+
+def log_calls(owner: type, method: str, log: list[str]) -> None:
+    """Let every call of the method append its name to the log when it returns."""
+    plain = getattr(owner, method)
+
+    def logged(self: object, *args: object, **kwargs: object) -> object:
+        found = plain(self, *args, **kwargs)
+        log.append(method)
+        return found
+
+    setattr(owner, method, logged)
+
+
+def check_order(recipe: Recipe) -> None:
+    log: list[str] = []
+    for owner, method in (
+        (TrainStep, "run"),
+        (StepMeter, "count"),
+        (Pipeline, "plan"),
+        (Trainer, "_check"),
+    ):
+        log_calls(owner, method, log)
+    train(recipe)
+    expected = ["plan", *["run", "count", "plan", "_check"] * STEPS]
+    # Planning ahead requires that the loader has planned the next step. It may be late.
+    late = [name for name in log if name != "plan"]
+    assert late == [name for name in expected if name != "plan"]
+    before_check = sum(a == "plan" and b == "_check" for a, b in pairwise(log))
+    assert before_check >= STEPS - 1, log
+
+
+def plan_late(recipe: Recipe) -> None:
+    StepPlanner.plan_ahead = lambda self, upcoming: None
+    train(recipe)
+
+
+def plan_other_steps_ahead(recipe: Recipe) -> None:
+    """Announce the microbatches of the next step in another order."""
+    plain = StepPlanner.plan_ahead
+
+    def plan_ahead(self, upcoming):
+        def reversed_metas():
+            every = upcoming()
+            return every and [list(metas)[::-1] for metas in every]
+
+        plain(self, reversed_metas)
+
+    StepPlanner.plan_ahead = plan_ahead
+    train(recipe)
+
+
+def test_step_counts_and_plans_before_it_waits(tmp_path, real_data):
+    recipe = tiny_recipe(tmp_path / "run", real_data, training__steps=STEPS, data__workers=1)
+    run_distributed(check_order, 1, recipe)
+
+
+def test_planning_ahead_keeps_losses_and_weights(tmp_path, real_data):
+    found = {}
+    for change in (train_only, plan_late, plan_other_steps_ahead):
+        run_dir = tmp_path / change.__name__
+        recipe = tiny_recipe(
+            run_dir, real_data, training__steps=STEPS, data__workers=1, checkpoint__interval=STEPS
+        )
+        run_distributed(change, 1, recipe)
+        figures = [(r["loss"], r["grad_norm"]) for r in records(run_dir)]
+        found[change] = figures, weights(run_dir)
+    ours, saved = found[train_only]
+    assert len(ours) == STEPS
+    for figures, other in found.values():
+        assert figures == ours
+        assert other.keys() == saved.keys()
+        assert all(other[name].equal(tensor) for name, tensor in saved.items())
+
+
+def train_only(recipe: Recipe) -> None:
+    train(recipe)
