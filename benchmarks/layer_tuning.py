@@ -96,7 +96,8 @@ class Step:
 
     def model(self, modes: Sequence[Recompute] = ()) -> CostModel:
         """Costs with one mode for each module; everything kept where none is given."""
-        executions = module_executions(self.forecaster.run, self.modules)
+        device = self.forecaster.profile.device.type
+        executions = module_executions(self.forecaster.run, self.modules, device)
         given = dict(zip([m.name for m in self.modules], modes, strict=False))
         changed = {
             name: replace(execution, recompute=given.get(name, "none"))

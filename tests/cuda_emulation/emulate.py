@@ -24,6 +24,7 @@ fakecuda.install(int(os.environ.get("FAKECUDA_DEVICES", "8")))
 import torch
 from defects import DEFECTS
 
+from torchmm.parallel import torch_private
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.health import preflight
 from torchmm.parallel.tensor.bubbles import Turns
@@ -134,7 +135,10 @@ def trace_only() -> None:
         self, **{**options, "backend": "aot_eager"}
     )
     of_backend = Compilation.__init__
-    Compilation.__init__ = lambda self, backend="": of_backend(self, "aot_eager")
+    Compilation.__init__ = lambda self, backend="", **options: of_backend(
+        self, "aot_eager", **options
+    )
+    torch_private.has_triton = lambda: True
 
 
 def main() -> None:

@@ -51,9 +51,11 @@ from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.planning.apart.problem import sampled_packs
+from torchmm.planning.executions import recompute_mode
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
 
@@ -106,7 +108,7 @@ def make_trials(
             size: _row(_Case(recipe, device, modules, module, size), chosen, rounds, layers)
             for size in fitting_tensor_sizes(module, sizes)
         }
-    recompute = {m.name: recipe.activation_checkpoint.fixed_mode(m.name) for m in modules}
+    recompute = {m.name: recompute_mode(recipe, m, device.type) for m in modules}
     conditions = trial_conditions(
         modules, recipe.training.dtype, recompute, recipe.parallel.sequence_parallel
     )
@@ -213,7 +215,10 @@ class _Case:
                 tokens = recipe.training.sequence_length
                 overlap = choose_overlap(module, mesh["tensor"], parallel, dtype, tokens)
             apply_tensor_parallel(module, mesh["tensor"], parallel.sequence_parallel, overlap)
-        apply_activation_checkpoint(module, recipe.activation_checkpoint.fixed_mode(name))
+        mode = recompute_mode(recipe, self.module, self.device.type)
+        compiles = recipe.compile.concerns(self.module, self.device.type, recipe.parallel)
+        compilation = Compilation(recipe.compile.backend, falls_back=True) if compiles else None
+        apply_activation_checkpoint(module, mode, compilation)
         materialize(model, self.device)
         init_weights(model, recipe.training.seed)
         for parameter in module.parameters():

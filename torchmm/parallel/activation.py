@@ -47,13 +47,21 @@ of async tensor parallelism."""
 
 
 def apply_activation_checkpoint(
-    module: LayeredModule, mode: str, compilation: Compilation | None = None
+    module: LayeredModule,
+    mode: str,
+    compilation: Compilation | None = None,
+    *,
+    is_eager_on_cuda: bool = False,
 ) -> None:
-    """Recomputes layers in backward: all of it ("full"), or the cheap operators ("selective").
+    """Recompute layers in backward: all operators ("full"), or the cheap ones ("selective").
 
     Args:
-        mode: of all layers and tasks; "tuned": as `set_layer_modes` says before each forward.
-        compilation: compiles the layers; None: they stay as they are.
+        module: Module whose layers are changed in place.
+        mode: Mode of all layers and tasks. If "tuned", `set_layer_modes` sets the modes before each
+            forward pass.
+        compilation: Compiles the layers. If None, the layers stay eager.
+        is_eager_on_cuda: Whether the layers run on CUDA without torch.compile. "selective" modes of
+            plans are then "full", see `ActivationCheckpointConfig.mode_of`.
     """
     tuned = mode == "tuned"
     inputs = HostInputs()
@@ -66,23 +74,27 @@ def apply_activation_checkpoint(
     for index, layer in enumerate(module.layers):
         if tuned:
             ways = _ways(layer.forward, compiled[index], selective[index], inputs)
+            if is_eager_on_cuda:
+                ways["selective"] = ways["full"]
             layer.forward = _choosing(ways, module.layer_modes, index)
         elif mode != "none":
-            layer.forward = compiled[index](_recomputing(layer.forward, _settings(mode)))
+            recomputing = _recomputing(layer.forward, _settings(mode))
+            full = _recomputing(layer.forward, _settings("full"))
+            layer.forward = compiled[index](recomputing, full)
         elif compilation is not None:
-            layer.forward = compiled[index](layer.forward)
+            layer.forward = compiled[index](layer.forward, layer.forward)
 
 
 def _compilers(
     module: LayeredModule, compilation: Compilation | None, way: str = ""
-) -> list[Callable[[Forward], Forward]]:
-    """What compiles the forward of each layer."""
+) -> list[Callable[[Forward, Forward], Forward]]:
+    """Return one function per layer that compiles a forward, see `LayerKind.compiled`."""
     if compilation is None:
         return [_as_it_is] * len(module.layers)
     return [kind.compiled for kind in compilation.kinds(module, way)]
 
 
-def _as_it_is(forward: Forward) -> Forward:
+def _as_it_is(forward: Forward, _: Forward) -> Forward:
     return forward
 
 
@@ -118,19 +130,20 @@ def _settings(mode: str) -> dict[str, Any]:
 
 def _ways(
     forward: Forward,
-    compiled: Callable[[Forward], Forward],
-    selective: Callable[[Forward], Forward],
+    compiled: Callable[[Forward, Forward], Forward],
+    selective: Callable[[Forward, Forward], Forward],
     inputs: HostInputs,
 ) -> dict[str, Forward]:
-    """A layer's forward in each mode.
+    """Return the forward of a layer in each mode.
 
-    What runs a whole layer again is outside of the compiled code, which three modes share. What
-    chooses among operators has to be inside, where there are operators, and is a graph of its own.
+    Recomputation of all operators wraps the compiled code, so three modes share one graph.
+    Selective recomputation chooses among operators, so it is inside of a separate graph.
     """
-    plain = compiled(forward)
+    plain = compiled(forward, forward)
+    full = _recomputing(forward, _settings("full"))
     return {
         "none": plain,
-        "selective": selective(_recomputing(forward, _settings("selective"))),
+        "selective": selective(_recomputing(forward, _settings("selective")), full),
         "full": _recomputing(plain, _settings("full")),
         "offload": _offloading(plain, inputs),
     }

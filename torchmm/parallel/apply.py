@@ -10,14 +10,16 @@ of the rank's stages, as if it were a module of its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.activation import apply_activation_checkpoint
-from torchmm.parallel.compilation import Compilation
+from torchmm.parallel.compilation import Compilation, compiler_problem
 from torchmm.parallel.context import apply_context_parallel
 from torchmm.parallel.expert import apply_expert_parallel
 from torchmm.parallel.fsdp import apply_fsdp
@@ -28,6 +30,8 @@ from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.parallel.tensor.pieces import stop_in_layers
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
+
+logger = logging.getLogger(__name__)
 
 
 def parallelize(
@@ -40,25 +44,38 @@ def parallelize(
     tokens: int = 0,
     meshes: Mapping[str, ModuleMesh] | None = None,
 ) -> Compilation:
-    """Applies the recipe's parallelism to every stage of the model, in place, on the meta device.
+    """Apply the parallelism of the recipe to every stage of the model, in place. Collective.
 
-    Without a pipeline a stage is a whole modality module. Collective.
+    The model is on the meta device. Without a pipeline, a stage is a complete modality module.
 
     Args:
-        tokens: of a microbatch, for what is tuned by a measurement; 0: nothing is measured.
-        meshes: by module with sizes of its own (`ModuleMesh.colocated`).
+        model: Model, cut into the stages of this rank.
+        mesh: Mesh of all ranks.
+        parallel: Parallelism of the recipe.
+        activation_checkpoint: Recomputation of the recipe.
+        compile_config: Compilation of the recipe.
+        dtype: Compute dtype.
+        tokens: Tokens of every microbatch. If 0, the number changes, and no measurement chooses how
+            tensor-parallel communication overlaps.
+        meshes: Meshes of modules that have separate sizes (`ModuleMesh.colocated`), by name.
 
     Returns:
-        What compiles the layers that the recipe wants compiled.
+        The compiled layers.
 
     Raises:
-        ConfigError: layers cannot be compiled with this version of transformers.
+        ConfigError: The recipe requires compiled layers, which this version of transformers, or a
+            library, does not support.
     """
     overlaps = parallel.async_tensor_parallel and mesh.own.sizes.tensor > 1
     chosen: dict[str, Overlap] = {}
     if mesh.own.context is not None:
         apply_context_parallel(model, mesh.own.context)
-    compilation = Compilation(compile_config.backend)
+    device = mesh.device.type
+    is_automatic = compile_config.enabled == "auto"
+    compilation = Compilation(
+        compile_config.backend, has_constant_rows=tokens > 0, falls_back=is_automatic
+    )
+    missing = compiler_problem(compile_config, device)
     for module in model.all_stages():
         own = (meshes or {}).get(module.name, mesh.own)
         if overlaps and module.keeps_slices and module.overlaps and module.name not in chosen:
@@ -73,11 +90,19 @@ def parallelize(
         if expert is not None:
             apply_expert_parallel(module, expert)
         bounded = parallel.bounds_encoders and module.kind == "encoder"
-        mode = activation_checkpoint.mode_of(module.name, bounded=bounded)
-        compiles = compile_config.concerns(module.name)
+        sizes = replace(module.describe(), layers=tuple(module.layer_sizes()))
+        compiles = compile_config.concerns(sizes, device, parallel)
+        if compiles and is_automatic and missing:
+            logger.warning("layers of %s are not compiled: %s", module.name, missing)
+            compiles = False
         for kind in (experts, delta_net) if compiles else ():
-            kind.check_compiles(module.name, module.layers, mesh.device.type)
-        apply_activation_checkpoint(module, mode, compilation if compiles else None)
+            kind.check_compiles(module.name, module.layers, device)
+        is_eager_on_cuda = device == "cuda" and not compiles
+        mode = activation_checkpoint.mode_of(
+            module.name, bounded=bounded, is_eager_on_cuda=is_eager_on_cuda
+        )
+        compiler = compilation if compiles else None
+        apply_activation_checkpoint(module, mode, compiler, is_eager_on_cuda=is_eager_on_cuda)
         if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
             expert_fsdp = None if expert is None else own.expert_fsdp
             apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), expert_fsdp)

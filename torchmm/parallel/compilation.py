@@ -1,12 +1,13 @@
-"""torch.compile of layers: which graphs there are, why, what they took, and where they are kept.
+"""torch.compile of layers: graphs, the reasons for recompilation, and the cache of compiled code.
 
-Layers of one kind share their graphs. Packing gives every microbatch other numbers of tokens,
-segments and images, so the sizes that change are told to the compiler beforehand (`mark_sizes`):
-one graph does for all of them, and a second for a single image, since the compiler makes a graph of
-its own for a size of one. `graphs` counts, and says which guard failed where there are more: the
-host would compile for minutes in the middle of a run. Rejected: `dynamic=True`, which leaves open
-how many features there are, too, and makes slower code; the compiler's own finding out, which takes
-a graph for each size that it sees change.
+Layers of one kind share their graphs. Microbatches differ in their number of segments, images and
+patches, so `mark_sizes` marks these sizes as dynamic before the first call. One graph then serves
+all of them, and a second one a single image, because torch.compile specializes on a size of one.
+Training pads every packed sequence, so the number of tokens in the layers of an LLM is constant and
+stays static. `Compilation.new_graphs` counts the graphs and names the guard that failed if there
+are more: the host would compile for minutes in the middle of a run. Rejected: `dynamic=True`, which
+also leaves the number of features open and makes slower code; automatic dynamic shapes, which need
+a graph for each size that changes.
 
 Compiled code is kept in the user's cache directory (`keep_compiled_code`), so that a run that is
 resumed does not compile again. torch unpickles and executes what it finds there. Rejected: the run
@@ -29,7 +30,9 @@ from torch import Tensor
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import working
 from torchmm.models.layered import LayeredModule
+from torchmm.models.layers.attention import Segments
 from torchmm.parallel import torch_private
+from torchmm.recipe.training_section import CompileConfig
 
 Forward = Callable[..., Any]
 MOST_GRAPHS = 2
@@ -60,19 +63,25 @@ class Graph:
 
 @dataclass(eq=False)
 class LayerKind:
-    """Layers that are computed alike, up to sizes of inputs and values of weights.
+    """Layers that share their graphs: they differ in sizes of inputs and values of weights only.
 
     Attributes:
-        name: for messages.
-        backend: of torch.compile.
-        run: all kinds of layers of the run, by anything.
-        compilations: of its graphs, in order.
+        name: Name in messages.
+        backend: Backend of torch.compile.
+        run: All kinds of layers of the run, by an arbitrary key.
+        has_constant_tokens: Whether all calls have the same number of tokens.
+        falls_back: Whether layers run without torch.compile if it fails.
+        compilations: Compilations of its graphs, in order.
+        failure: Error of torch.compile after which the layers run without it, or "".
     """
 
     name: str
     backend: str
     run: Mapping[Any, LayerKind]
+    has_constant_tokens: bool = False
+    falls_back: bool = False
     compilations: list[torch_private.CompileEvent] = field(default_factory=list)
+    failure: str = ""
     _code: CodeType | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Forward:
@@ -82,8 +91,13 @@ class LayerKind:
             work.at(sum(bool(kind.compilations) for kind in self.run.values()))
             return torch_private.compiler_named(self.backend)(graph, inputs)
 
-    def compiled(self, forward: Forward) -> Forward:
-        """A layer's forward, compiled when it is first called."""
+    def compiled(self, forward: Forward, eager: Forward) -> Forward:
+        """Return the forward of a layer, which is compiled in the first call.
+
+        Args:
+            forward: Function to compile.
+            eager: Function to run instead if torch.compile fails and `falls_back` is set.
+        """
 
         def layer_forward(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
@@ -96,10 +110,24 @@ class LayerKind:
         call = torch.compile(layer_forward, fullgraph=True, backend=self)
 
         def compiled_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # A first layer may get a view, of which a graph knows more than others' inputs satisfy.
+            if self.failure:
+                return eager(hidden, *args, **kwargs)
+            # The first layer may receive a view. Its graph would have guards on the base, which
+            # the inputs of other layers do not satisfy.
             hidden = hidden.clone() if torch_private.is_view(hidden) else hidden
-            mark_sizes((hidden, args, kwargs))
-            return call(hidden, *args, **kwargs)
+            mark_sizes((hidden, args, kwargs), has_constant_tokens=self.has_constant_tokens)
+            try:
+                return call(hidden, *args, **kwargs)
+            except torch_private.COMPILE_ERRORS as error:
+                if not self.falls_back:
+                    raise
+                self.failure = str(error) or type(error).__name__
+                text = (
+                    "%s run without torch.compile, because it fails: %s. The run continues. Set "
+                    "compile.enabled = false to skip the attempt"
+                )
+                logger.warning(text, self.name, self.failure.strip())
+            return eager(hidden, *args, **kwargs)
 
         return compiled_forward
 
@@ -108,13 +136,23 @@ class Compilation:
     """The compiled layers of a rank.
 
     Args:
-        backend: of torch.compile.
+        backend: Backend of torch.compile.
+        has_constant_rows: Whether all microbatches have the same number of tokens.
+        falls_back: Whether layers run without torch.compile if it fails.
     """
 
-    def __init__(self, backend: str = "inductor") -> None:
-        # Beyond it, a run would end, which is worse than to compile now and then.
+    def __init__(
+        self,
+        backend: str = "inductor",
+        *,
+        has_constant_rows: bool = False,
+        falls_back: bool = False,
+    ) -> None:
+        # torch.compile raises an error beyond this limit. A rare recompilation is better.
         torch._dynamo.config.recompile_limit = 64
         self._backend = backend
+        self._has_constant_rows = has_constant_rows
+        self._falls_back = falls_back
         self._kinds: dict[Any, LayerKind] = {}
         self._told: dict[str, int] = {}
 
@@ -130,7 +168,13 @@ class Compilation:
             key = (module.name, type(layer), sizes[index], way)
             if key not in self._kinds:
                 name = ", ".join([f"layers like {index} of {module.name}", *([way] if way else [])])
-                self._kinds[key] = LayerKind(name, self._backend, self._kinds)
+                self._kinds[key] = LayerKind(
+                    name,
+                    self._backend,
+                    self._kinds,
+                    has_constant_tokens=self._has_constant_rows and module.kind == "llm",
+                    falls_back=self._falls_back,
+                )
             found.append(self._kinds[key])
         return found
 
@@ -159,21 +203,42 @@ def tell_graphs(graphs: Sequence[Graph], step: int, log: logging.Logger) -> None
             log.warning(text, graph.kind, graph.number, MOST_GRAPHS, graph.reason)
 
 
-def mark_sizes(value: Any) -> None:
-    """Tells torch.compile which sizes of a layer's inputs change from call to call.
+def mark_sizes(value: Any, *, has_constant_tokens: bool = False) -> None:
+    """Mark the sizes of layer inputs that change from call to call as dynamic.
 
-    All, except that the last of real numbers is features, of which there are always as many.
+    These are all sizes except the last one of floating-point tensors, the number of features.
+
+    Args:
+        value: Tensors, or containers of tensors. `None` and other values are skipped.
+        has_constant_tokens: Whether the number of tokens does not change. Only the sizes of
+            `Segments` that depend on the segments are then dynamic.
     """
     if isinstance(value, Tensor):
+        # All layers of a module receive the same tables and segments, marked by the first layer.
+        if has_constant_tokens or torch_private.has_dynamic_sizes(value):
+            return
         sizes = value.ndim - value.is_floating_point() if value.ndim > 1 else value.ndim
         torch._dynamo.maybe_mark_dynamic(value, list(range(sizes)))
     elif isinstance(value, Mapping):
-        mark_sizes(tuple(value.values()))
+        mark_sizes(tuple(value.values()), has_constant_tokens=has_constant_tokens)
     elif isinstance(value, tuple | list):
         for part in value:
-            mark_sizes(part)
+            mark_sizes(part, has_constant_tokens=has_constant_tokens)
+    elif has_constant_tokens and isinstance(value, Segments):
+        mark_sizes((value.cu_seqlens, value.cu_seqlens_host, value.longest))
     elif is_dataclass(value):
-        mark_sizes([getattr(value, part.name) for part in fields(value)])
+        parts = [getattr(value, part.name) for part in fields(value)]
+        mark_sizes(parts, has_constant_tokens=has_constant_tokens)
+
+
+def compiler_problem(config: CompileConfig, device: str) -> str:
+    """Return why torch.compile cannot generate code for a type of device, or "" if it can."""
+    if device == "cuda" and config.backend == "inductor" and not torch_private.has_triton():
+        return (
+            "torch.compile has no Triton for this GPU; install the triton package that belongs to "
+            "this version of torch, or set compile.enabled = false"
+        )
+    return ""
 
 
 def keep_compiled_code() -> None:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -45,8 +46,10 @@ from torch.distributed.pipelining._backward import (
 from torch.distributed.pipelining._backward import stage_backward_weight as _backward_weight
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._triton import has_triton
 
 __all__ = [
+    "COMPILE_ERRORS",
     "accumulate_gradients",
     "clear_forward_order",
     "end_of_reducing",
@@ -55,6 +58,8 @@ __all__ = [
     "fused_gather_matmul",
     "fused_matmul_scatter",
     "group_named",
+    "has_dynamic_sizes",
+    "has_triton",
     "initialize_fsdp",
     "is_view",
     "placed_like",
@@ -69,6 +74,10 @@ __all__ = [
     "supports_weight_split",
     "wait",
 ]
+
+
+COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
+"""Errors of torch.compile itself, raised before the compiled function runs."""
 
 
 @cache
@@ -222,6 +231,11 @@ class CompileEvent(NamedTuple):
         took_ms = sum((part.duration_us or 0) / 1e3 for part in parts)
         hits = sum(part.aotautograd_local_cache_hit_count or 0 for part in parts)
         return reason, took_ms, hits > 0
+
+
+def has_dynamic_sizes(tensor: Tensor) -> bool:
+    """Return True if `torch._dynamo.maybe_mark_dynamic` has marked sizes of this tensor."""
+    return hasattr(tensor, "_dynamo_weak_dynamic_indices")
 
 
 def compiler_named(backend: str) -> Callable[..., Any]:

@@ -44,7 +44,8 @@ def describe_run(
         recipe = choice.recipe
         chosen = list(choice.lines())
     forecast = forecaster.forecast_parallel(recipe.parallel)
-    lines = run_summary(resolve(recipe, world_size), forecaster.model, simulated=True)
+    run = resolve(recipe, world_size)
+    lines = run_summary(run, forecaster.model, profile.device.type, simulated=True)
     lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
     lines |= _step_lines(forecast, profile.device.name, profile.device.memory_bytes)
     if picture is not None and forecast.step is not None:

@@ -24,7 +24,12 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.training_section import STATE_BLOCK, UPDATE_PORTION, limit_bytes
+from torchmm.recipe.training_section import (
+    STATE_BLOCK,
+    UPDATE_PORTION,
+    FixedMode,
+    limit_bytes,
+)
 
 
 def run_profile(recipe: Recipe, device: torch.device) -> Profile:
@@ -54,8 +59,29 @@ def _profile(name: str) -> Profile:
         raise ConfigError(f"simulation.device: {error}") from error
 
 
-def module_executions(run: Resolved, modules: Sequence[ModuleDescription]) -> dict[str, Execution]:
-    """How every module of a run is executed.
+def recompute_mode(recipe: Recipe, module: ModuleDescription, device: str) -> FixedMode:
+    """Return the mode of all tasks of a module, or "none" if plans choose the modes.
+
+    Args:
+        recipe: Recipe of the run.
+        module: Sizes of the module.
+        device: Type of the device that runs the module, "cuda" or "cpu".
+    """
+    compiles = recipe.compile.concerns(module, device, recipe.parallel)
+    return recipe.activation_checkpoint.fixed_mode(
+        module.name, is_eager_on_cuda=device == "cuda" and not compiles
+    )
+
+
+def module_executions(
+    run: Resolved, modules: Sequence[ModuleDescription], device: str
+) -> dict[str, Execution]:
+    """Return how every module of a run is executed.
+
+    Args:
+        run: Recipe with resolved sizes.
+        modules: Sizes of the modules.
+        device: Type of the device that runs the modules, "cuda" or "cpu".
 
     Raises:
         ConfigError: own sizes of encoders do not fit.
@@ -74,7 +100,7 @@ def module_executions(run: Resolved, modules: Sequence[ModuleDescription]) -> di
             replicate=own.replicate,
             expert=parallel.expert if module.kind == "llm" else 1,
             context=parallel.context if module.kind == "llm" else 1,
-            recompute=run.recipe.activation_checkpoint.fixed_mode(module.name),
+            recompute=recompute_mode(run.recipe, module, device),
             states=parameter_states(run.recipe),
         )
     return found
@@ -122,14 +148,15 @@ def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Prof
         ConfigError: own sizes do not fit, or nothing is known about the recipe's dtype.
     """
     try:
-        return CostModel(profile, run.recipe.training.dtype, module_executions(run, modules))
+        executions = module_executions(run, modules, profile.device.type)
+        return CostModel(profile, run.recipe.training.dtype, executions)
     except ValueError as error:
         raise ConfigError(f"training.dtype: {error}") from error
 
 
 def whole_costs(recipe: Recipe, module: ModuleDescription, profile: Profile) -> CostModel:
     """What a module costs that nothing divides, with what the recipe says of recomputation."""
-    mode = recipe.activation_checkpoint.fixed_mode(module.name)
+    mode = recompute_mode(recipe, module, profile.device.type)
     executions = {module.name: Execution(recompute=mode)}
     return CostModel(profile, recipe.training.dtype, executions)
 
@@ -144,7 +171,7 @@ def trial_runner(
     """
     parallel = recipe.parallel
     dtype = recipe.training.dtype
-    recompute = {m.name: recipe.activation_checkpoint.fixed_mode(m.name) for m in modules}
+    recompute = {m.name: recompute_mode(recipe, m, profile.device.type) for m in modules}
     run = cost_model_run(
         profile,
         dtype,
@@ -190,7 +217,9 @@ def _tuned_modules(recipe: Recipe, modules: Sequence[ModuleDescription]) -> froz
     checkpointing = recipe.activation_checkpoint
     bounds = recipe.parallel.bounds_encoders
     modes = {
-        m.name: checkpointing.mode_of(m.name, bounded=bounds and m.kind == "encoder")
+        m.name: checkpointing.mode_of(
+            m.name, bounded=bounds and m.kind == "encoder", is_eager_on_cuda=False
+        )
         for m in modules
     }
     return frozenset(name for name, mode in modes.items() if mode == "tuned")

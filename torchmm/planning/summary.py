@@ -12,7 +12,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.models.hf.pairs import exported_as
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.float8 import float8_linears
-from torchmm.planning.executions import parameter_states
+from torchmm.planning.executions import parameter_states, recompute_mode
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import show_sizes
 from torchmm.recipe.sizes import MeshSizes
@@ -21,22 +21,28 @@ MILLIONS_FROM = 100_000
 """Parameters that are counted in millions; fewer would be 0.0."""
 
 
-def run_memory(run: Resolved, model: MultimodalModel) -> MemoryEstimate:
-    """Estimated bytes per rank; of the module that needs most where each has ranks of its own.
+def run_memory(run: Resolved, model: MultimodalModel, device: str) -> MemoryEstimate:
+    """Return the estimated bytes per rank.
 
-    Every token of a microbatch is assumed to be an image's, and every `context_tokens` of them the
-    context of one more image (or longest clip) that is drawn.
+    If modules have separate ranks, the estimate is that of the module with the highest memory use.
+    Every token of a microbatch is assumed to belong to an image to read, and every `context_tokens`
+    of them to the context of an image (or longest video) to generate.
+
+    Args:
+        run: Recipe with resolved sizes.
+        model: Model on the meta device.
+        device: Type of the device that runs the model, "cuda" or "cpu".
     """
     modules = [m.describe() for m in model.modality_modules()]
     if not run.units:
-        return _memory(run, model, modules, run.llm)
+        return _memory(run, model, modules, run.llm, device)
     depth = 0
     estimates = []
     for module in reversed(modules):
         own = run.units[module.name]
         depth += own.pipeline  # ranks from here to the end: waves in flight, under 1F1B
         waves = -(-run.llm.data_parallel // own.data_parallel)
-        estimates.append(_memory(run, model, [module], own, depth * waves))
+        estimates.append(_memory(run, model, [module], own, device, depth * waves))
     return max(estimates, key=lambda estimate: estimate.total_bytes)
 
 
@@ -45,6 +51,7 @@ def _memory(
     model: MultimodalModel,
     modules: Sequence[ModuleDescription],
     sizes: MeshSizes,
+    device: str,
     in_flight: int | None = None,
 ) -> MemoryEstimate:
     """Estimate for a rank with these modules."""
@@ -63,7 +70,7 @@ def _memory(
         microbatches=max(1, training.global_batch_size // ranks),
         recompute={
             # Of what is tuned, the least.
-            m.name: "full" if checkpointing.tunes(m.name) else checkpointing.fixed_mode(m.name)
+            m.name: "full" if checkpointing.tunes(m.name) else recompute_mode(recipe, m, device)
             for m in modules
         },
         pipeline=sizes.pipeline,
@@ -91,15 +98,18 @@ def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -
 
 
 def run_summary(
-    run: Resolved, model: MultimodalModel, *, simulated: bool = False
+    run: Resolved, model: MultimodalModel, device: str, *, simulated: bool = False
 ) -> dict[str, str]:
-    """Label and value of each line of the start table.
+    """Return the label and the value of each line of the start table.
 
     Args:
-        simulated: whether a peak of memory follows, so that no bound on it is needed.
+        run: Recipe with resolved sizes.
+        model: Model on the meta device.
+        device: Type of the device that runs the model, "cuda" or "cpu".
+        simulated: Whether the caller appends a simulated peak of memory, which replaces the bound.
     """
     training = run.recipe.training
-    memory = run_memory(run, model)
+    memory = run_memory(run, model, device)
     lines = {}
     for name, (total, trainable) in model.parameter_counts().items():
         state = "frozen" if trainable == 0 else "trained"
@@ -114,7 +124,27 @@ def run_summary(
     )
     lines["memory per rank"] = _memory_line(memory, simulated)
     lines["exported as"] = exported_as(model)
-    return lines | _float8_line(run, model)
+    return lines | _compiled_line(run, model, device) | _float8_line(run, model)
+
+
+def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
+    """Return which modules have compiled layers, and why the others have not."""
+    recipe = run.recipe
+    compile_config = recipe.compile
+    if compile_config.enabled is False or (compile_config.enabled == "auto" and device != "cuda"):
+        return {}
+    parts = []
+    for layered in model.modality_modules():
+        module = layered.describe()
+        reason = compile_config.reason_for_eager(module, device, recipe.parallel)
+        part = f"{module.name} no ({reason})" if reason else f"{module.name} yes"
+        mode = recipe.activation_checkpoint.modules.get(
+            module.name, recipe.activation_checkpoint.mode
+        )
+        if mode != recompute_mode(recipe, module, device) and mode != "tuned":
+            part += ', so "selective" recomputation is "full"'
+        parts.append(part)
+    return {"compiled layers": ", ".join(parts)}
 
 
 def _float8_line(run: Resolved, model: MultimodalModel) -> dict[str, str]:

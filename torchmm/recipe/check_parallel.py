@@ -43,14 +43,13 @@ def check_tensor(recipe: Recipe) -> Problems:
     yield from _check_async_tensor(recipe)
     yield from _check_heads(recipe)
     yield from _check_float8(recipe)
-    if recipe.parallel.bubble_pieces and recipe.compile.enabled:
+    if recipe.parallel.bubble_pieces and recipe.compile.enabled is True:
         text = "stops within layers, which compiled ones cannot; set compile.enabled = false"
         yield Problem("parallel.bubble_pieces", True, text, ("compile.enabled",))
 
 
 def _check_schedule(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
-    apart = parallel.placement == "disaggregated"
     name, pipeline = parallel.schedule, unit_sizes(parallel, "llm")["pipeline"]
     order, order_key = name, SCHEDULE
     if parallel.placement == "colocated":
@@ -72,8 +71,7 @@ def _check_schedule(recipe: Recipe) -> Problems:
     if parallel.reshard_after_forward == "always" and pipeline > 1:
         text = 'would gather all parameters for every microbatch of a pipeline; use "default"'
         yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
-    splits = schedule is not None and schedule.splits_backward
-    if (pipeline > 1 or apart) and splits and recipe.compile.enabled:
+    if parallel.splits_backward and recipe.compile.enabled is True:
         text = "splits backwards in two, which compiled layers cannot; set compile.enabled = false"
         yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
 
@@ -129,7 +127,7 @@ def _check_experts(recipe: Recipe) -> Problems:
     if parallel.tensor > 1:
         text = "is not implemented with tensor parallelism, which divides experts too; use 1"
         yield Problem("parallel.expert", expert, text, ("parallel.tensor",))
-    if recipe.compile.concerns(LLM):
+    if recipe.compile.forces(LLM):
         text = "exchanges tokens in the layers, which cannot be compiled; leave out the LLM"
         yield Problem("parallel.expert", expert, text, ("compile.enabled", "compile.modules"))
     if recipe.activation_checkpoint.tunes(LLM):
@@ -163,7 +161,7 @@ def _check_context(recipe: Recipe) -> Problems:
     if recipe.model.generator is not None:
         text = "is not implemented with a generator, which reads tokens of all ranks; use 1"
         yield Problem(CONTEXT, context, text, ("model.generator",))
-    if recipe.compile.concerns(LLM):
+    if recipe.compile.forces(LLM):
         text = "exchanges heads in the layers, which cannot be compiled; leave out the LLM"
         yield Problem(CONTEXT, context, text, ("compile.enabled", "compile.modules"))
     if recipe.activation_checkpoint.tunes(LLM):

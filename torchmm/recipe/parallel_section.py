@@ -171,6 +171,14 @@ class ParallelConfig(Section):
         schedule = find_schedule(self.schedule)
         return schedule is not None and schedule.cut == "separated"
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a schedule computes the gradients of inputs and of weights separately."""
+        colocated = self.placement == "colocated"
+        schedule = find_schedule(self.llm_schedule if colocated else self.schedule)
+        is_cut = self.pipeline > 1 or self.placement == "disaggregated"
+        return is_cut and schedule is not None and schedule.splits_backward
+
     def sizes_given(self, name: str) -> dict[str, int]:
         """Those of `pipeline`, `replicate`, `shard` and `tensor` that are set for a module."""
         module = self.modules.get(name, ModuleParallelConfig())

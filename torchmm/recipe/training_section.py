@@ -9,7 +9,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from torchmm.common.layers import DeltaSizes, ModuleDescription
 from torchmm.common.module_names import LLM
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.section import Section
 
 FixedMode = Literal["none", "selective", "full"]
@@ -26,10 +28,12 @@ class ActivationCheckpointConfig(Section):
 
     mode: Mode = "none"
     """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
-    of matrix products and attention and recomputes the rest; "tuned" chooses one of these for every
-    layer and microbatch, anew in every step, so as to use memory up to `memory_limit` and recompute
-    as little as possible. Under schedule "optimus" encoders with "none" are tuned too where a step
-    would not fit into `memory_limit`; it is not refused if it still does not."""
+    of matrix products and attention and recomputes the rest. It is "full" for layers that run on
+    CUDA without torch.compile (`compile.enabled`), where it would take longer. "tuned" chooses one
+    of these for every layer and microbatch, anew in every step, so as to use memory up to
+    `memory_limit` and recompute as little as possible. Under schedule "optimus" encoders with
+    "none" are tuned too where a step would not fit into `memory_limit`; it is not refused if it
+    still does not."""
     modules: dict[str, Mode] = Field(default={})
     """Mode by module name, instead of `mode`."""
     memory_limit: str = "85%"
@@ -42,22 +46,31 @@ class ActivationCheckpointConfig(Section):
     """With mode "tuned", on devices with separate memory: whether inputs of recomputed layers may
     be kept in the host's memory where that costs the least time."""
 
-    def fixed_mode(self, module: str) -> FixedMode:
-        """Mode of all tasks of a module; "none" if plans choose, whose costs are added later."""
-        mode = self.modules.get(module, self.mode)
+    def fixed_mode(self, module: str, *, is_eager_on_cuda: bool) -> FixedMode:
+        """Return the mode of all tasks of a module, or "none" if plans choose the modes.
+
+        Args: See `mode_of`.
+        """
+        mode = self.mode_of(module, bounded=False, is_eager_on_cuda=is_eager_on_cuda)
         return "none" if mode == "tuned" else mode
 
     def tunes(self, module: str) -> bool:
         """Whether plans choose what the module's layers recompute, and have to fit."""
         return self.modules.get(module, self.mode) == "tuned"
 
-    def mode_of(self, module: str, *, bounded: bool) -> Mode:
-        """How a module is built: "tuned" if plans choose.
+    def mode_of(self, module: str, *, bounded: bool, is_eager_on_cuda: bool) -> Mode:
+        """Return the mode that a module is built for, "tuned" if plans choose the modes.
 
         Args:
-            bounded: whether they do where nothing else is given, see `mode`.
+            module: Name of the module.
+            bounded: Whether plans choose the modes of modules with "none", see `mode`.
+            is_eager_on_cuda: Whether the layers run on CUDA without torch.compile. Eager selective
+                recomputation dispatches every operator in Python, which takes the host more time
+                than recomputing the layer takes the GPU. "selective" is then "full".
         """
         mode = self.modules.get(module, self.mode)
+        if mode == "selective" and is_eager_on_cuda:
+            return "full"
         return "tuned" if bounded and mode == "none" else mode
 
 
@@ -326,14 +339,58 @@ class CompileConfig(Section):
     """torch.compile. Compiled code is kept in `~/.cache/torchmm/compile/`, or in the directory that
     the environment variable TORCHINDUCTOR_CACHE_DIR names."""
 
-    enabled: bool = False
-    """Compile every layer."""
+    enabled: Literal["auto"] | bool = "auto"
+    """Whether to compile layers. "auto" compiles on CUDA the layers of LLMs and of encoders that
+    pack images and rotate queries and keys (Qwen-VL, Pixtral). Other layers are short: the host
+    needs more time for a compiled call than the GPU saves. "auto" does not compile LLMs with
+    experts or delta nets, and no layer on the CPU. If torch.compile fails under "auto", the layers
+    run without it and the log shows the reason; with true the run fails."""
     modules: list[str] = Field(default=[])
-    """Module names to compile; empty: all."""
+    """Names of the modules to compile. Default: all that `enabled` selects."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
-    """What compiles the traced layers. The others only trace (and differentiate): to find out what
-    goes wrong where."""
+    """Backend of torch.compile. The others only trace (and differentiate), to find the cause of
+    an error."""
 
-    def concerns(self, module: str) -> bool:
-        """Whether the module's layers are compiled."""
-        return self.enabled and module in (self.modules or [module])
+    def forces(self, module: str) -> bool:
+        """Return True if the recipe requires compiled layers for the module of this name."""
+        return self.enabled is True and module in (self.modules or [module])
+
+    def concerns(self, module: ModuleDescription, device: str, parallel: ParallelConfig) -> bool:
+        """Return True if the layers of a module are compiled.
+
+        Args:
+            module: Sizes of the module.
+            device: Type of the device that runs the module, "cuda" or "cpu".
+            parallel: Parallelism of the run.
+        """
+        return not self.reason_for_eager(module, device, parallel)
+
+    def reason_for_eager(
+        self, module: ModuleDescription, device: str, parallel: ParallelConfig
+    ) -> str:
+        """Return why the layers of a module are not compiled, or "" if they are.
+
+        Args: See `concerns`.
+        """
+        if self.enabled is False or module.name not in (self.modules or [module.name]):
+            return "not in compile.enabled and compile.modules"
+        if self.enabled is True:
+            return ""
+        is_llm = module.kind == "llm"
+        reasons = {
+            f"layers run on the {device}": device != "cuda",
+            "layers stop for parallel.bubble_pieces": parallel.bubble_pieces,
+            "the schedule splits backward passes": parallel.splits_backward,
+            "ranks exchange tokens of experts": is_llm and parallel.expert > 1,
+            "ranks exchange attention heads": is_llm and parallel.context > 1,
+            "layers have experts": any(layer.experts for layer in module.layers),
+            "layers have delta nets": any(
+                isinstance(layer.mixer, DeltaSizes) for layer in module.layers
+            ),
+            "layers are short": not is_llm
+            and not (
+                module.kind == "encoder"
+                and all(layer.rotary and not layer.batched for layer in module.layers)
+            ),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), "")

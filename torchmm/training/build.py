@@ -44,7 +44,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize, module_of
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.attention_kernels import kernel_problems, use_kernels
-from torchmm.parallel.compilation import Compilation
+from torchmm.parallel.compilation import Compilation, compiler_problem
 from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.expert import expert_problems
 from torchmm.parallel.float8 import apply_float8, float8_problems
@@ -174,7 +174,7 @@ def cut_model(
     """
     modules = list(model.modality_modules())
     descriptions = [module.describe() for module in modules]
-    executions = module_executions(run, descriptions)
+    executions = module_executions(run, descriptions, device.type)
     parallel = run.recipe.parallel
     problems = [
         problem
@@ -190,6 +190,9 @@ def cut_model(
     tensor = {name: own.tensor for name, own in executions.items()}
     problems += float8_problems(modules, run.recipe.float8, device, tensor)
     problems += kernel_problems(run.recipe.training.attention, device)
+    missing = compiler_problem(run.recipe.compile, device.type)
+    if missing and run.recipe.compile.enabled is True:
+        problems.append(f"compile.enabled = true: {missing}")
     if problems := problems + expert_problems(model.llm, parallel.expert):
         raise ConfigError(problems)
     # Always of the first step, so that a resumed run is cut as before.
@@ -241,7 +244,7 @@ def build_run(
     if mesh.rank == 0:
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
-        print_summary(console, recipe.name, run_summary(run, model))
+        print_summary(console, recipe.name, run_summary(run, model, device.type))
         learns = model.llm.embedding.weight.requires_grad
         if warning := untrained_tokens(recipe.model, tokenizer, trains_embeddings=learns):
             logger.warning(warning)

@@ -134,7 +134,7 @@ class Colocated(NamedTuple):
         parallel = own.parallel
         modules, metas = forecaster.modules, forecaster.workload.microbatches
         run = replace(forecaster.run, recipe=own, units={})
-        executions = module_executions(run, modules)
+        executions = module_executions(run, modules, forecaster.profile.device.type)
         sharded = any(execution.shard > 1 for execution in executions.values())
         graph = step_graph(plan_layout(parallel, modules, metas), parallel, metas)
         model = CostModel(forecaster.profile, recipe.training.dtype, executions)

@@ -70,7 +70,7 @@ def build_hf_model(
     if "llm" in recipe.freeze.modules:
         model.model.language_model.requires_grad_(False)
         model.lm_head.requires_grad_(False)
-    if recipe.compile.enabled:
+    if recipe.compile.enabled is True:
         for part in (model.model.vision_tower.encoder, model.model.language_model):
             for layer in part.layers:
                 layer.compile()

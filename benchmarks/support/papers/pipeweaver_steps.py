@@ -107,7 +107,8 @@ class Setting:
         """Whether orders have to fit into memory."""
         self.typical = self.metas
         """Microbatches by whose sizes modules are cut."""
-        self._executions = module_executions(forecaster.run, self.modules)
+        device = self.profile.device.type
+        self._executions = module_executions(forecaster.run, self.modules, device)
         self.parallel: ParallelConfig = self.recipe.parallel
         if leaves_segments_open(self.parallel):
             own = CostModel(self.profile, self.recipe.training.dtype, self._executions)

@@ -343,7 +343,7 @@ def test_published_models_cost_what_one_mode_for_all_costs(name, mode):
     recipe = load_recipe(path, [*overrides, "--activation_checkpoint.modules", "{}"]).recipe
     recipe.activation_checkpoint.modules.clear()
     of = Forecaster(recipe, recipe.simulation.gpus, load_profile(recipe.simulation.device))
-    executions = module_executions(of.run, of.modules)
+    executions = module_executions(of.run, of.modules, of.profile.device.type)
     metas = of.workload.microbatches
     parallel = recipe.parallel.model_copy(update={"schedule": "separated"})
     graph = step_graph(plan_layout(parallel, of.modules, metas), parallel, metas)

@@ -75,6 +75,11 @@ class Device:
     host_bytes_per_s: float = 0.0
     host_memory_bytes: float = 0.0
 
+    @property
+    def type(self) -> Literal["cuda", "cpu"]:
+        """Type of the torch device."""
+        return "cuda" if self.asynchronous else "cpu"
+
     def bytes_per_s(self, link: Link) -> float:
         """Bandwidth of a link, one direction."""
         return self.node_bytes_per_s if link == "node" else self.network_bytes_per_s

@@ -1,0 +1,272 @@
+"""Which layers are compiled, what compiled layers recompute, and which sizes stay static."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from model_cases import (
+    ENCODERS,
+    LLMS,
+    build,
+    make_inputs,
+    microbatch,
+    pair_config,
+    relative_error,
+    text_model,
+)
+from test_compilation import results
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from torchmm.models.layered import LayeredModule
+from torchmm.parallel import activation, torch_private
+from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
+from torchmm.parallel.compilation import MOST_GRAPHS, Compilation, compiler_problem
+from torchmm.planning.executions import recompute_mode
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
+
+AUTO = CompileConfig()
+ALONE = ParallelConfig()
+EAGER_LLMS = {
+    "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "mixtral", "gpt_oss", "glm4_moe",
+    "deepseek_v3", "deepseek_v3_dense_queries", "gemma4_moe",
+}  # fmt: skip
+"""LLMs with experts or delta nets."""
+COMPILED_ENCODERS = {
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v",
+    "glm4v_moe", "gemma4", "pixtral", "qwen3_omni_vision", "qwen2_5_omni_vision",
+}  # fmt: skip
+MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "packed_attention"}
+TOKENS = 24
+
+
+@pytest.mark.parametrize("family", LLMS)
+def test_auto_compiles_llms_without_experts_and_delta_nets(family: str) -> None:
+    module = text_model(family).llm.describe()
+    assert AUTO.concerns(module, "cuda", ALONE) == (family not in EAGER_LLMS)
+    assert not AUTO.concerns(module, "cpu", ALONE)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_auto_compiles_packed_encoders_with_rotary_positions(family: str) -> None:
+    module = build(pair_config("llama", family)).encoders["eye"].describe()
+    assert AUTO.concerns(module, "cuda", ALONE) == (family in COMPILED_ENCODERS)
+    assert not AUTO.concerns(module, "cpu", ALONE)
+
+
+def test_auto_skips_layers_that_the_parallelism_interrupts() -> None:
+    llm = text_model("llama").llm.describe()
+    interrupted = [
+        {"bubble_pieces": True, "tensor_bubbles": 0.5},
+        {"pipeline": 2, "schedule": "zero_bubble"},
+        {"expert": 2},
+        {"llm": {"context": 2}},
+    ]
+    for settings in interrupted:
+        parallel = ParallelConfig.model_validate(settings)
+        assert not AUTO.concerns(llm, "cuda", parallel), settings
+        assert CompileConfig(enabled=True).concerns(llm, "cuda", parallel), settings
+    assert AUTO.concerns(llm, "cuda", ParallelConfig.model_validate({"pipeline": 2}))
+
+
+def test_enabled_and_modules_override_auto() -> None:
+    llm = text_model("llama").llm.describe()
+    assert CompileConfig(enabled=True).concerns(llm, "cpu", ALONE)
+    assert not CompileConfig(enabled=False).concerns(llm, "cuda", ALONE)
+    assert not CompileConfig(modules=["eye"]).concerns(llm, "cuda", ALONE)
+    assert not CompileConfig(enabled=True, modules=["eye"]).concerns(llm, "cuda", ALONE)
+
+
+def test_selective_is_full_for_eager_layers_on_cuda() -> None:
+    model = build(pair_config("llama", "siglip2"))
+    modules = [model.llm.describe(), model.encoders["eye"].describe()]
+    recipe = Recipe(activation_checkpoint=ActivationCheckpointConfig(mode="selective"))
+    eager = recipe.model_copy(update={"compile": CompileConfig(enabled=False)})
+    found = {
+        (setting.compile.enabled, device): [recompute_mode(setting, m, device) for m in modules]
+        for setting in (recipe, eager)
+        for device in ("cuda", "cpu")
+    }
+    assert found == {
+        ("auto", "cuda"): ["selective", "full"],
+        ("auto", "cpu"): ["selective", "selective"],
+        (False, "cuda"): ["full", "full"],
+        (False, "cpu"): ["selective", "selective"],
+    }
+
+
+def test_missing_triton_is_a_problem_for_inductor_on_cuda(monkeypatch) -> None:
+    monkeypatch.setattr(torch_private, "has_triton", lambda: False)
+    assert "install the triton package" in compiler_problem(AUTO, "cuda")
+    assert not compiler_problem(AUTO, "cpu")
+    assert not compiler_problem(CompileConfig(backend="aot_eager"), "cuda")
+    monkeypatch.setattr(torch_private, "has_triton", lambda: True)
+    assert not compiler_problem(AUTO, "cuda")
+
+
+def compile_llm(mode: str = "none", **settings: bool) -> tuple[Callable, Compilation]:
+    """Return a function that runs an LLM on samples of given lengths, and its compiled layers."""
+    torch.compiler.reset()
+    model = text_model("llama")
+    compilation = Compilation("eager", **settings)
+    apply_activation_checkpoint(model.llm, mode, compilation)
+    return lambda lengths: results([model.llm], lambda: model(microbatch(lengths))), compilation
+
+
+def row_lengths(number: int) -> list[int]:
+    """Return lengths of samples that fill a sequence of `TOKENS` tokens, different per number."""
+    lengths = [1 + (number * 7 + i) % 5 for i in range(number % 6)]
+    return [*lengths, TOKENS - sum(lengths)]
+
+
+def test_constant_rows_keep_tokens_static_in_one_graph(monkeypatch) -> None:
+    """Counts graphs over 50 microbatches with 50 divisions into samples."""
+    shapes: list[torch.Size] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
+        shapes.extend(x.shape for x in inputs if isinstance(x, Tensor) and x.ndim == 3)
+        return graph
+
+    monkeypatch.setattr(torch_private, "compiler_named", lambda backend: record)
+    plain = text_model("llama")
+    run, compilation = compile_llm(has_constant_rows=True)
+    for number in range(50):
+        found = run(row_lengths(number))
+        if number % 10 == 0:
+            lengths = row_lengths(number)
+            expected = results([plain.llm], lambda own=lengths: plain(microbatch(own)))
+            for ours, theirs in zip(found, expected, strict=True):
+                assert relative_error(ours, theirs) < 1e-6
+    graphs = compilation.new_graphs()
+    assert max(graph.number for graph in graphs) <= MOST_GRAPHS
+    hidden = [shape for shape in shapes if shape[-1] == plain.llm.text_config.hidden_size]
+    assert hidden and all(isinstance(shape[1], int) for shape in hidden)
+    run([TOKENS + 3])  # a negative control: another number of tokens is another graph
+    assert compilation.new_graphs()
+
+
+def count_products(monkeypatch, mode: str) -> tuple[Counter, Counter]:
+    """Return the operators of the backward graphs, and those of the forward graphs."""
+    backward: Counter = Counter()
+    forward: Counter = Counter()
+
+    def counting(counter: Counter) -> Callable:
+        def compile_graph(graph: torch.fx.GraphModule, _: Sequence[Tensor]) -> Callable:
+            calls = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+            counter.update(str(getattr(c, "_overloadpacket", c)).rpartition(".")[2] for c in calls)
+            return graph.forward
+
+        return compile_graph
+
+    backend = aot_autograd(
+        fw_compiler=counting(forward),
+        bw_compiler=counting(backward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    monkeypatch.setattr(torch_private, "compiler_named", lambda name: backend)
+    run, compilation = compile_llm(mode)
+    run([5, 9, 9])
+    assert len({graph.kind for graph in compilation.new_graphs()}) == 1
+    return backward, forward
+
+
+def test_compiled_selective_recomputation_repeats_no_product(monkeypatch) -> None:
+    """Counts the matrix products and attention operators of compiled backward graphs."""
+    products = {}
+    cheap = {}
+    for mode in ("none", "selective", "full"):
+        backward, forward = count_products(monkeypatch, mode)
+        products[mode] = sum(backward[name] for name in MATRIX_PRODUCTS)
+        cheap[mode] = backward["rsqrt"]
+        assert forward["mm"] > 0 and forward["packed_attention"] > 0, forward
+    assert products["selective"] == products["none"] < products["full"]
+    assert cheap["selective"] > 0
+
+
+def test_tuned_selective_is_full_for_eager_layers_on_cuda(monkeypatch) -> None:
+    """Counts calls of the function that dispatches every operator in Python."""
+    calls: list[object] = []
+
+    def contexts(policy: object) -> object:
+        calls.append(policy)
+        return create_selective_checkpoint_contexts(policy)
+
+    monkeypatch.setattr(activation, "create_selective_checkpoint_contexts", contexts)
+    counts = {}
+    for is_eager_on_cuda in (False, True):
+        model = text_model("llama")
+        module = model.llm
+        apply_activation_checkpoint(module, "tuned", is_eager_on_cuda=is_eager_on_cuda)
+        set_layer_modes(module, ["selective"] * len(module.layers))
+        calls.clear()
+        model(microbatch([5, 9, 9])).backward()
+        counts[is_eager_on_cuda] = len(calls)
+    assert counts == {False: len(module.layers), True: 0}
+
+
+def failing(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
+    raise RuntimeError("no C compiler")
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_auto_runs_eagerly_if_compilation_fails(
+    mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_private, "compiler_named", lambda backend: failing)
+    plain = text_model("llama")
+    run, _ = compile_llm(mode, falls_back=True)
+    with caplog.at_level(logging.WARNING):
+        for lengths in ([5, 9, 9], [3, 20]):
+            expected = results([plain.llm], lambda own=lengths: plain(microbatch(own)))
+            for ours, theirs in zip(run(lengths), expected, strict=True):
+                assert relative_error(ours, theirs) < 1e-6
+    told = [r.getMessage() for r in caplog.records if "without torch.compile" in r.getMessage()]
+    assert len(told) == 1 and "no C compiler" in told[0]
+    run, _ = compile_llm(mode)
+    with pytest.raises(BackendCompilerFailed, match="no C compiler"):
+        run([5, 9, 9])
+
+
+def compiled_by_inductor(module: LayeredModule, mode: str, *, constant: bool) -> Compilation:
+    torch.compiler.reset()
+    compilation = Compilation("inductor", has_constant_rows=constant)
+    apply_activation_checkpoint(module, mode, compilation)
+    return compilation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_inductor_llm_equals_eager_in_float32(mode: str) -> None:
+    plain, model = text_model("qwen3"), text_model("qwen3")
+    compilation = compiled_by_inductor(model.llm, mode, constant=True)
+    for number in (3, 4, 0):
+        batch = microbatch(row_lengths(number))
+        expected = results([plain.llm], lambda own=batch: plain(own))
+        found = results([model.llm], lambda own=batch: model(own))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert relative_error(ours, theirs) < 1e-5
+    assert max(graph.number for graph in compilation.new_graphs()) <= MOST_GRAPHS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_inductor_qwen_encoder_equals_eager_in_float32(mode: str) -> None:
+    plain, model = (build(pair_config("llama", "qwen3_vl")).encoders["eye"] for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    compilation = compiled_by_inductor(model, mode, constant=False)
+    inputs = make_inputs("qwen3_vl")
+    count = len(inputs.grids_thw)
+    for images in (range(count), range(1, count)):
+        own = inputs.select(images)
+        expected = results([plain], lambda own=own: plain(own))
+        found = results([model], lambda own=own: model(own))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert relative_error(ours, theirs) < 1e-5
+    assert max(graph.number for graph in compilation.new_graphs()) <= MOST_GRAPHS
