@@ -32,7 +32,7 @@ from torchmm.parallel.torch_private import local_tensors
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.checkpoint.state import parameter_names
 from torchmm.training.optimizers.average import WeightAverage
-from torchmm.training.optimizers.compact import CompactOptimizer, Settings
+from torchmm.training.optimizers.compact import CompactOptimizer, Settings, count_step
 
 _EPSILON = 1e-6
 """Added to the gradient norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -123,7 +123,7 @@ class LocalAdamW(torch.optim.AdamW):
             if not parameters:
                 continue
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1.0 if self.found_inf is None else 1.0 - self.found_inf)
+            count_step(steps, self.found_inf)
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
                 local_tensors(parameters),

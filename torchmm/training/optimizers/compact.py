@@ -139,8 +139,7 @@ class CompactOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = self.new_state(parameter, group["rule"])
             if not parameters:
                 continue
-            counted = 1.0 if self.found_inf is None else 1.0 - self.found_inf
-            torch._foreach_add_([self.state[p]["step"] for p in parameters], counted)
+            count_step([self.state[p]["step"] for p in parameters], self.found_inf)
             adam = group["rule"] == "adamw"
             portions = [*(_portions(parameters) if adam else _rounds(parameters))]
             update = self._adamw if adam else self._muon
@@ -287,6 +286,14 @@ class CompactOptimizer(torch.optim.Optimizer):
         if self._visits is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Add 1 to the step counters, or 0 if `found_inf` is 1."""
+    if found_inf is None:
+        torch._foreach_add_(steps, 1.0)
+    else:  # without alpha, torch reads the scalar on the host
+        torch._foreach_add_(steps, 1.0 - found_inf, alpha=1.0)
 
 
 def _portions(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:
