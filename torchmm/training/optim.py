@@ -45,14 +45,15 @@ def build_optimizer(
     copies: Collection[nn.Parameter] = (),
     matrices: Collection[nn.Parameter] = (),
     dtype: torch.dtype = torch.float32,
-) -> torch.optim.Optimizer:
-    """Of the trainable parameters of `model`; there may be none on this rank.
+) -> RunOptimizer:
+    """Return the optimizer of the trainable parameters of `model`, of which a rank may have none.
 
     Args:
-        module_of: maps a parameter's name to its module name ("llm", "NAME", "NAME.connector").
-        copies: parameters that are copies of another rank's embedding, and treated like it.
-        matrices: those of layers, which Muon is for.
-        dtype: in which modules compute.
+        module_of: function from parameter names to module names ("llm", "NAME",
+            "NAME.connector").
+        copies: copies of the embedding of another rank, without weight decay like the original.
+        matrices: parameters that Muon updates.
+        dtype: compute dtype of the modules.
     """
     groups: dict[tuple, dict[str, Any]] = {}
     by_muon = {id(matrix) for matrix in matrices} if config.name == "muon" else set()
@@ -144,12 +145,15 @@ class LocalAdamW(torch.optim.AdamW):
             )
 
 
+RunOptimizer = LocalAdamW | CompactOptimizer
+"""Optimizers with `grad_scale` and `found_inf`."""
+
+
 class Updates:
     """The update of a step: gradient norm, clipping, learning rate, optimizer, weight average.
 
-    Construction is collective.
-    `measure` and `apply` queue work on the device and do not wait for it. Call `finish` after the
-    host has checked the numbers of the step.
+    Construction is collective. `measure` and `apply` queue work on the device and do not wait for
+    it. Call `finish` after the host has checked the numbers of the step.
 
     Args:
         steps: number of steps of the run.
@@ -159,7 +163,7 @@ class Updates:
     def __init__(
         self,
         model: MultimodalModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: RunOptimizer,
         mesh: ParallelMesh,
         config: OptimizerConfig,
         steps: int,
@@ -183,9 +187,9 @@ class Updates:
         totals = self._mesh.sum_over_ranks(torch.stack([squared_norm(self._groups, zero), zero]))
         norm = totals[0].sqrt()
         rounded = norm.float()
-        scale = ((norm + _EPSILON) / self._config.max_grad_norm).clamp(min=1.0).float()
-        self._optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        self._optimizer.found_inf = (rounded * 0 + totals[1]).ne(0).float()  # type: ignore[attr-defined]
+        scale = ((norm + _EPSILON) / self._config.max_grad_norm).clamp(min=1.0)
+        self._optimizer.grad_scale = scale.float()
+        self._optimizer.found_inf = (rounded * 0 + totals[1]).ne(0).float()
         return rounded
 
     def apply(self, step: int) -> float:
@@ -306,7 +310,8 @@ def squared_norm(groups: Replicas, zero: Tensor) -> Tensor:
     for replicas, parameters in groups.items():
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in local_gradients([p for p in parameters if p.grad is not None]):
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+            if gradient.numel():  # on CUDA, the norm of an empty tensor may be uninitialized
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for gradients in by_dtype.values():
             total = total + _squares(gradients).sum() / replicas
     return total
