@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from torchmm.common.device_copies import HostCopy
 from torchmm.models.llm import LlmModule
 from torchmm.parallel import torch_private
 from torchmm.parallel.fsdp import StepSharding
@@ -175,6 +176,17 @@ def one_communicator() -> None:
     P2PChannels.__init__ = init
 
 
+def early_wait() -> None:
+    """The host waits for losses and norm before it queues the update."""
+    plain = HostCopy.__init__
+
+    def init(self, tensor):
+        plain(self, tensor)
+        self._copied.synchronize()
+
+    HostCopy.__init__ = init
+
+
 def pageable_copy() -> None:
     """A copy to the device from memory that is not page-locked."""
     plain = LlmModule.forward
@@ -189,6 +201,7 @@ def pageable_copy() -> None:
 DEFECTS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
+        early_wait,
         no_wait,
         not_arrived,
         freed_early,

@@ -32,7 +32,7 @@ from fakecuda.races import (
     races,
     still_running,
 )
-from fakecuda.records import Record, host_waits, read_records
+from fakecuda.records import Record, action_of, host_waits, read_records
 
 STEP = 3
 LIMIT_S = 380
@@ -130,7 +130,7 @@ CASES = {
 }
 DEFAULT = {"quickstart"}
 """Cases that run without `--all`."""
-QUICK_DEFECTS = DEFAULT | {"look_at_device", "timed_late"}
+QUICK_DEFECTS = DEFAULT | {"early_wait", "look_at_device", "timed_late"}
 """These and the defects that are looked for in them."""
 
 
@@ -216,6 +216,40 @@ def waits_by_rank(ranks: dict[int, list[Record]]) -> list[int]:
     return [sum(host_waits(records).values()) for _, records in sorted(ranks.items())]
 
 
+def updates_after_a_wait(ranks: dict[int, list[Record]]) -> list[str]:
+    """Return kernels of optimizers that the host queues after its first wait after the plan."""
+    found = []
+    for records in ranks.values():
+        names = [r.name if r.kind == "kernel" else r.kind for r in records if is_after_plan(r)]
+        waits = [i for i, name in enumerate(names) if name == "sync"]
+        updates = [i for i, name in enumerate(names) if "_fused_adamw_" in name]
+        assert waits and updates
+        found += [names[i] for i in updates if i > waits[0]]
+    return found
+
+
+def clipping_kernels(records: list[Record]) -> list[str]:
+    """Return kernels after the plan that write gradients, except those of the optimizer.
+
+    What the optimizer accesses are parameters, gradients, states and scalars of 4 bytes.
+    """
+    after = [r for r in records if r.kind == "kernel" and is_after_plan(r)]
+    updates = [r for r in after if "_fused_adamw_" in r.name]
+    updated = {
+        (a, begin, end) for r in updates for a, begin, end, _ in r.accesses if end - begin > 4
+    }
+    return [
+        r.name
+        for r in after
+        if r not in updates
+        and any(written and (a, begin, end) in updated for a, begin, end, written in r.accesses)
+    ]
+
+
+def is_after_plan(record: Record) -> bool:
+    return action_of(record.label) == "behind the plan"
+
+
 def copies_beside(ranks: dict[int, list[Record]]) -> list[int]:
     """By rank: how many copies of states from the host run beside the update."""
     return [operations_beside(records, "optimizers/host.py") for records in ranks.values()]
@@ -275,6 +309,9 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
     assert not mismatches(ranks)
     assert not stuck(ranks)
     assert not stuck(ranks, queues=HARDWARE_QUEUES)
+    if name == "quickstart":
+        assert not updates_after_a_wait(ranks)
+        assert not any(map(clipping_kernels, ranks.values()))
     if name == "reductions beside":
         assert all(reductions_beside(ranks))
     if name == "inputs on the host":
@@ -299,6 +336,7 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
         pytest.param(*pair, marks=() if set(pair) <= QUICK_DEFECTS else pytest.mark.campaign)
         for pair in (
             ("look_at_device", "quickstart"),
+            ("early_wait", "quickstart"),
             ("pageable_copy", "quickstart"),
             ("timed_late", "quickstart"),
             ("no_wait", "fillers"),
@@ -323,6 +361,8 @@ def test_defects_are_found(defect, name, built, tmp_path, real_data) -> None:
         assert waits_by_rank(ranks) == [CASES[name].waits + 1]
     elif defect in ("look_at_device", "pageable_copy"):
         assert unexpected_waits(ranks, CASES[name].waits)
+    elif defect == "early_wait":
+        assert updates_after_a_wait(ranks)
     elif defect in ("one_communicator", "swapped_sends"):
         assert mismatches(ranks) or stuck(ranks)
     elif defect == "inputs_in_turn":

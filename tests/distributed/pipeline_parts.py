@@ -37,7 +37,7 @@ from torchmm.recipe.training_section import (
 )
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.checkpoint.state import model_tensors, optimizer_tensors
-from torchmm.training.optim import build_optimizer, global_grad_norm
+from torchmm.training.optim import build_optimizer, global_grad_norm, group_by_replicas
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 LLAVA = {
@@ -135,9 +135,7 @@ class Part:
         losses = [float(loss) for loss in result.losses.values()]
         ranks = torch.tensor(sum(losses) / targets, dtype=torch.float64)
         dist.all_reduce(ranks)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        group = self.mesh.norm_ranks
-        norm = global_grad_norm(trained, self.copies, group).item()
+        norm = global_grad_norm(group_by_replicas(self.model), self.mesh).item()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(ranks) / self.mesh.own.sizes.tensor, norm

@@ -55,7 +55,7 @@ from torchmm.recipe.training_section import (
     CompileConfig,
     OptimizerConfig,
 )
-from torchmm.training.optim import build_optimizer, global_grad_norm
+from torchmm.training.optim import build_optimizer, global_grad_norm, group_by_replicas
 from torchmm.training.pipeline import Pipeline
 
 CPU = torch.device("cpu")
@@ -476,8 +476,7 @@ def _gradient_problems(
         error = (found - wanted[name]).norm().item() / scale
         if not error <= tolerance:
             problems.append(f"{name} is off by {error}")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    norm = global_grad_norm(trained, pipeline=mesh.norm_ranks).item()
+    norm = global_grad_norm(group_by_replicas(model), mesh).item()
     if abs(norm / whole - 1) > 1e-5:
         problems.append(f"gradient norm {norm}, expected {whole}")
     return problems

@@ -41,7 +41,7 @@ from torchmm.recipe.training_section import (
     CompileConfig,
     OptimizerConfig,
 )
-from torchmm.training.optim import build_optimizer, global_grad_norm
+from torchmm.training.optim import build_optimizer, global_grad_norm, group_by_replicas
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
 from torchmm.training.validation import draw, held_out_losses
@@ -322,8 +322,7 @@ def _gradient_problems(
         error = (found - expected).norm().item() / scale
         if not error <= tolerance:
             problems.append(f"{name} is off by {error}")
-    ranks = mesh.norm_ranks, mesh.norm_sharing
-    norm = global_grad_norm(trained.values(), model.tied_copy_parameters(), *ranks).item()
+    norm = global_grad_norm(group_by_replicas(model), mesh).item()
     if abs(norm / wanted.norm - 1) > 1e-5:
         problems.append(f"gradient norm {norm}, expected {wanted.norm}")
     return problems

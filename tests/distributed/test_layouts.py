@@ -25,7 +25,7 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import AdapterConfig, FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
-from torchmm.training.optim import global_grad_norm
+from torchmm.training.optim import global_grad_norm, group_by_replicas
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
 
@@ -437,9 +437,7 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     # Only one rank of a pipeline has a loss, and ranks that share rows have parts of it.
     alone = mesh.pipeline_size * mesh.context_size
     total_loss = mesh.sum_over_data([local_loss.item() * alone])[0]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    group = mesh.norm_ranks
-    norm = global_grad_norm(trained, model.tied_copy_parameters(), group).item()
+    norm = global_grad_norm(group_by_replicas(model), mesh).item()
 
     expected_norm = torch.stack([g.norm() for g in expected.values()]).norm().item()
     errors = {}

@@ -131,7 +131,7 @@ def check_training(of: Layout, source: Path) -> list[str]:
         share = model(microbatch) / targets
         share.backward()
         loss += share.item()
-    norm = global_grad_norm(p for p in model.parameters() if p.requires_grad).item()
+    norm = global_grad_norm({1: [p for p in model.parameters() if p.requires_grad]}).item()
 
     part = Part(of, source)
     found_loss, found_norm = part.train()

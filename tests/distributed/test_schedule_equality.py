@@ -28,7 +28,7 @@ from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import schedules_for
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
-from torchmm.training.optim import global_grad_norm
+from torchmm.training.optim import global_grad_norm, group_by_replicas
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
 
@@ -215,8 +215,7 @@ def _gradient_problems(
         error = (found - wanted).norm().item() / scale
         if error > 1e-5:
             problems.append(f"step {number}: {name} is off by {error}")
-    group = mesh.norm_ranks
-    norm = global_grad_norm(trained.values(), model.tied_copy_parameters(), group).item()
+    norm = global_grad_norm(group_by_replicas(model), mesh).item()
     if abs(norm - reference.norm) > 1e-5 * max(reference.norm, 1e-6):
         problems.append(f"step {number}: gradient norm {norm}, expected {reference.norm}")
     return problems

@@ -6,8 +6,8 @@ has come so far, and then the device until the host has sent it new work. A step
 
 | where | for what | why |
 |---|---|---|
-| `Trainer._check` | losses and the norm of gradients, in one vector | no update where they are no \
-numbers; clipping |
+| `Trainer._check` | losses and the norm of gradients, in one vector | the run stops if they are \
+not finite. The update is queued before, and changes nothing then |
 | experts that `parallel.expert` divides, once per layer and forward | how many tokens go to and \
 come from each rank | lengths of messages |
 
@@ -29,3 +29,25 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a small device tensor in host memory, which does not wait for the device.
+
+    Work that is queued after its construction runs while the host waits in `tolist`.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def tolist(self) -> list[float]:
+        """Wait for the copy and return its values."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()

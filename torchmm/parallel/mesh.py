@@ -239,20 +239,25 @@ class ParallelMesh:
         """The share that this rank works on."""
         return self._place[0]
 
-    @property
-    def norm_ranks(self) -> dist.ProcessGroup | None:
-        """The ranks over which squares of gradients are added up; None: this rank has them all.
-
-        All ranks where modules are apart: what a rank has, only ranks of its own unit share.
-        """
+    @cached_property
+    def _sum_groups(self) -> Sequence[dist.ProcessGroup]:
+        """Process groups such that sums over each of them in turn are sums over all ranks."""
         if self.units:
-            return dist.group.WORLD
-        return self.own.pipeline.get_group() if self.own.sizes.pipeline > 1 else None
+            assert dist.group.WORLD is not None
+            return [dist.group.WORLD]
+        return [self.own.mesh.get_group(a) for a in AXES if self.own.mesh[a].size() > 1]
 
-    @property
-    def norm_sharing(self) -> int | None:
-        """How many of them have the same parameters; None: the ranks of a parameter's own mesh."""
-        return self.own.sizes.ranks // self.own.sizes.pipeline if self.units else None
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sums of `values` over all ranks, bitwise equal on all ranks; collective.
+
+        Values stay on their device, for which the host does not wait. All-gathers are used instead
+        of all-reduces, whose order of additions may differ between groups.
+        """
+        for group in self._sum_groups:
+            gathered = values.new_empty(group.size(), values.numel())
+            dist.all_gather_into_tensor(gathered, values.reshape(1, -1), group)
+            values = gathered.sum(0).view(values.shape)
+        return values
 
     @property
     def sizes(self) -> dict[str, int]:

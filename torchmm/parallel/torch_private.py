@@ -5,7 +5,8 @@
   used twice; `supports_weight_split` finds out by trying.
 - FSDP2's state: gathering and reducing at moments of our own needs the state to be initialised
   before the first forward, the groups of parameters, and the callback that ends a backward.
-- DTensors of tensors that are not on their mesh's device.
+- DTensors of tensors that are not on their mesh's device; local tensors without the view that
+  `to_local` makes of a parameter.
 - Functional collectives and symmetric memory: operators that start a collective and return; a
   custom operator can name a process group by a string only, so it has to be looked up.
 
@@ -18,7 +19,7 @@ microbatches for all stages, shapes that never change, and was rewritten between
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import cache
 from math import prod
@@ -62,6 +63,7 @@ __all__ = [
     "has_triton",
     "initialize_fsdp",
     "is_view",
+    "local_tensors",
     "placed_like",
     "stage_backward_input",
     "stage_backward_weight",
@@ -126,6 +128,11 @@ def placed_like(local: Tensor, like: DTensor, shape: torch.Size) -> DTensor:
     meta = TensorMeta(shape, stride, local.dtype)
     spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the local tensors of DTensors, and other tensors unchanged."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def initialize_fsdp(module: FSDPModule) -> None:

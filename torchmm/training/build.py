@@ -72,7 +72,7 @@ from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
-from torchmm.training.optim import build_optimizer, describe_schedule_change
+from torchmm.training.optim import RunOptimizer, build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.pipeline import Pipeline
@@ -97,7 +97,7 @@ class RunParts:
     """How plans choose what layers recompute; None: they do not."""
     costs: CostModel | None
     """What orders are searched with; None: they are not."""
-    optimizer: torch.optim.Optimizer
+    optimizer: RunOptimizer
     average: WeightAverage | None
     """Of the weights, if `training.ema_decay` is set."""
     checkpoints: CheckpointManager
@@ -297,7 +297,7 @@ def _step_after(
     return restored.step
 
 
-def _optimizer(run: Resolved, model: MultimodalModel) -> torch.optim.Optimizer:
+def _optimizer(run: Resolved, model: MultimodalModel) -> RunOptimizer:
     copies = model.tied_copy_parameters()
     matrices = model.layer_matrices()
     dtype = DTYPES[run.recipe.training.dtype]

@@ -1,33 +1,41 @@
 """The optimizer, its parameter groups, the learning rate and the global gradient norm.
 
-AdamW in float32 is torch's fused one; all else is `optimizers/compact.py`.
+AdamW with float32 states is the fused kernel of torch. Other optimizers are in
+`optimizers/compact.py`. Both read the clip factor and the check for non-finite values from device
+scalars (`grad_scale`, `found_inf`, as with `torch.amp.GradScaler`). The update is therefore queued
+before the host reads the gradient norm, and a step with non-finite values changes nothing.
 
 The learning rate is a pure function of the step, so there is no scheduler state to save.
-Parameters are grouped by module (each may have a learning rate of its own), by whether weight
-decay applies, and by device mesh: fused kernels and norms take lists of DTensors of one mesh.
+Parameters are grouped by module, by weight decay, and by device mesh (Muon gathers matrices over
+one mesh).
 
-In a pipeline every rank has the optimizer of its own stages. A tied embedding has a copy in the
-last stage with an optimizer state of its own; copy and original start alike, get the same gradient
-and the same settings, and so stay bit-equal. In the gradient norm only the original counts.
+In a pipeline, each rank optimizes its own stages. A tied embedding has a copy in the last stage
+with a separate optimizer state. Copy and original start equal and receive the same gradients and
+settings, so they stay bitwise equal. The gradient norm includes only the original.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
+from torchmm.parallel.torch_private import local_tensors
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.checkpoint.state import parameter_names
 from torchmm.training.optimizers.average import WeightAverage
-from torchmm.training.optimizers.compact import CompactOptimizer, Settings
+from torchmm.training.optimizers.compact import CompactOptimizer, Settings, count_step
+
+_EPSILON = 1e-6
+"""Added to the gradient norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
 def build_optimizer(
@@ -37,14 +45,15 @@ def build_optimizer(
     copies: Collection[nn.Parameter] = (),
     matrices: Collection[nn.Parameter] = (),
     dtype: torch.dtype = torch.float32,
-) -> torch.optim.Optimizer:
-    """Of the trainable parameters of `model`; there may be none on this rank.
+) -> RunOptimizer:
+    """Return the optimizer of the trainable parameters of `model`, of which a rank may have none.
 
     Args:
-        module_of: maps a parameter's name to its module name ("llm", "NAME", "NAME.connector").
-        copies: parameters that are copies of another rank's embedding, and treated like it.
-        matrices: those of layers, which Muon is for.
-        dtype: in which modules compute.
+        module_of: function from parameter names to module names ("llm", "NAME",
+            "NAME.connector").
+        copies: copies of the embedding of another rank, without weight decay like the original.
+        matrices: parameters that Muon updates.
+        dtype: compute dtype of the modules.
     """
     groups: dict[tuple, dict[str, Any]] = {}
     by_muon = {id(matrix) for matrix in matrices} if config.name == "muon" else set()
@@ -76,7 +85,7 @@ def build_optimizer(
     plain = all(p.dtype == torch.float32 for group in found for p in group["params"])
     if plain and config.name == "adamw" and config.state_dtype == "float32" and not config.offload:
         betas = (beta1, beta2)
-        return torch.optim.AdamW(found, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        return LocalAdamW(found, lr=config.lr, betas=betas, eps=config.eps, fused=True)
     settings = Settings(
         betas=(beta1, beta2),
         eps=config.eps,
@@ -89,18 +98,72 @@ def build_optimizer(
     return CompactOptimizer(found, settings, parameter_names(model))
 
 
+class LocalAdamW(torch.optim.AdamW):
+    """Fused AdamW that updates local tensors, without the per-operator cost of DTensors.
+
+    States are DTensors like their parameters, so checkpoints do not change.
+    """
+
+    grad_scale: Tensor | None = None
+    """Divisor of the gradients, a float32 device scalar."""
+    found_inf: Tensor | None = None
+    """1 if the step must change nothing, else 0; a float32 device scalar."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in parameters]
+            for parameter, state in zip(parameters, states, strict=True):
+                if not state:
+                    state["step"] = torch.zeros((), device=parameter.device)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+            if not parameters:
+                continue
+            steps = [state["step"] for state in states]
+            count_step(steps, self.found_inf)
+            beta1, beta2 = group["betas"]
+            torch._fused_adamw_(
+                local_tensors(parameters),
+                local_gradients(parameters),
+                local_tensors([state["exp_avg"] for state in states]),
+                local_tensors([state["exp_avg_sq"] for state in states]),
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
+
+
+RunOptimizer = LocalAdamW | CompactOptimizer
+"""Optimizers with `grad_scale` and `found_inf`."""
+
+
 class Updates:
-    """Applies a run's gradients: their norm, clipping, learning rate, optimizer, average.
+    """The update of a step: gradient norm, clipping, learning rate, optimizer, weight average.
+
+    Construction is collective. `measure` and `apply` queue work on the device and do not wait for
+    it. Call `finish` after the host has checked the numbers of the step.
 
     Args:
-        steps: of the run.
-        average: of the weights, which follows them.
+        steps: number of steps of the run.
+        average: moving average of the weights, or None.
     """
 
     def __init__(
         self,
         model: MultimodalModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: RunOptimizer,
         mesh: ParallelMesh,
         config: OptimizerConfig,
         steps: int,
@@ -108,29 +171,39 @@ class Updates:
     ) -> None:
         self._average = average
         self._optimizer, self._mesh, self._config, self._steps = optimizer, mesh, config, steps
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._copies = model.tied_copy_parameters()
+        self._groups = group_by_replicas(model)
 
-    def grad_norm(self) -> Tensor:
-        """Norm of all gradients of all ranks, a float32 scalar; collective."""
-        mesh = self._mesh
-        return global_grad_norm(
-            self._parameters, self._copies, mesh.norm_ranks, mesh.norm_sharing, mesh.device
-        )
+    def measure(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the global gradient norm, a float32 scalar, and prepare the update; collective.
 
-    def apply(self, step: int, grad_norm: float) -> float:
-        """Clips and applies the gradients of a step, 1-based, and lets go of them; the learning
-        rate used."""
+        Sets the clip factor of the optimizer. If a loss or the norm of any rank is not finite, the
+        update changes nothing on all ranks.
+
+        Args:
+            losses: scalars of this rank that must be finite.
+        """
+        # Zero times a non-finite number is NaN, and so is every sum with NaN.
+        zero = torch.stack([*losses]).mul(0).sum()
+        totals = self._mesh.sum_over_ranks(torch.stack([squared_norm(self._groups, zero), zero]))
+        norm = totals[0].sqrt()
+        rounded = norm.float()
+        scale = ((norm + _EPSILON) / self._config.max_grad_norm).clamp(min=1.0)
+        self._optimizer.grad_scale = scale.float()
+        self._optimizer.found_inf = (rounded * 0 + totals[1]).ne(0).float()
+        return rounded
+
+    def apply(self, step: int) -> float:
+        """Queue the update of `step` (1-based) and return its learning rate."""
         factor = lr_factor(step, self._steps, self._config)
         set_learning_rate(self._optimizer, factor)
-        clip = clip_factor(grad_norm, self._config.max_grad_norm)
-        if clip < 1.0:
-            scale_gradients(self._parameters, clip)
         self._optimizer.step()
+        return self._config.lr * factor
+
+    def finish(self) -> None:
+        """Free the gradients and update the weight average, after an update of finite numbers."""
         self._optimizer.zero_grad(set_to_none=True)
         if self._average is not None:
             self._average.update()
-        return self._config.lr * factor
 
 
 def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
@@ -178,71 +251,98 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["peak_lr"] * factor
 
 
-def global_grad_norm(
-    parameters: Iterable[nn.Parameter],
-    copies: Collection[nn.Parameter] = (),
-    pipeline: dist.ProcessGroup | None = None,
-    sharing: int | None = None,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Euclidean norm of all gradients of all ranks, a float32 scalar equal on every rank.
+Replicas = Mapping[int, Sequence[nn.Parameter]]
+"""Parameters by the number of ranks that store the same elements."""
 
-    Plain tensors count as replicated: they are the same on all ranks of a stage. What several ranks
-    of a pipeline share counts once.
+
+def global_grad_norm(groups: Replicas, mesh: ParallelMesh | None = None) -> Tensor:
+    """Return the Euclidean norm of all gradients of all ranks, a float32 scalar; collective.
 
     Args:
-        copies: parameters that are copies of another rank's, which counts them.
-        pipeline: the ranks of this rank's pipeline, all of which must call; None: it is alone.
-        sharing: how many of these have the same parameters, or shards of them; None: those of
-            each parameter's mesh.
-        device: of this rank, which may have nothing to train and then no tensor that shows it.
+        groups: parameters of this rank, see `group_by_replicas`.
+        mesh: all ranks, or None if this process has all parameters.
     """
-    left_out = {id(copy) for copy in copies}
-    counted = [p for p in parameters if id(p) not in left_out]
-    by_mesh = _gradients_by_mesh(counted)
-    norms = [_norm(grads) for grads in by_mesh.values()]
-    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
-    if pipeline is None:
-        return torch.linalg.vector_norm(torch.stack(whole))
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    ranks = set(dist.get_process_group_ranks(pipeline))
-    for mesh, norm in zip(by_mesh, whole, strict=True):
-        alike = 1 if mesh is None else len(ranks.intersection(mesh.mesh.flatten().tolist()))
-        square += norm.to(device, torch.float64).square() / (sharing or alike)
-    dist.all_reduce(square, group=pipeline)
-    return square.sqrt().float()
+    zero = torch.zeros((), device=None if mesh is None else mesh.device)
+    square = squared_norm(groups, zero)
+    return (square if mesh is None else mesh.sum_over_ranks(square)).sqrt().float()
 
 
-def _norm(grads: list[Tensor]) -> Tensor:
-    """In float32, whatever the gradients' dtype."""
-    if grads[0].device.type == "cuda":
-        if grads[0].dtype == torch.float32:
-            return torch.nn.utils.get_total_norm(grads, foreach=True)
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]
-        return torch.linalg.vector_norm(torch.stack(norms))
-    # The CPU's norm adds in float32 one by one: for a 4096 x 48 matrix it is off by 4e-5, more
-    # than different layouts may differ. Its sum adds in pairs.
-    return torch.stack([g.float().square().sum() for g in grads]).sum().sqrt()
+def group_by_replicas(model: MultimodalModel) -> dict[int, list[nn.Parameter]]:
+    """Group trainable parameters by the number of ranks that store the same elements; collective.
+
+    Copies of tied parameters of another rank are omitted, because that rank counts them.
+    """
+    names = parameter_names(model)
+    counted = {id(p) for p in model.parameters() if p.requires_grad}
+    counted -= {id(copy) for copy in model.tied_copy_parameters()}
+    stages: dict[str, list[nn.Parameter]] = {}
+    for stage in model.all_stages():
+        own = [p for p in stage.parameters() if id(p) in counted]
+        counted -= {id(p) for p in own}
+        if own:
+            stages[names[id(own[0])]] = own
+    assert not counted, "a trainable parameter is in no stage"
+    # A stage is on all ranks that have its first parameter, as a shard or as a replica.
+    ranks = Counter(name for text in gather_texts("\n".join(stages)) for name in text.split("\n"))
+    groups: dict[int, list[nn.Parameter]] = {}
+    for name, own in stages.items():
+        for parameter in own:
+            groups.setdefault(ranks[name] // _shards(parameter), []).append(parameter)
+    return groups
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiplies all gradients by `factor`, in place."""
-    for grads in _gradients_by_mesh(parameters).values():
-        torch._foreach_mul_(grads, factor)
+def _shards(parameter: nn.Parameter) -> int:
+    if not isinstance(parameter, DTensor):
+        return 1
+    dimensions = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in dimensions if not placement.is_replicate())
 
 
-def clip_factor(grad_norm: float, max_norm: float) -> float:
-    """What gradients are multiplied by to bring their norm down to `max_norm`."""
-    return min(1.0, max_norm / (grad_norm + 1e-6))
+@torch.no_grad()
+def squared_norm(groups: Replicas, zero: Tensor) -> Tensor:
+    """Return the contribution of this rank to the squared global gradient norm, a float64 scalar.
+
+    Args:
+        groups: parameters of this rank. Each replica contributes an equal part.
+        zero: a scalar on the device of this rank.
+    """
+    total = zero.double()
+    for replicas, parameters in groups.items():
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in local_gradients([p for p in parameters if p.grad is not None]):
+            if gradient.numel():  # on CUDA, the norm of an empty tensor may be uninitialized
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_dtype.values():
+            total = total + _squares(gradients).sum() / replicas
+    return total
+
+
+def _squares(gradients: list[Tensor]) -> Tensor:
+    """Return the squared norm of each gradient in float64, computed from float32 sums."""
+    if gradients[0].device.type == "cuda":
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)
+        return torch.stack(norms).double().square()
+    # On the CPU, norms add numbers in sequence: in float32, the norm of a 4096 x 48 matrix is off
+    # by 4e-5. Sums add numbers in pairs.
+    return torch.stack([g.float().square().sum() for g in gradients]).double()
+
+
+def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the local gradients of parameters that have one, sharded like the parameters.
+
+    Collective if a gradient is not sharded like its parameter, for example a partial sum.
+    """
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            placements = parameter.placements  # type: ignore[attr-defined]
+            if gradient.placements != placements:
+                gradient = parameter.grad = gradient.redistribute(placements=placements)
+        assert gradient is not None
+        gradients.append(gradient)
+    return local_tensors(gradients)
 
 
 def _mesh_of(tensor: Tensor) -> Any:
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
-
-
-def _gradients_by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[Tensor]]:
-    groups: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            groups.setdefault(_mesh_of(parameter.grad), []).append(parameter.grad)
-    return groups

@@ -1,7 +1,8 @@
 """The training loop: what happens in which order.
 
 A step: wait for data, agree on sizes and wishes, plan, forward and backward of all microbatches,
-agree that all numbers are finite, update, record; then, where due, validate and save. Nothing here
+queue the update, which changes nothing if a number is not finite, check the numbers, record; then,
+where due, validate and save. Nothing here
 depends on a model family, a layout or a data format. Every collective is unconditional, or
 conditional on something all ranks agreed on.
 """
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
+from torchmm.common.device_copies import HostCopy
 from torchmm.common.errors import DataError, NonFiniteError, PeerError, Preempted
 from torchmm.common.rng import restore_rng
 from torchmm.data.corrupt import CorruptLimit
@@ -311,17 +313,20 @@ class Trainer:
             agreed = self._agree(batch)
         self._corrupt.add(agreed.skipped, agreed.samples)
 
-        # The step itself: order of all actions, gradients, their norm, the update.
+        # The step itself: order of all actions, gradients, their norm, the update, the check. The
+        # update is queued before the host waits for losses and norm, so that no device is idle.
         plan = self._planner.plan(step, batch.microbatches, parts.loader.next_metas)
         forward_backward = partial(
             self._train_step.run, plan, batch.microbatches, agreed.targets, agreed.images
         )
         outcome = forward_backward(annotate=step == self._recipe.metrics.profile_step)
+        numbers = self._measure(outcome)
+        lr = self._updates.apply(step)
         # CUDA is still computing: count, and plan the next step, before waiting for its results.
         counts = self._meter.count(batch)
         self._planner.plan_ahead(parts.loader.known_metas)
-        losses = self._check(step, outcome, forward_backward)
-        lr = self._updates.apply(step, losses.grad_norm)
+        losses = self._check(step, numbers, forward_backward)
+        self._updates.finish()
 
         self._data_state = batch.state
         self.step = step
@@ -398,20 +403,27 @@ class Trainer:
             unsettled > 0,
         )
 
-    def _check(
-        self, step: int, outcome: StepOutcome, run_again: Callable[[], StepOutcome]
-    ) -> Losses:
-        """Losses and gradients' norm over all ranks; collective.
+    def _measure(self, outcome: StepOutcome) -> HostCopy:
+        """Return losses, gradient norm and expert load, which are still computed; collective."""
+        load = expert_load(self.parts.model.llm.expert_loads, self.parts.mesh.device)
+        norm = self._updates.measure(outcome.loss_of_each)
+        return HostCopy(torch.stack([*outcome.loss_of_each, norm, load]))
+
+    def _check(self, step: int, numbers: HostCopy, run_again: Callable[[], StepOutcome]) -> Losses:
+        """Return losses and gradient norm over all ranks; collective.
+
+        Args:
+            numbers: those of `_measure`.
+            run_again: forward and backward of the step.
 
         Raises:
-            NonFiniteError: one of them is no number on some rank; nothing was updated.
+            NonFiniteError: A loss or the gradient norm is not finite on some rank. The update has
+                changed nothing.
         """
         mesh = self.parts.mesh
-        load = expert_load(self.parts.model.llm.expert_loads, mesh.device)
-        results = torch.stack([*outcome.loss_of_each, self._updates.grad_norm(), load])
         # The one place where a step waits for its device (`torchmm.common.device_copies`).
         with self._health.waiting_for_device():
-            *losses, grad_norm, busiest = results.tolist()
+            *losses, grad_norm, busiest = numbers.tolist()
         loss, text, image = (value / mesh.own.sizes.tensor for value in losses)  # alike on these
         rows = gather_floats([loss, grad_norm, text, image])
         try:

@@ -36,7 +36,7 @@ from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.training_section import CompileConfig, OptimizerConfig
-from torchmm.training.optim import build_optimizer, clip_factor, global_grad_norm, scale_gradients
+from torchmm.training.optim import Updates, build_optimizer
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.step import TrainStep
 
@@ -78,10 +78,10 @@ class CaseProgram:
         self.pipeline = Pipeline(
             self.model, stages, layout, self.modules, config, mesh, torch.float32
         )
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._copies = self.model.tied_copy_parameters()
-        optimizer = OptimizerConfig(lr=1e-5)
-        self._optimizer = build_optimizer(self.model, module_of, optimizer, self._copies)
+        settings = OptimizerConfig(lr=1e-5, schedule="constant")
+        copies = self.model.tied_copy_parameters()
+        optimizer = build_optimizer(self.model, module_of, settings, copies)
+        self._updates = Updates(self.model, optimizer, mesh, settings, steps=1)
         self._train_step = TrainStep(self.pipeline, mesh)
         self.cpu_ms: list[float] = []
         """Of every step: time of this process on a core."""
@@ -93,11 +93,9 @@ class CaseProgram:
         begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         plan = self.pipeline.plan_training(self.microbatches)
         outcome = self._train_step.run(plan, self.microbatches, self.targets)
-        group = self.mesh.norm_ranks
-        norm = global_grad_norm(self._parameters, self._copies, group).item()
-        scale_gradients(self._parameters, clip_factor(norm, 1.0))
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._updates.measure(outcome.loss_of_each)
+        self._updates.apply(step=1)
+        self._updates.finish()
         self.cpu_ms.append(1e3 * (time.process_time() - begin_cpu_s))
         took_ms = 1e3 * (time.perf_counter() - begin_s)
         records = outcome.result.records or []

@@ -9,11 +9,10 @@ from torch import nn
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import (
     build_optimizer,
-    clip_factor,
     describe_schedule_change,
     global_grad_norm,
+    group_by_replicas,
     lr_factor,
-    scale_gradients,
     set_learning_rate,
 )
 
@@ -66,13 +65,15 @@ def test_a_rank_may_have_nothing_to_train():
     assert [(g["lr"], g["params"]) for g in optimizer.param_groups] == [(1.0, [])]
 
 
-def test_a_copy_is_not_counted_in_the_norm():
+def test_norm_omits_copies_of_parameters():
     model = _model()
     for p in model.parameters():
         p.grad = torch.full_like(p, 2.0)
     copy = model["llm"][1].weight
+    model.all_stages = model.values
+    model.tied_copy_parameters = lambda: [copy]
     count = sum(p.numel() for p in model.parameters()) - copy.numel()
-    norm = global_grad_norm(model.parameters(), copies=[copy]).item()
+    norm = global_grad_norm(group_by_replicas(model)).item()
     assert norm == pytest.approx(2.0 * math.sqrt(count))
 
 
@@ -119,16 +120,10 @@ def test_schedule_change_names_both_learning_rates(schedule, step, steps, rates)
     assert (change is None) if rates is None else f"jumps {rates}." in change
 
 
-def test_global_norm_and_clipping():
+def test_global_norm_covers_all_parameters():
     model = _model()
     for p in model.parameters():
         p.grad = torch.full_like(p, 2.0)
     count = sum(p.numel() for p in model.parameters())
-    norm = global_grad_norm(model.parameters()).item()
+    norm = global_grad_norm({1: list(model.parameters())}).item()
     assert norm == pytest.approx(2.0 * math.sqrt(count))
-    scale_gradients(model.parameters(), clip_factor(norm, 1.0))
-    assert global_grad_norm(model.parameters()).item() == pytest.approx(1.0, rel=1e-4)
-
-
-def test_small_gradients_are_not_scaled_up():
-    assert clip_factor(0.5, 1.0) == 1.0

@@ -361,13 +361,16 @@ def peer_errors(rank: int) -> Iterator[None]:
 
 
 def check_finite(step: int, names: Sequence[str], values_RN: Sequence[Sequence[float]]) -> None:
-    """Raises on every rank alike if any value is NaN or infinite; call it before the update.
+    """Raise on all ranks if a value is NaN or infinite.
 
     Args:
-        names: what the values are, e.g. ("loss", "grad_norm").
-        values_RN: from `parallel.gather.gather_floats`; columns beyond the names are ignored.
+        step: number of the step, for the message.
+        names: names of the columns, for example ("loss", "grad_norm").
+        values_RN: values by rank, see `parallel.gather.gather_floats`. Columns without a name are
+            ignored.
+
     Raises:
-        NonFiniteError: names step, values and ranks.
+        NonFiniteError: A value is not finite. The message has step, values and ranks.
     """
     problems = [
         f"{name} = {row[column]} on rank {rank}"

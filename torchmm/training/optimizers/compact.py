@@ -13,6 +13,7 @@ tensor subclasses that a checkpoint cannot take apart for other layouts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 from zlib import crc32
@@ -89,10 +90,17 @@ class CompactOptimizer(torch.optim.Optimizer):
     States are made in the first step. State tensors that belong to elements are DTensors like
     their parameters, on the host if states are offloaded.
 
+    Attributes:
+        grad_scale: divisor of the gradients, a float32 device scalar.
+        found_inf: 1 if the step must change nothing, else 0; a float32 device scalar.
+
     Args:
         groups: with `lr`, `weight_decay`, `rule`, and parameters of one mesh each.
         names: by parameter's id; the same in all layouts, and for copies of one parameter.
     """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -131,12 +139,28 @@ class CompactOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = self.new_state(parameter, group["rule"])
             if not parameters:
                 continue
-            torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
+            count_step([self.state[p]["step"] for p in parameters], self.found_inf)
             adam = group["rule"] == "adamw"
             portions = [*(_portions(parameters) if adam else _rounds(parameters))]
             update = self._adamw if adam else self._muon
             for portion, states in self._at_hand(portions, group["rule"]):
-                update(group, portion, states)
+                with self._unchanged_if_found_inf(portion, states):
+                    update(group, portion, states)
+
+    @contextmanager
+    def _unchanged_if_found_inf(
+        self, portion: list[_Piece], states: list[dict[str, Stored]]
+    ) -> Iterator[None]:
+        """Restore parameters and states after the body if `found_inf` is 1."""
+        if self.found_inf is None:
+            yield
+            return
+        tensors = [piece.of(piece.parameter) for piece in portion]
+        tensors += [t for own in states for stored in own.values() for t in stored.values()]
+        before = [tensor.clone() for tensor in tensors]
+        yield
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(torch.where(self.found_inf.bool(), old, tensor))
 
     def _at_hand(
         self, portions: list[list[_Piece]], rule: Rule
@@ -176,7 +200,7 @@ class CompactOptimizer(torch.optim.Optimizer):
         beta1, beta2 = self._settings.betas
         adamw(
             values,
-            [_gradient(piece) for piece in portion],
+            [self._gradient(piece) for piece in portion],
             moments["exp_avg"],
             moments["exp_avg_sq"],
             [],
@@ -202,7 +226,7 @@ class CompactOptimizer(torch.optim.Optimizer):
         for piece, stored in zip(portion, states, strict=True):
             form = self._forms(piece.parameter, "muon")["momentum_buffer"]
             moment = form.read(stored["momentum_buffer"])
-            gradient = _gradient(piece)
+            gradient = self._gradient(piece)
             moment.lerp_(gradient, 1 - momentum)
             update = gradient.lerp(moment, momentum).to(self._settings.muon_dtype)
             moments.append(moment)
@@ -252,15 +276,24 @@ class CompactOptimizer(torch.optim.Optimizer):
             for moment, form in self._forms(piece.parameter, rule).items()
         }
 
+    def _gradient(self, piece: _Piece) -> Tensor:
+        """Return the gradient of a piece in float32, divided by `grad_scale`."""
+        assert piece.parameter.grad is not None
+        gradient = piece.of(piece.parameter.grad).float()
+        return gradient if self.grad_scale is None else gradient / self.grad_scale
+
     def _zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._visits is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def _gradient(piece: _Piece) -> Tensor:
-    assert piece.parameter.grad is not None
-    return piece.of(piece.parameter.grad).float()
+def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Add 1 to the step counters, or 0 if `found_inf` is 1."""
+    if found_inf is None:
+        torch._foreach_add_(steps, 1.0)
+    else:  # without alpha, torch reads the scalar on the host
+        torch._foreach_add_(steps, 1.0 - found_inf, alpha=1.0)
 
 
 def _portions(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:

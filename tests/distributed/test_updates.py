@@ -1,0 +1,252 @@
+"""Updates of sharded parameters: those of torch on DTensors, and nothing after non-finite numbers.
+
+Every rank gets its part of the same gradients, so only norm, clipping and optimizer can differ.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_distributed
+from meshes import mesh_for
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from torchmm.parallel.gather import gather_floats
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import OptimizerConfig
+from torchmm.training.optim import Updates, build_optimizer
+from torchmm.training.optimizers.average import WeightAverage
+
+LAYOUTS = {
+    2: {
+        "plain": {},
+        "fsdp": {"shard": 2},
+        "hsdp": {"replicate": 2},
+        "tp": {"tensor": 2},
+    },
+    4: {
+        "hsdp": {"replicate": 2, "shard": 2},
+        "fsdp and tp": {"shard": 2, "tensor": 2},
+        "hsdp and tp": {"replicate": 2, "tensor": 2},
+    },
+}
+"""Mesh sizes by number of ranks; "plain" parameters are replicated over `shard` ranks."""
+KINDS = (
+    {},
+    {"state_dtype": "bfloat16"},
+    {"state_dtype": "int8", "offload": True},
+    {"name": "muon"},
+)
+NAN = float("nan")
+
+
+class Net(nn.Module):
+    """Rows that do not divide by the number of ranks, a number, linears for tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 70)
+        self.up = nn.Linear(70, 256)
+        self.down = nn.Linear(256, 13)
+        self.narrow = nn.Linear(30, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def all_stages(self) -> list[nn.Module]:
+        return [self]
+
+    def tied_copy_parameters(self) -> list[nn.Parameter]:
+        return []
+
+
+class Trained:
+    """A net in a layout with all that an update changes."""
+
+    def __init__(self, layout: str, mesh: ParallelMesh, **settings: object) -> None:
+        self.net = net = Net()
+        if layout != "plain":
+            if mesh.own.sizes.tensor > 1:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(net, mesh.own.tensor, plan)
+            fully_shard(net, mesh=mesh.own.fsdp)
+        config = OptimizerConfig(**{"lr": 1e-2, "schedule": "constant", **settings})
+        matrices = [p for p in net.parameters() if p.ndim > 1 and p is not net.embed.weight]
+        self.optimizer = build_optimizer(net, lambda _: "llm", config, matrices=matrices)
+        self.average = WeightAverage(net, 0.6)
+        self.updates = Updates(net, self.optimizer, mesh, config, 10, self.average)
+
+    def step(self, number: int, loss: float = 1.0, bad_rank: int | None = None) -> float:
+        """Do a step and return its gradient norm; non-finite steps are not finished."""
+        set_gradients(self.net, number)
+        if bad_rank == dist.get_rank():
+            gradient = next(p.grad for p in self.net.parameters() if local(p.grad).numel())
+            local(gradient).view(-1)[-1] = NAN
+        norm = self.updates.measure([torch.tensor(loss)]).item()
+        self.updates.apply(number)
+        if not self.optimizer.found_inf.item():
+            self.updates.finish()
+        return norm
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of the local parameters, states and averages."""
+        found = {}
+        for name, parameter in self.net.named_parameters():
+            found[name] = local(parameter.detach()).clone()
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"{name}.{key}"] = local(value).clone()
+            if parameter in self.average.averages:
+                found[f"{name}.average"] = local(self.average.averages[parameter]).clone()
+        return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def set_gradients(net: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        whole = torch.randn(parameter.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        parameter.grad = whole
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor], bound: float = 0.0) -> list[str]:
+    assert a.keys() == b.keys()
+    if bound:
+        return [k for k in a if not torch.allclose(a[k], b[k], bound, bound * 0.1)]
+    return [k for k in a if not torch.equal(a[k], b[k])]
+
+
+def meshes() -> Iterator[tuple[str, ParallelMesh]]:
+    for layout, sizes in LAYOUTS[dist.get_world_size()].items():
+        yield layout, mesh_for(ParallelConfig(**sizes))
+
+
+def compare_with_torch(max_norm: float, bound: float) -> list[str]:
+    """Return differences from fused AdamW on DTensors, clipped by a factor of the host."""
+    dist.init_process_group("gloo")
+    wrong = []
+    for layout, mesh in meshes():
+        ours = Trained(layout, mesh, max_grad_norm=max_norm)
+        theirs = Trained(layout, mesh)
+        settings = ("params", "weight_decay")
+        groups = [{k: g[k] for k in settings} for g in theirs.optimizer.param_groups]
+        theirs.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+        for number in range(1, 4):
+            norm = ours.step(number)
+            set_gradients(theirs.net, number)
+            grads = [p.grad for p in theirs.net.parameters()]
+            full = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+            exact = torch.stack([g.double().square().sum() for g in full]).sum().sqrt().item()
+            if abs(norm / exact - 1) > 2e-7:
+                wrong.append(f"{layout}: norm {norm}, expected {exact}")
+            if len({row[0] for row in gather_floats([norm])}) > 1:
+                wrong.append(f"{layout}: ranks have different norms")
+            if (factor := max_norm / (exact + 1e-6)) < 1:
+                for grad in grads:
+                    local(grad).mul_(factor)
+            theirs.optimizer.step()
+            theirs.average.update()
+        names = differing(ours.tensors(), theirs.tensors(), bound)
+        wrong += [f"{layout}: {name}" for name in names]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("max_norm", "bound"), [(1e6, 0.0), (1.0, 3e-7)])
+def test_update_equals_fused_adamw_on_dtensors(ranks, max_norm, bound):
+    """Bitwise without clipping."""
+    assert run_distributed(compare_with_torch, ranks, max_norm, bound) == [[]] * ranks
+
+
+def disturb() -> list[str]:
+    """Return the problems after non-finite numbers of one rank in the middle of a run."""
+    dist.init_process_group("gloo")
+    wrong = []
+    last = dist.get_world_size() - 1
+    bad_steps = ({"bad_rank": last}, {"bad_rank": 0}, {"loss": NAN if dist.get_rank() else 1.0})
+    for layout, mesh in meshes():
+        for kind in KINDS:
+            if kind.get("state_dtype") == "int8" and mesh.own.sizes.tensor > 1:
+                continue  # 8-bit blocks would be cut
+            trained, undisturbed = Trained(layout, mesh, **kind), Trained(layout, mesh, **kind)
+            for number in (1, 2):
+                trained.step(number)
+                undisturbed.step(number)
+            before = trained.tensors()
+            for bad in bad_steps:
+                trained.step(3, **bad)
+                names = differing(trained.tensors(), before)
+                wrong += [f"{layout}, {kind}, {bad}: {name} changed" for name in names]
+            trained.step(3)
+            undisturbed.step(3)
+            names = differing(trained.tensors(), undisturbed.tensors())
+            wrong += [f"{layout}, {kind}: {name} differs afterwards" for name in names]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_non_finite_numbers_of_one_rank_change_nothing(ranks):
+    assert run_distributed(disturb, ranks) == [[]] * ranks
+
+
+def disturb_without_agreement() -> bool:
+    """Return whether something changed on this rank, which does not add up over the ranks."""
+    dist.init_process_group("gloo")
+    mesh = mesh_for(ParallelConfig(shard=2))
+    trained = Trained("fsdp", mesh)
+    trained.step(1)
+    trained.updates._mesh = SimpleNamespace(sum_over_ranks=lambda values: values)
+    before = trained.tensors()
+    trained.step(2, bad_rank=1)
+    return bool(differing(trained.tensors(), before))
+
+
+def test_ranks_without_agreement_update_differently():
+    """The test above notices it."""
+    assert run_distributed(disturb_without_agreement, 2) == [True, False]
+
+
+def update_from_partial_sums() -> list[str]:
+    """Return differences between gradients as sums over ranks and complete ones."""
+    dist.init_process_group("gloo")
+    mesh = mesh_for(ParallelConfig(tensor=2))
+    complete, partial = Trained("tp", mesh), Trained("tp", mesh)
+    for trained in (complete, partial):
+        set_gradients(trained.net, 1)
+    replicated = [
+        p
+        for p in partial.net.parameters()
+        if len(p.placements) == 2 and p.placements[1].is_replicate()
+    ]
+    assert replicated
+    for parameter in replicated:
+        half = parameter.grad.to_local() * 0.5
+        sums = [parameter.placements[0], Partial()]
+        parameter.grad = DTensor.from_local(
+            half, parameter.device_mesh, sums, shape=parameter.shape, stride=half.stride()
+        )
+    norms = []
+    for trained in (complete, partial):
+        norms.append(trained.updates.measure([torch.tensor(1.0)]).item())
+        trained.updates.apply(1)
+        trained.updates.finish()
+    wrong = differing(complete.tensors(), partial.tensors())
+    return wrong if norms[0] == norms[1] else [*wrong, f"norms {norms}"]
+
+
+def test_partial_gradients_are_reduced_before_the_norm():
+    assert run_distributed(update_from_partial_sums, 2) == [[]] * 2
