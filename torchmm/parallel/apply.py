@@ -16,12 +16,13 @@ import torch
 
 from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel import fsdp
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.context import apply_context_parallel
 from torchmm.parallel.expert import apply_expert_parallel
-from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
+from torchmm.parallel.precision import apply_mixed_precision
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -78,9 +79,12 @@ def parallelize(
         for kind in (experts, delta_net) if compiles else ():
             kind.check_compiles(module.name, module.layers, mesh.device.type)
         apply_activation_checkpoint(module, mode, compilation if compiles else None)
-        if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
-            expert_fsdp = None if expert is None else own.expert_fsdp
-            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), expert_fsdp)
+        if fsdp.needs_fsdp(own.sizes):
+            expert_mesh = None if expert is None else own.expert_fsdp
+            reshards = reshards_after_forward(parallel)
+            fsdp.apply_fsdp(module, own.fsdp, dtype, reshards, expert_mesh)
+        elif dtype != torch.float32:
+            apply_mixed_precision(module, dtype)
     return compilation
 
 

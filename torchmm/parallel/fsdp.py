@@ -37,6 +37,19 @@ from torch.distributed.tensor import DTensor, Shard
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_parts
 from torchmm.parallel import torch_private
+from torchmm.parallel.precision import MixedPrecision
+from torchmm.recipe.sizes import MeshSizes
+
+
+def needs_fsdp(sizes: MeshSizes) -> bool:
+    """Return True if several ranks have the same stage, so that FSDP2 shards or synchronizes it.
+
+    A stage of one rank has nothing to communicate: see `torchmm.parallel.precision`.
+
+    Args:
+        sizes: of the mesh of the stage's module.
+    """
+    return sizes.ranks > sizes.pipeline
 
 
 def apply_fsdp(
@@ -210,5 +223,5 @@ class LayerSharding:
         self._root.set_is_last_backward(reducing)
 
 
-Sharding = StepSharding | LayerSharding
-"""How the parameters of a stage are gathered and its gradients reduced."""
+Sharding = StepSharding | LayerSharding | MixedPrecision
+"""How the parameters of a stage are gathered and its gradients reduced, or, on one rank, cast."""

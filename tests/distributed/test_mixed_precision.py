@@ -1,0 +1,218 @@
+"""Mixed precision of one rank without FSDP2 gives the bits of FSDP2 on a mesh of one rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import pytest
+import torch
+from launch import run_distributed
+from meshes import mesh_for
+from test_layouts import Case
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from torchmm.models.hf.load import copy_slice, local_tensor
+from torchmm.models.initialize import init_weights
+from torchmm.models.layers import loss as loss_in_chunks
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.parallel import fsdp, precision
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import start_process_group
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+)
+from torchmm.training.optim import build_optimizer, global_grad_norm
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
+
+STEPS = 3
+ADAPTERS = ("llm", "vision.connector")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case, and how it is trained."""
+
+    case: Case
+    narrow: bool = False
+    """Whether parameters are bfloat16, with 8-bit states."""
+    compiles: bool = False
+    microbatches: int = 4
+    parallel: dict = field(default_factory=dict)
+    """Keys of [parallel]."""
+
+
+RUNS = [
+    Run(Case("dense")),
+    Run(Case("one microbatch"), microbatches=1),
+    Run(Case("images in sub-microbatches"), parallel={"vision": {"sub_microbatch_images": 1}}),
+    Run(Case("full recomputation", recompute="full")),
+    Run(Case("selective recomputation", recompute="selective")),
+    Run(Case("compiled"), compiles=True),
+    Run(Case("encoder frozen", freeze=("vision",))),
+    Run(Case("loss in chunks", chunked_loss=True)),
+    Run(Case("adapters", adapters=ADAPTERS)),
+    Run(Case("experts", llm="qwen3_moe")),
+    Run(Case("delta nets", llm="qwen3_5_text")),
+    Run(Case("8-bit states"), narrow=True),
+    Run(Case("8-bit states, one microbatch"), narrow=True, microbatches=1),
+    Run(Case("8-bit states, adapters", adapters=ADAPTERS), narrow=True),
+    Run(Case("8-bit states, compiled, recomputed", recompute="full"), narrow=True, compiles=True),
+]
+
+
+@dataclass
+class Trained:
+    """Numbers of a few steps.
+
+    Attributes:
+        losses: by step.
+        norms: of the gradients, by step.
+        gradients: of all steps, by step and name.
+        parameters: after the last step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+@contextmanager
+def sharding(shards: bool) -> Iterator[None]:
+    """Choose whether a single rank uses FSDP2."""
+    with mock.patch.object(fsdp, "needs_fsdp", lambda sizes: shards):
+        yield
+
+
+def build(run: Run) -> tuple[MultimodalModel, Pipeline]:
+    config = ParallelConfig.model_validate(run.parallel)
+    mesh = mesh_for(config)
+    model = run.case.model()
+    if run.narrow:
+        model.to(torch.bfloat16)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    batch = run.case.batch[: run.microbatches]
+    layout = plan_layout(config, descriptions, [m.meta for m in batch])
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    recompute = ActivationCheckpointConfig(mode=run.case.recompute)
+    compiled = CompileConfig(enabled=run.compiles, backend="aot_eager")
+    parallelize(model, mesh, config, recompute, compiled, torch.bfloat16)
+    materialize(model, "cpu")
+    init_weights(model, seed=1)
+    stir(model)
+    return model, Pipeline(model, stages, layout, descriptions, config, mesh, torch.bfloat16)
+
+
+@torch.no_grad()
+def stir(model: MultimodalModel) -> None:
+    """Give second factors of adapters, which are zero at first, other values."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora.up"):
+            generator = torch.Generator().manual_seed(len(name))
+            copy_slice(parameter, 0.01 * torch.randn(parameter.shape, generator=generator))
+
+
+def train(run: Run, shards: bool) -> Trained:
+    with sharding(shards):
+        model, pipeline = build(run)
+    assert any(isinstance(m, FSDPModule) for m in model.modules()) == shards
+    mesh = mesh_for(ParallelConfig.model_validate(run.parallel))
+    states = "int8" if run.narrow else "float32"
+    config = OptimizerConfig(lr=1e-2, schedule="constant", state_dtype=states)
+    optimizer = build_optimizer(model, module_of, config)
+    batch = run.case.batch[: run.microbatches]
+    targets = sum(m.target_count for m in batch)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = Trained([], [], {}, {})
+    for step in range(STEPS):
+        outcome = TrainStep(pipeline, mesh).run(pipeline.plan_training(batch), batch, targets)
+        found.losses.append(outcome.loss.item())
+        found.norms.append(global_grad_norm(trained).item())
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                found.gradients[f"{step} {name}"] = local_tensor(parameter.grad).clone()
+            else:
+                assert parameter.grad is None, name
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    found.parameters = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
+    return found
+
+
+def differences(found: Trained, wanted: Trained) -> list[str]:
+    """Return the names of all numbers that are not equal."""
+    unequal = [f"loss {i}" for i, pair in enumerate(zip(found.losses, wanted.losses, strict=True))
+               if pair[0] != pair[1]]  # fmt: skip
+    unequal += [] if found.norms == wanted.norms else ["norms"]
+    for ours, theirs in (
+        (found.gradients, wanted.gradients),
+        (found.parameters, wanted.parameters),
+    ):
+        assert ours.keys() == theirs.keys()
+        unequal += [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    return unequal
+
+
+def start() -> None:
+    torch.manual_seed(0)
+    loss_in_chunks._ROWS = 7  # several chunks
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+
+
+def compare_all(runs: list[Run]) -> dict[str, list[str]]:
+    start()
+    return {run.case.name: differences(train(run, False), train(run, True)) for run in runs}
+
+
+def test_one_rank_equals_fsdp_on_one_rank() -> None:
+    [unequal] = run_distributed(compare_all, 1, RUNS)
+    assert unequal == {run.case.name: [] for run in RUNS}
+
+
+def compare_with_narrow_sums() -> list[str]:
+    start()
+    with mock.patch.object(precision._Weight, "accumulate_gradient", lambda self: None):
+        narrow = train(RUNS[-4], False)
+    return differences(narrow, train(RUNS[-4], True))
+
+
+def test_sums_in_bfloat16_are_found() -> None:
+    [unequal] = run_distributed(compare_with_narrow_sums, 1)
+    assert any(name.startswith("0 ") for name in unequal)
+    assert "loss 0" not in unequal
+
+
+def compare_without_casts() -> list[str]:
+    start()
+    return differences(train_with_old_copies(), train(RUNS[0], True))
+
+
+def train_with_old_copies() -> Trained:
+    plain = precision._Weight.needs_copy
+    first = lambda self: plain(self) and self.__class__ is None or self.compute.isnan().all()  # noqa: E731
+    del first
+    with mock.patch.object(precision._Weight, "needs_copy", _needs_first_copy):
+        return train(RUNS[0], False)
+
+
+def _needs_first_copy(weight: precision._Weight) -> bool:
+    first, weight._version = weight._version < 0, 0
+    return first and weight.compute is not weight.master
+
+
+def test_compute_copies_of_an_earlier_step_are_found() -> None:
+    [unequal] = run_distributed(compare_without_casts, 1)
+    assert "loss 0" not in unequal
+    assert "loss 1" in unequal
+
+
+if __name__ == "__main__":
+    pytest.main([__file__])
