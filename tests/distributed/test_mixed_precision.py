@@ -51,7 +51,7 @@ class Run:
 RUNS = [
     Run(Case("dense")),
     Run(Case("one microbatch"), microbatches=1),
-    Run(Case("images in sub-microbatches"), parallel={"vision": {"sub_microbatch_images": 1}}),
+    Run(Case("groups of images"), parallel={"vision": {"sub_microbatch_images": 1}}),
     Run(Case("full recomputation", recompute="full")),
     Run(Case("selective recomputation", recompute="selective")),
     Run(Case("compiled"), compiles=True),
@@ -64,6 +64,17 @@ RUNS = [
     Run(Case("8-bit states, one microbatch"), narrow=True, microbatches=1),
     Run(Case("8-bit states, adapters", adapters=ADAPTERS), narrow=True),
     Run(Case("8-bit states, compiled, recomputed", recompute="full"), narrow=True, compiles=True),
+]
+
+
+PIPELINES = [
+    Run(Case("pp2"), parallel={"pipeline": 2, "schedule": "1f1b"}),
+    Run(Case("zero bubble"), parallel={"pipeline": 2, "schedule": "zero_bubble"}),
+    Run(
+        Case("zero bubble, 8-bit states"),
+        narrow=True,
+        parallel={"pipeline": 2, "schedule": "zero_bubble"},
+    ),
 ]
 
 
@@ -172,47 +183,36 @@ def compare_all(runs: list[Run]) -> dict[str, list[str]]:
     return {run.case.name: differences(train(run, False), train(run, True)) for run in runs}
 
 
+@pytest.mark.slow
 def test_one_rank_equals_fsdp_on_one_rank() -> None:
     [unequal] = run_distributed(compare_all, 1, RUNS)
     assert unequal == {run.case.name: [] for run in RUNS}
 
 
-def compare_with_narrow_sums() -> list[str]:
+@pytest.mark.slow
+def test_pipeline_ranks_equal_fsdp_on_one_rank() -> None:
+    for unequal in run_distributed(compare_all, 2, PIPELINES):
+        assert unequal == {run.case.name: [] for run in PIPELINES}
+
+
+def compare_defects() -> list[list[str]]:
+    """Differences of a run without float32 sums, and of one with the copies of the first step."""
     start()
+    narrow = next(run for run in RUNS if run.case.name == "8-bit states")
     with mock.patch.object(precision._Weight, "accumulate_gradient", lambda self: None):
-        narrow = train(RUNS[-4], False)
-    return differences(narrow, train(RUNS[-4], True))
+        rounded = train(narrow, False)
+    with mock.patch.object(precision._Weight, "needs_copy", needs_first_copy):
+        old = train(RUNS[0], False)
+    return [differences(rounded, train(narrow, True)), differences(old, train(RUNS[0], True))]
 
 
-def test_sums_in_bfloat16_are_found() -> None:
-    [unequal] = run_distributed(compare_with_narrow_sums, 1)
-    assert any(name.startswith("0 ") for name in unequal)
-    assert "loss 0" not in unequal
+def needs_first_copy(weight: precision._Weight) -> bool:
+    is_first, weight._version = weight._version < 0, 0
+    return is_first and weight.compute is not weight.master
 
 
-def compare_without_casts() -> list[str]:
-    start()
-    return differences(train_with_old_copies(), train(RUNS[0], True))
-
-
-def train_with_old_copies() -> Trained:
-    plain = precision._Weight.needs_copy
-    first = lambda self: plain(self) and self.__class__ is None or self.compute.isnan().all()  # noqa: E731
-    del first
-    with mock.patch.object(precision._Weight, "needs_copy", _needs_first_copy):
-        return train(RUNS[0], False)
-
-
-def _needs_first_copy(weight: precision._Weight) -> bool:
-    first, weight._version = weight._version < 0, 0
-    return first and weight.compute is not weight.master
-
-
-def test_compute_copies_of_an_earlier_step_are_found() -> None:
-    [unequal] = run_distributed(compare_without_casts, 1)
-    assert "loss 0" not in unequal
-    assert "loss 1" in unequal
-
-
-if __name__ == "__main__":
-    pytest.main([__file__])
+def test_bfloat16_sums_and_old_copies_are_found() -> None:
+    [[rounded, old]] = run_distributed(compare_defects, 1)
+    assert any(name.startswith("0 ") for name in rounded)
+    assert "loss 0" not in rounded + old
+    assert "loss 1" in old

@@ -1,7 +1,8 @@
 """Everything that turns a model on the meta device into this rank's part of it, in order.
 
 The order is the documentation: tensor parallelism first (it defines the local shapes), then
-activation checkpointing inside of compilation, compilation per layer, and FSDP2 around it all;
+activation checkpointing inside of compilation, compilation per layer, and FSDP2 or, on one rank,
+mixed precision around it all;
 then memory is allocated and filled, so that no rank ever holds the whole model.
 
 In a pipeline the model has been cut before (`MultimodalModel.cut`), and all of this is done to each

@@ -9,6 +9,9 @@ the targets of the whole global batch before its backward, so the sum is the gra
 FSDP's average, undone by a factor in the losses. Modules with sizes of their own would each need
 another factor, and torch applies a given divisor twice where the shard dimension has one rank.
 
+A stage that is on one rank only has no FSDP2 (`needs_fsdp`). It computes in the same precision with
+`torchmm.parallel.precision`.
+
 Without a pipeline, FSDP gathers layer by layer and reduces in the last microbatch's backward
 (`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas run plans of
 their own, with other numbers of forwards or none at all. FSDP's automatic collectives would then
@@ -42,12 +45,13 @@ from torchmm.recipe.sizes import MeshSizes
 
 
 def needs_fsdp(sizes: MeshSizes) -> bool:
-    """Return True if several ranks have the same stage, so that FSDP2 shards or synchronizes it.
+    """Return True if several ranks share a stage of the module.
 
-    A stage of one rank has nothing to communicate: see `torchmm.parallel.precision`.
+    Tensor-parallel ranks count, too: the optimizer and checkpoints expect their parameters on the
+    mesh of FSDP2.
 
     Args:
-        sizes: of the mesh of the stage's module.
+        sizes: parallelism degrees of the module.
     """
     return sizes.ranks > sizes.pipeline
 
