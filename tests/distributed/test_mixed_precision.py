@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from launch import run_distributed
 from meshes import mesh_for
+from pipeline_parts import manager
 from test_layouts import Case
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -27,6 +29,7 @@ from torchmm.recipe.training_section import (
     CompileConfig,
     OptimizerConfig,
 )
+from torchmm.training.checkpoint.state import model_tensors
 from torchmm.training.optim import build_optimizer, global_grad_norm
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
@@ -102,7 +105,7 @@ def sharding(shards: bool) -> Iterator[None]:
         yield
 
 
-def build(run: Run) -> tuple[MultimodalModel, Pipeline]:
+def build(run: Run, seed: int) -> tuple[MultimodalModel, Pipeline]:
     config = ParallelConfig.model_validate(run.parallel)
     mesh = mesh_for(config)
     model = run.case.model()
@@ -116,7 +119,7 @@ def build(run: Run) -> tuple[MultimodalModel, Pipeline]:
     compiled = CompileConfig(enabled=run.compiles, backend="aot_eager")
     parallelize(model, mesh, config, recompute, compiled, torch.bfloat16)
     materialize(model, "cpu")
-    init_weights(model, seed=1)
+    init_weights(model, seed=seed)
     stir(model)
     return model, Pipeline(model, stages, layout, descriptions, config, mesh, torch.bfloat16)
 
@@ -130,21 +133,46 @@ def stir(model: MultimodalModel) -> None:
             copy_slice(parameter, 0.01 * torch.randn(parameter.shape, generator=generator))
 
 
+class Training:
+    """A model that trains with or without FSDP2."""
+
+    def __init__(self, run: Run, shards: bool, seed: int = 1) -> None:
+        with sharding(shards):
+            self.model, self.pipeline = build(run, seed)
+        assert any(isinstance(m, FSDPModule) for m in self.model.modules()) == shards
+        states = "int8" if run.narrow else "float32"
+        config = OptimizerConfig(lr=1e-2, schedule="constant", state_dtype=states)
+        self.optimizer = build_optimizer(self.model, module_of, config)
+        mesh = mesh_for(ParallelConfig.model_validate(run.parallel))
+        every = run.case.batch[: run.microbatches]
+        self._batch = every[mesh.data_parallel_rank :: mesh.data_parallel_size]
+        self._targets = sum(m.target_count for m in every)
+        self._step = TrainStep(self.pipeline, mesh)
+
+    def gradients(self) -> float:
+        """Leave the gradients of a step in the parameters; return the loss."""
+        plan = self.pipeline.plan_training(self._batch)
+        return self._step.run(plan, self._batch, self._targets).loss.item()
+
+    def update(self) -> None:
+        """Apply the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> float:
+        """Train one step; return its loss."""
+        loss = self.gradients()
+        self.update()
+        return loss
+
+
 def train(run: Run, shards: bool) -> Trained:
-    with sharding(shards):
-        model, pipeline = build(run)
-    assert any(isinstance(m, FSDPModule) for m in model.modules()) == shards
-    mesh = mesh_for(ParallelConfig.model_validate(run.parallel))
-    states = "int8" if run.narrow else "float32"
-    config = OptimizerConfig(lr=1e-2, schedule="constant", state_dtype=states)
-    optimizer = build_optimizer(model, module_of, config)
-    batch = run.case.batch[: run.microbatches]
-    targets = sum(m.target_count for m in batch)
+    training = Training(run, shards)
+    model = training.model
     trained = [p for p in model.parameters() if p.requires_grad]
     found = Trained([], [], {}, {})
     for step in range(STEPS):
-        outcome = TrainStep(pipeline, mesh).run(pipeline.plan_training(batch), batch, targets)
-        found.losses.append(outcome.loss.item())
+        found.losses.append(training.gradients())
         found.norms.append(global_grad_norm(trained).item())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -152,8 +180,7 @@ def train(run: Run, shards: bool) -> Trained:
                 found.gradients[f"{step} {name}"] = local_tensor(parameter.grad).clone()
             else:
                 assert parameter.grad is None, name
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        training.update()
     found.parameters = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
     return found
 
@@ -216,3 +243,46 @@ def test_bfloat16_sums_and_old_copies_are_found() -> None:
     assert any(name.startswith("0 ") for name in rounded)
     assert "loss 0" not in rounded + old
     assert "loss 1" in old
+
+
+def save_and_resume(directory: Path) -> list[tuple[list[str], list[Tensor]]]:
+    """Save after one step on one rank, resume with and without FSDP2, and train another step."""
+    start()
+    found = []
+    for saves in (False, True):
+        for loads in (False, True):
+            saved = Training(RUNS[0], saves)
+            saved.step()
+            checkpoints = manager(directory / f"{saves}-{loads}", {"shard": 1})
+            checkpoints.save(1, saved.model, saved.optimizer, {})
+            resumed = Training(RUNS[0], loads, seed=2)
+            assert checkpoints.resume(resumed.model, resumed.optimizer) is not None
+            resumed.step()
+            names = sorted(model_tensors(resumed.model))
+            values = [local_tensor(p.detach()).clone() for p in resumed.model.parameters()]
+            found.append((names, values))
+    return found
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_with_and_without_fsdp(tmp_path) -> None:
+    [found] = run_distributed(save_and_resume, 1, tmp_path)
+    wanted_names, wanted = found[-1]
+    for names, values in found:
+        assert names == wanted_names
+        assert all(map(torch.equal, values, wanted))
+    resumed = run_distributed(resume_on_two_ranks, 2, tmp_path)
+    for ours, theirs in resumed:
+        assert ours == theirs
+
+
+def resume_on_two_ranks(directory: Path) -> tuple[float, float]:
+    """Loss of this rank after resuming checkpoints without and with FSDP2 on one rank."""
+    start()
+    losses = []
+    for saves in (False, True):
+        again = Training(Run(Case("dense"), parallel={"shard": 2}), True, seed=3)
+        checkpoints = manager(directory / f"{saves}-{saves}", {"shard": 2})
+        assert checkpoints.resume(again.model, again.optimizer) is not None
+        losses.append(again.step())
+    return losses[0], losses[1]

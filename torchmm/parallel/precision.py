@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmm.models.hf.load import local_tensor
 from torchmm.models.layered import LayeredModule
 
 _ATTRIBUTE = "torchmm_mixed_precision"
@@ -72,24 +71,25 @@ class MixedPrecision:
             backwards: the number of backward passes of the stage in this step.
         """
         self._weights = self._weights or self._list_weights()
-        copied = [weight for weight in self._weights if weight.needs_copy()]
+        copied: dict[torch.dtype, list[_Weight]] = {}  # one kernel converts from one dtype only
+        for weight in self._weights:
+            if weight.needs_copy():
+                copied.setdefault(weight.master.dtype, []).append(weight)
         with torch.no_grad():
-            if copied:
-                torch._foreach_copy_(
-                    [local_tensor(weight.compute) for weight in copied],
-                    [local_tensor(weight.master) for weight in copied],
-                )
+            for alike in copied.values():
+                copies = [weight.compute for weight in alike]
+                torch._foreach_copy_(copies, [weight.master for weight in alike])
         for weight in self._weights:
             weight.begin_step(sums=backwards > 1)
         self._active = True
 
     def accumulate_gradients(self) -> None:
-        """Add gradients that `stage_backward_weight` has left, as hooks do in other backwards."""
+        """Add gradients to the sums that `stage_backward_weight` has stored without hooks."""
         for weight in self._weights:
             weight.accumulate_gradient()
 
     def end_step(self) -> None:
-        """Give the parameters of the module back to it, with their gradients."""
+        """Put the parameters back into the module, with their gradients; idempotent."""
         if not self._active:
             return
         self._active = False
@@ -147,6 +147,11 @@ class _Weight:
         return self.master.requires_grad or before != self._version
 
     def begin_step(self, sums: bool) -> None:
+        """Put the compute copy into the modules.
+
+        Args:
+            sums: whether the step has several gradients of the parameter.
+        """
         if self.compute is not self.master:
             for owner, name in self._owners:
                 assert owner._parameters[name] is self.master, name
@@ -157,6 +162,7 @@ class _Weight:
             self._sum, self.master.grad = self.master.grad.float(), None
 
     def accumulate_gradient(self) -> None:
+        """Move the gradient of the compute copy into the float32 sum."""
         gradient = self.compute.grad
         if gradient is None or not self._sums:
             return
@@ -167,6 +173,7 @@ class _Weight:
             self._sum += gradient
 
     def end_step(self) -> None:
+        """Put the master back into the modules, with the gradient in its dtype."""
         if self.compute is not self.master:
             for owner, name in self._owners:
                 owner._parameters[name] = self.master
@@ -199,6 +206,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
+    """Return True if both have the same objects."""
     return all(a is b for a, b in zip(ours, theirs, strict=True))
 
 
