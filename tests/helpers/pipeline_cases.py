@@ -35,6 +35,7 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.fsdp import StepSharding, apply_fsdp
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
+from torchmm.parallel.precision import mixed_precision
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -453,7 +454,8 @@ class CaseRun:
         init_weights(self.model, seed=1)
         self.sharded = any(isinstance(m, FSDPModule) for m in modules.values())
         self.stages = {
-            i: make_stage(m, StepSharding(m) if self.sharded else None) for i, m in modules.items()
+            i: make_stage(m, StepSharding(m) if self.sharded else mixed_precision(m))
+            for i, m in modules.items()
         }
         self.channels = None
         if case.pipeline > 1:

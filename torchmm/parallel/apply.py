@@ -1,7 +1,8 @@
 """Everything that turns a model on the meta device into this rank's part of it, in order.
 
 The order is the documentation: tensor parallelism first (it defines the local shapes), then
-activation checkpointing inside of compilation, compilation per layer, and FSDP2 around it all;
+activation checkpointing inside of compilation, compilation per layer, and FSDP2 or, on one rank,
+mixed precision around it all;
 then memory is allocated and filled, so that no rank ever holds the whole model.
 
 In a pipeline the model has been cut before (`MultimodalModel.cut`), and all of this is done to each
@@ -18,12 +19,13 @@ import torch
 
 from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel import fsdp
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation, compiler_problem
 from torchmm.parallel.context import apply_context_parallel
 from torchmm.parallel.expert import apply_expert_parallel
-from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
+from torchmm.parallel.precision import apply_mixed_precision
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -103,9 +105,12 @@ def parallelize(
         )
         compiler = compilation if compiles else None
         apply_activation_checkpoint(module, mode, compiler, is_eager_on_cuda=is_eager_on_cuda)
-        if own.sizes.ranks > own.sizes.pipeline or dtype != torch.float32:
-            expert_fsdp = None if expert is None else own.expert_fsdp
-            apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), expert_fsdp)
+        if fsdp.needs_fsdp(own.sizes):
+            expert_mesh = None if expert is None else own.expert_fsdp
+            reshards = reshards_after_forward(parallel)
+            fsdp.apply_fsdp(module, own.fsdp, dtype, reshards, expert_mesh)
+        elif dtype != torch.float32:
+            apply_mixed_precision(module, dtype)
     return compilation
 
 

@@ -9,6 +9,9 @@ the targets of the whole global batch before its backward, so the sum is the gra
 FSDP's average, undone by a factor in the losses. Modules with sizes of their own would each need
 another factor, and torch applies a given divisor twice where the shard dimension has one rank.
 
+A stage that is on one rank only has no FSDP2 (`needs_fsdp`). It computes in the same precision with
+`torchmm.parallel.precision`.
+
 Without a pipeline, FSDP gathers layer by layer and reduces in the last microbatch's backward
 (`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas run plans of
 their own, with other numbers of forwards or none at all. FSDP's automatic collectives would then
@@ -37,6 +40,20 @@ from torch.distributed.tensor import DTensor, Shard
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_parts
 from torchmm.parallel import torch_private
+from torchmm.parallel.precision import MixedPrecision
+from torchmm.recipe.sizes import MeshSizes
+
+
+def needs_fsdp(sizes: MeshSizes) -> bool:
+    """Return True if several ranks share a stage of the module.
+
+    Tensor-parallel ranks count, too: the optimizer and checkpoints expect their parameters on the
+    mesh of FSDP2.
+
+    Args:
+        sizes: parallelism degrees of the module.
+    """
+    return sizes.ranks > sizes.pipeline
 
 
 def apply_fsdp(
@@ -218,5 +235,5 @@ def _units(module: nn.Module) -> list[FSDPModule]:
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
-Sharding = StepSharding | LayerSharding
-"""How the parameters of a stage are gathered and its gradients reduced."""
+Sharding = StepSharding | LayerSharding | MixedPrecision
+"""How the parameters of a stage are gathered and its gradients reduced, or, on one rank, cast."""

@@ -181,6 +181,8 @@ def step_graph(
         images = meta.images_of(module)
         if config.context > 1:
             images = most_images(meta, module, config.context)
+        if layout.rank_count == 1:
+            return min(images, 1)  # groups of images only fill pipelines
         size = config.sub_microbatch_images(module) or max(images, 1)
         return ceil(images / size)
 

@@ -65,8 +65,9 @@ class ModuleParallelConfig(Section):
     sub_microbatch_images: int | None = Field(default=None, ge=1)
     """Encoders and generator: most images processed together; a microbatch is cut into groups of
     nearly equal size. Smaller groups fill gaps in the pipeline better, larger ones keep the device
-    busier. Default: 4 under a schedule with separated modules, all images of a microbatch under
-    others; under "searched" what makes the first step fastest in simulation."""
+    busier. Without a pipeline, all images of a microbatch are processed together. Default: 4 under
+    a schedule with separated modules, all images of a microbatch under others; under "searched"
+    what makes the first step fastest in simulation."""
 
 
 class ParallelConfig(Section):

@@ -34,9 +34,10 @@ from torchmm.models.layers.shared_rows import RowRanks
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import reshards_after_forward
-from torchmm.parallel.fsdp import FSDPModule, LayerSharding, StepSharding
+from torchmm.parallel.fsdp import FSDPModule, LayerSharding, Sharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
+from torchmm.parallel.precision import mixed_precision
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout, Task
 from torchmm.pipelining.plan.numbers import decode_plan
@@ -132,9 +133,9 @@ class Pipeline:
         """What of the microbatches this rank is to decode."""
         return self._pixels.reads
 
-    def _sharding_of(self, module: LayeredModule) -> StepSharding | LayerSharding | None:
+    def _sharding_of(self, module: LayeredModule) -> Sharding | None:
         if not isinstance(module, FSDPModule):
-            return None  # whole on this rank, while encoders may be shared by pipeline ranks
+            return mixed_precision(module)  # other modules of this rank may have FSDP2
         return LayerSharding(module) if self.sharding == "layer" else StepSharding(module)
 
     def plan(

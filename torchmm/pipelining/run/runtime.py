@@ -39,7 +39,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -225,7 +225,11 @@ class PipelineRuntime:
         clock = _Clock(self.device, self.plan_rank) if record else None
         side = self._side_stream(plan)
         begin_s = time.perf_counter()
-        with torch.set_grad_enabled(plan.training), self._ahead(plan, state, clock) as handlers:
+        with (
+            closing(state),
+            torch.set_grad_enabled(plan.training),
+            self._ahead(plan, state, clock) as handlers,
+        ):
             action: Action | None = None
             try:
                 if clock is None and not annotate and side is None:

@@ -51,6 +51,7 @@ from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.fsdp import LayerSharding, StepSharding
 from torchmm.parallel.host_inputs import Waiting
 from torchmm.parallel.p2p import Cut, P2PChannels, PendingTransfer
+from torchmm.parallel.precision import MixedPrecision
 from torchmm.parallel.torch_private import (
     stage_backward_input,
     stage_backward_weight,
@@ -175,12 +176,20 @@ class StepState:
         }
 
     def begin(self) -> None:
-        """Passes the number of backwards to stages that FSDP gathers layer by layer."""
+        """Pass the number of backward passes to stages that need it at the start of a step."""
         actions = self._plan.actions[self._rank]
-        backwards = Counter(a.stage for a in actions if a.type is ActionType.B)
+        passes = (ActionType.B, ActionType.W)
+        backwards = Counter(a.stage for a in actions if a.type in passes)
         for index in self._graph.layout.stages_of(self._rank):
-            if isinstance(sharding := self._stages[index].sharding, LayerSharding):
+            sharding = self._stages[index].sharding
+            if isinstance(sharding, LayerSharding | MixedPrecision):
                 sharding.begin_step(backwards[index])
+
+    def close(self) -> None:
+        """Give modules their own parameters back, also after an error."""
+        for index in self._graph.layout.stages_of(self._rank):
+            if isinstance(sharding := self._stages[index].sharding, MixedPrecision):
+                sharding.end_step()
 
     def finish(self) -> None:
         """Leaves no trained parameter without a gradient, and waits for reductions.
@@ -200,7 +209,8 @@ class StepState:
         for index in self._graph.layout.stages_of(self._rank) if self._plan.training else ():
             stage = self._stages[index]
             self._finish_reducing(index)
-            for parameter in () if stage.sharding else self._trained(index):
+            sharded = isinstance(stage.sharding, StepSharding | LayerSharding)
+            for parameter in () if sharded else self._trained(index):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
@@ -317,7 +327,8 @@ class StepState:
             # next W would add in place.
             if weight.grad is not None:
                 weight.grad = weight.grad.clone()
-        if isinstance(sharding := self._stages[task.stage].sharding, StepSharding):
+        sharding = self._stages[task.stage].sharding
+        if isinstance(sharding, StepSharding | MixedPrecision):
             sharding.accumulate_gradients()
 
     def _whole_backward(self, task: Task, action: Action) -> None:
@@ -429,8 +440,12 @@ class StepState:
         return self._drive(StepSharding.start_reducing, action)
 
     def _finish_reducing(self, stage: int) -> None:
-        if isinstance(sharding := self._stages[stage].sharding, StepSharding):
+        sharding = self._stages[stage].sharding
+        if isinstance(sharding, StepSharding):
             sharding.finish_reducing()
+        elif isinstance(sharding, MixedPrecision):
+            sharding.end_step()
+            self._weights.pop(stage, None)
 
     def _reduce_tied(self, action: Action) -> None:
         """Both ranks add the other's gradient to their own: the same sum, bit by bit."""

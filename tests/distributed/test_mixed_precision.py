@@ -1,0 +1,288 @@
+"""Mixed precision of one rank without FSDP2 gives the bits of FSDP2 on a mesh of one rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from launch import run_distributed
+from meshes import mesh_for
+from pipeline_parts import manager
+from test_layouts import Case
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from torchmm.models.hf.load import copy_slice, local_tensor
+from torchmm.models.initialize import init_weights
+from torchmm.models.layers import loss as loss_in_chunks
+from torchmm.models.multimodal import MultimodalModel, materialize, module_of
+from torchmm.parallel import fsdp, precision
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.mesh import start_process_group
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.training_section import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+)
+from torchmm.training.checkpoint.state import model_tensors
+from torchmm.training.optim import build_optimizer, global_grad_norm
+from torchmm.training.pipeline import Pipeline, plan_layout
+from torchmm.training.step import TrainStep
+
+STEPS = 3
+ADAPTERS = ("llm", "vision.connector")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case, and how it is trained."""
+
+    case: Case
+    narrow: bool = False
+    """Whether parameters are bfloat16, with 8-bit states."""
+    compiles: bool = False
+    microbatches: int = 4
+    parallel: dict = field(default_factory=dict)
+    """Keys of [parallel]."""
+
+
+RUNS = [
+    Run(Case("dense")),
+    Run(Case("one microbatch"), microbatches=1),
+    Run(Case("groups of images"), parallel={"vision": {"sub_microbatch_images": 1}}),
+    Run(Case("full recomputation", recompute="full")),
+    Run(Case("selective recomputation", recompute="selective")),
+    Run(Case("compiled"), compiles=True),
+    Run(Case("encoder frozen", freeze=("vision",))),
+    Run(Case("loss in chunks", chunked_loss=True)),
+    Run(Case("adapters", adapters=ADAPTERS)),
+    Run(Case("experts", llm="qwen3_moe")),
+    Run(Case("delta nets", llm="qwen3_5_text")),
+    Run(Case("8-bit states"), narrow=True),
+    Run(Case("8-bit states, one microbatch"), narrow=True, microbatches=1),
+    Run(Case("8-bit states, adapters", adapters=ADAPTERS), narrow=True),
+    Run(Case("8-bit states, compiled, recomputed", recompute="full"), narrow=True, compiles=True),
+]
+
+
+PIPELINES = [
+    Run(Case("pp2"), parallel={"pipeline": 2, "schedule": "1f1b"}),
+    Run(Case("zero bubble"), parallel={"pipeline": 2, "schedule": "zero_bubble"}),
+    Run(
+        Case("zero bubble, 8-bit states"),
+        narrow=True,
+        parallel={"pipeline": 2, "schedule": "zero_bubble"},
+    ),
+]
+
+
+@dataclass
+class Trained:
+    """Numbers of a few steps.
+
+    Attributes:
+        losses: by step.
+        norms: of the gradients, by step.
+        gradients: of all steps, by step and name.
+        parameters: after the last step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+@contextmanager
+def sharding(shards: bool) -> Iterator[None]:
+    """Choose whether a single rank uses FSDP2."""
+    with mock.patch.object(fsdp, "needs_fsdp", lambda sizes: shards):
+        yield
+
+
+def build(run: Run, seed: int) -> tuple[MultimodalModel, Pipeline]:
+    config = ParallelConfig.model_validate(run.parallel)
+    mesh = mesh_for(config)
+    model = run.case.model()
+    if run.narrow:
+        model.to(torch.bfloat16)
+    descriptions = [module.describe() for module in model.modality_modules()]
+    batch = run.case.batch[: run.microbatches]
+    layout = plan_layout(config, descriptions, [m.meta for m in batch])
+    stages = cut_for_rank(model, layout, mesh.pipeline_rank)
+    recompute = ActivationCheckpointConfig(mode=run.case.recompute)
+    compiled = CompileConfig(enabled=run.compiles, backend="aot_eager")
+    parallelize(model, mesh, config, recompute, compiled, torch.bfloat16)
+    materialize(model, "cpu")
+    init_weights(model, seed=seed)
+    stir(model)
+    return model, Pipeline(model, stages, layout, descriptions, config, mesh, torch.bfloat16)
+
+
+@torch.no_grad()
+def stir(model: MultimodalModel) -> None:
+    """Give second factors of adapters, which are zero at first, other values."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora.up"):
+            generator = torch.Generator().manual_seed(len(name))
+            copy_slice(parameter, 0.01 * torch.randn(parameter.shape, generator=generator))
+
+
+class Training:
+    """A model that trains with or without FSDP2."""
+
+    def __init__(self, run: Run, shards: bool, seed: int = 1) -> None:
+        with sharding(shards):
+            self.model, self.pipeline = build(run, seed)
+        assert any(isinstance(m, FSDPModule) for m in self.model.modules()) == shards
+        states = "int8" if run.narrow else "float32"
+        config = OptimizerConfig(lr=1e-2, schedule="constant", state_dtype=states)
+        self.optimizer = build_optimizer(self.model, module_of, config)
+        mesh = mesh_for(ParallelConfig.model_validate(run.parallel))
+        every = run.case.batch[: run.microbatches]
+        self._batch = every[mesh.data_parallel_rank :: mesh.data_parallel_size]
+        self._targets = sum(m.target_count for m in every)
+        self._step = TrainStep(self.pipeline, mesh)
+
+    def gradients(self) -> float:
+        """Leave the gradients of a step in the parameters; return the loss."""
+        plan = self.pipeline.plan_training(self._batch)
+        return self._step.run(plan, self._batch, self._targets).loss.item()
+
+    def update(self) -> None:
+        """Apply the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> float:
+        """Train one step; return its loss."""
+        loss = self.gradients()
+        self.update()
+        return loss
+
+
+def train(run: Run, shards: bool) -> Trained:
+    training = Training(run, shards)
+    model = training.model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = Trained([], [], {}, {})
+    for step in range(STEPS):
+        found.losses.append(training.gradients())
+        found.norms.append(global_grad_norm(trained).item())
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                found.gradients[f"{step} {name}"] = local_tensor(parameter.grad).clone()
+            else:
+                assert parameter.grad is None, name
+        training.update()
+    found.parameters = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
+    return found
+
+
+def differences(found: Trained, wanted: Trained) -> list[str]:
+    """Return the names of all numbers that are not equal."""
+    unequal = [f"loss {i}" for i, pair in enumerate(zip(found.losses, wanted.losses, strict=True))
+               if pair[0] != pair[1]]  # fmt: skip
+    unequal += [] if found.norms == wanted.norms else ["norms"]
+    for ours, theirs in (
+        (found.gradients, wanted.gradients),
+        (found.parameters, wanted.parameters),
+    ):
+        assert ours.keys() == theirs.keys()
+        unequal += [name for name in ours if not torch.equal(ours[name], theirs[name])]
+    return unequal
+
+
+def start() -> None:
+    torch.manual_seed(0)
+    loss_in_chunks._ROWS = 7  # several chunks
+    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), torch.device("cpu"))
+
+
+def compare_all(runs: list[Run]) -> dict[str, list[str]]:
+    start()
+    return {run.case.name: differences(train(run, False), train(run, True)) for run in runs}
+
+
+@pytest.mark.slow
+def test_one_rank_equals_fsdp_on_one_rank() -> None:
+    [unequal] = run_distributed(compare_all, 1, RUNS)
+    assert unequal == {run.case.name: [] for run in RUNS}
+
+
+@pytest.mark.slow
+def test_pipeline_ranks_equal_fsdp_on_one_rank() -> None:
+    for unequal in run_distributed(compare_all, 2, PIPELINES):
+        assert unequal == {run.case.name: [] for run in PIPELINES}
+
+
+def compare_defects() -> list[list[str]]:
+    """Differences of a run without float32 sums, and of one with the copies of the first step."""
+    start()
+    narrow = next(run for run in RUNS if run.case.name == "8-bit states")
+    with mock.patch.object(precision._Weight, "accumulate_gradient", lambda self: None):
+        rounded = train(narrow, False)
+    with mock.patch.object(precision._Weight, "needs_copy", needs_first_copy):
+        old = train(RUNS[0], False)
+    return [differences(rounded, train(narrow, True)), differences(old, train(RUNS[0], True))]
+
+
+def needs_first_copy(weight: precision._Weight) -> bool:
+    is_first, weight._version = weight._version < 0, 0
+    return is_first and weight.compute is not weight.master
+
+
+def test_bfloat16_sums_and_old_copies_are_found() -> None:
+    [[rounded, old]] = run_distributed(compare_defects, 1)
+    assert any(name.startswith("0 ") for name in rounded)
+    assert "loss 0" not in rounded + old
+    assert "loss 1" in old
+
+
+def save_and_resume(directory: Path) -> list[tuple[list[str], list[Tensor]]]:
+    """Save after one step on one rank, resume with and without FSDP2, and train another step."""
+    start()
+    found = []
+    for saves in (False, True):
+        for loads in (False, True):
+            saved = Training(RUNS[0], saves)
+            saved.step()
+            checkpoints = manager(directory / f"{saves}-{loads}", {"shard": 1})
+            checkpoints.save(1, saved.model, saved.optimizer, {})
+            resumed = Training(RUNS[0], loads, seed=2)
+            assert checkpoints.resume(resumed.model, resumed.optimizer) is not None
+            resumed.step()
+            names = sorted(model_tensors(resumed.model))
+            values = [local_tensor(p.detach()).clone() for p in resumed.model.parameters()]
+            found.append((names, values))
+    return found
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_with_and_without_fsdp(tmp_path) -> None:
+    [found] = run_distributed(save_and_resume, 1, tmp_path)
+    wanted_names, wanted = found[-1]
+    for names, values in found:
+        assert names == wanted_names
+        assert all(map(torch.equal, values, wanted))
+    resumed = run_distributed(resume_on_two_ranks, 2, tmp_path)
+    for ours, theirs in resumed:
+        assert ours == theirs
+
+
+def resume_on_two_ranks(directory: Path) -> tuple[float, float]:
+    """Loss of this rank after resuming checkpoints without and with FSDP2 on one rank."""
+    start()
+    losses = []
+    for saves in (False, True):
+        again = Training(Run(Case("dense"), parallel={"shard": 2}), True, seed=3)
+        checkpoints = manager(directory / f"{saves}-{saves}", {"shard": 2})
+        assert checkpoints.resume(again.model, again.optimizer) is not None
+        losses.append(again.step())
+    return losses[0], losses[1]
