@@ -10,7 +10,9 @@ import pytest
 import torch
 from fakecuda.hangs import mismatches, stuck
 from fakecuda.races import races
-from fakecuda.records import Record, as_records, host_waits
+from fakecuda.records import Record, as_records, attention_kernels, host_waits
+
+from torchmm.models.layers import attention
 
 ext = fakecuda.ext
 
@@ -261,3 +263,21 @@ def test_memory_is_counted_and_limited():
     ext.set_memory_limit(0)
     del x
     assert ext.memory()[0] == before
+
+
+def test_images_of_one_size_use_flash_attention(monkeypatch):
+    torch.manual_seed(0)
+    plain = [torch.randn(3, 2, 5, 8).bfloat16() for _ in range(3)]
+    outputs = []
+
+    def attend():
+        images = [x.cuda() for x in plain]
+        out, _ = attention.attention(torch.nn.Module(), *images, None, is_causal=False)
+        outputs.append(out)
+
+    assert attention_kernels(logged(attend)) == {"flash": 1}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    expected = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in plain))
+    assert torch.allclose(outputs[0].cpu().float(), expected.transpose(1, 2), atol=0.02)
+    monkeypatch.setattr(attention, "CUDNN_FOR_IMAGES", True)
+    assert attention_kernels(logged(attend)) == {"cudnn": 1}

@@ -23,7 +23,9 @@ fakecuda.install(int(os.environ.get("FAKECUDA_DEVICES", "8")))
 
 import torch
 from defects import DEFECTS
+from fakecuda.flash import as_one
 
+from torchmm.models.layers import loss
 from torchmm.parallel import torch_private
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.health import preflight
@@ -141,9 +143,23 @@ def trace_only() -> None:
     torch_private.has_triton = lambda: True
 
 
+def fuse_loss() -> None:
+    """Log the compiled functions of the loss as one kernel each."""
+    write = loss._write_gradient
+
+    def write_gradient(logits_LV, *rest):
+        write(logits_LV, *rest)
+        return (logits_LV,)
+
+    loss.uses_fused_loss = lambda device: device.type == "cuda"
+    loss._compiled_loss = as_one(loss._loss_of_rows, "loss_of_rows")
+    loss._compiled_gradient = as_one(write_gradient, "write_gradient")
+
+
 def main() -> None:
     """Runs the script."""
     trace_only()
+    fuse_loss()
     # By default small models have several portions of states, too.
     compact.PORTION = int(os.environ.get("FAKECUDA_PORTION", "4096"))
     # A GPU's milliseconds are minutes on a processor without products of bfloat16.

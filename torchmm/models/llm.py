@@ -321,7 +321,8 @@ class LlmModule(LayeredModule):
         hidden_TD, blocks_KB = self._enter(microbatch, inputs)
         arguments = self._arguments(microbatch, hidden_TD, cache)
         with self._around_layers(microbatch, blocks_KB, cache):
-            return self.backbone(**arguments, logits_to_keep=positions_L).logits[0]
+            # Not `[0]`, whose backward copies the gradient of all logits.
+            return self.backbone(**arguments, logits_to_keep=positions_L).logits.squeeze(0)
 
     def _run_layers(
         self, microbatch: Microbatch, inputs: Given, cache: PackedCache | None = None

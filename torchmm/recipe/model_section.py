@@ -218,7 +218,7 @@ class ModelConfig(Section):
     """Token whose id marks image positions. It must exist in the tokenizer; any token that never
     occurs in text will do."""
     chunked_loss: bool = False
-    """Whether logits and their gradients are computed a few hundred targets at a time, so that they
+    """Whether logits and their gradients are computed one chunk of targets at a time, so that they
     take almost no memory; worth it for vocabularies beyond some ten thousand words. The loss is the
     same."""
 

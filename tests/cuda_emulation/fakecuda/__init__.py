@@ -269,7 +269,9 @@ def _patch_attention(torch):
         half = query.dtype in (torch.bfloat16, torch.float16)
         grouped = query.shape[1] != key.shape[1]
         fused = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-        if half and attn_mask is None and fused:
+        if half and fused and torch.backends.cuda.cudnn_sdp_enabled():
+            kernel = "cudnn"  # first on Hopper
+        elif half and attn_mask is None and fused:
             kernel = "flash"
         elif fused and not (grouped and enable_gqa):
             kernel = "efficient"
@@ -284,7 +286,11 @@ def _patch_attention(torch):
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         # Kernels for long sequences give (B, T, H, D) memory.
-        return out.transpose(1, 2).contiguous().transpose(1, 2) if kernel == "flash" else out
+        return (
+            out.transpose(1, 2).contiguous().transpose(1, 2)
+            if kernel in ("flash", "cudnn")
+            else out
+        )
 
     torch.nn.functional.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention

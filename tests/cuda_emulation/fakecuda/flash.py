@@ -100,8 +100,8 @@ def backward(
     return tuple(x.to(query.dtype).to(query.device) for x in (dq, dk, dv))
 
 
-def _as_one(function: Callable, name: str) -> Callable:
-    """One kernel in the log, not the many that stand in for it."""
+def as_one(function: Callable, name: str) -> Callable:
+    """Log `function`, which returns a tuple of tensors, as one kernel."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -122,5 +122,5 @@ def _as_one(function: Callable, name: str) -> Callable:
     return call
 
 
-library.impl("_flash_attention_forward", _as_one(forward, "aten::_flash_attention_forward"))
-library.impl("_flash_attention_backward", _as_one(backward, "aten::_flash_attention_backward"))
+library.impl("_flash_attention_forward", as_one(forward, "aten::_flash_attention_forward"))
+library.impl("_flash_attention_backward", as_one(backward, "aten::_flash_attention_backward"))

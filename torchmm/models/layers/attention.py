@@ -5,6 +5,8 @@ is patched. `Segments` travels through the layers' keyword arguments as `cu_seq_
 Face's own name for it) or, where a layer forwards no keyword arguments, as its attention mask.
 
 - CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one kernel for all segments.
+- Encoders with images of one size have no segments: scaled_dot_product_attention, on CUDA without
+  cuDNN (see `CUDNN_FOR_IMAGES`).
 - CPU: a custom operator that calls the flash kernel once per run of equally long segments. The
   loop stays out of autograd and out of torch.compile, so a layer compiles with fullgraph=True
   and the number of segments does not recompile it.
@@ -36,6 +38,7 @@ Shape legend: T tokens of a microbatch.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -44,6 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -63,6 +67,14 @@ _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 """What their number has to be a multiple of."""
 _UNSUPPORTED = ("position_bias",)
+CUDNN_FOR_IMAGES = False
+"""Whether encoders with images of one size may use cuDNN attention on CUDA.
+
+torch prefers cuDNN on Hopper and Blackwell. cuDNN builds a plan for every new number of images, in
+forward and in backward, and the host waits for it. The number of images changes per microbatch.
+`benchmarks/one_gpu.py` times both kernels and the plans; the result belongs here.
+"""
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -225,6 +237,39 @@ def _needed(window: int, segments: Segments) -> int:
     return window if torch.compiler.is_compiling() or window < segments.max_length else 0
 
 
+def _attend_images(
+    query_BHTD: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Return the attention output (B, H, T, D) of images of one size, or of dense masks."""
+    attend = partial(
+        functional.scaled_dot_product_attention,
+        query_BHTD,
+        key_BGTD,
+        value_BGTD,
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+        enable_gqa=query_BHTD.shape[1] != key_BGTD.shape[1],
+    )
+    if CUDNN_FOR_IMAGES or mask is not None or query_BHTD.device.type != "cuda":
+        return attend()
+    if torch.compiler.is_compiling():
+        with sdpa_kernel(_WITHOUT_CUDNN):
+            return attend()
+    # Not `sdpa_kernel`, which needs more host time than the attention call itself.
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return attend()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+
+
 def attention(
     module: nn.Module,
     query_BHTD: Tensor,
@@ -268,16 +313,8 @@ def attention(
         )
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is None:
-        out_BHTD = functional.scaled_dot_product_attention(
-            query_BHTD,
-            key_BGTD,
-            value_BGTD,
-            attn_mask=attention_mask,
-            is_causal=causal and attention_mask is None,
-            scale=scale,
-            enable_gqa=query_BHTD.shape[1] != key_BGTD.shape[1],
-        )
-        return out_BHTD.transpose(1, 2), None
+        inputs = (query_BHTD, key_BGTD, value_BGTD)
+        return _attend_images(*inputs, attention_mask, causal, scale).transpose(1, 2), None
     if attention_mask is not None or query_BHTD.shape[0] != 1:
         raise ValueError("packed segments need a single row and no attention mask")
     rules = _Rules(causal, window, softcap, sinks_H)

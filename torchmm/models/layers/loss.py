@@ -1,28 +1,35 @@
-"""Cross entropy over a large vocabulary that never holds all logits in float32, or none at all.
+"""Cross entropy over a large vocabulary that never stores all logits in float32.
 
-`summed_cross_entropy` takes logits that Hugging Face's own head has computed, in the compute dtype
-and with whatever scaling or capping the family applies. Rows are cast, used and dropped one chunk
-at a time, in forward and again in backward.
+`summed_cross_entropy` takes the logits of the Hugging Face head, in the compute dtype and with the
+scaling or soft capping of the family. `cross_entropy_in_chunks` takes the input of the head. It
+computes the logits, the loss and the gradients of one chunk of rows at a time, in forward. Backward
+only multiplies these gradients by the incoming gradient. No logits outlive their chunk, and nothing
+is recomputed. With tensor parallelism each rank computes the logits of its vocabulary shard, which
+are never gathered. The gradient of the rows is all-reduced once.
 
-`cross_entropy_in_chunks` takes what the head reads. The logits of a chunk of rows are computed,
-their loss taken and differentiated at once, in forward, so that backward only multiplies gradients
-that are there already by the one that arrives: no logits outlive their chunk and nothing is
-computed twice. Under tensor parallelism each rank has the logits of its part of the vocabulary,
-which are never gathered; the gradient of the rows is summed over ranks once.
+On CUDA both use `_InPlaceCrossEntropy`: two compiled kernels in forward, and one in backward that
+overwrites the logits with their gradient. Scaling and soft capping stay outside and have their own
+backward. Elsewhere, rows are cast to float32 chunk by chunk, in forward and again in backward.
 
-Rejected: recomputing a chunk's logits in backward, as checkpointing would: a third product with the
-largest matrix of the model. A fused kernel: families scale and cap logits each in its own way.
+Rejected: recomputing the logits of a chunk in backward, which adds a third product with the largest
+matrix of the model. The Triton kernel of liger-kernel, which writes the gradient in forward, rounds
+it twice in half precision, and waits for the device in backward to compare the incoming gradient
+with 1.
 
 Shape legend: L targets, N rows of a chunk, D features, V vocabulary (of a rank).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -43,16 +50,28 @@ _SCALED_ROWS = 4096
 """Rows of a weight's gradient that are float32 at a time."""
 
 
-def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
-    """float32 scalar: sum of the cross entropies of all rows.
+def uses_fused_loss(device: torch.device) -> bool:
+    """Return True if losses on `device` use compiled kernels that write gradients in place.
 
-    Without chunks if they save nothing: for logits that are float32 already or fit into one chunk.
+    torch compiles for CUDA with Triton, which needs a C compiler to call its kernels.
     """
-    if logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS:
-        return _in_float32(logits_LV, targets_L)
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang")))
+
+
+def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+    """Return the sum of the cross entropies of all rows, a float32 scalar.
+
+    Backward may overwrite `logits_LV` (see `uses_fused_loss`). An operator that has saved them for
+    its own backward then raises the error of autograd about modified tensors.
+    """
+    at_once = logits_LV.dtype == torch.float32 or len(targets_L) <= CHUNK_TARGETS
+    if at_once or _is_fused(logits_LV):  # chunks would not save memory
+        return _cross_entropy(logits_LV, targets_L)
     chunks = zip(logits_LV.split(CHUNK_TARGETS), targets_L.split(CHUNK_TARGETS), strict=True)
     losses = [
-        checkpoint(_in_float32, logits, targets, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_cross_entropy, logits, targets, use_reentrant=False, preserve_rng_state=False)
         for logits, targets in chunks
     ]
     return torch.stack(losses).sum()
@@ -82,7 +101,8 @@ def cross_entropy_in_chunks(
         own = slice(start, start + head.rows)
         rows_ND = rows_LD[own].detach().requires_grad_(learns)
         with loss_parallel() if head.mesh else nullcontext():
-            loss = _in_float32(logits_of(rows_ND[None])[0], targets_L[own])
+            # Not `[0]`, whose backward copies the gradient of all logits.
+            loss = _cross_entropy(logits_of(rows_ND[None]).squeeze(0), targets_L[own])
             if rows_gradient_LD is not None:
                 (rows_gradient_LD[own],) = torch.autograd.grad(loss, rows_ND)
         loss = loss.detach()
@@ -97,21 +117,24 @@ def cross_entropy_in_chunks(
 
 
 class ChunkHead(nn.Module):
-    """The head's product for one loss in chunks: sums its weight's gradients in place.
+    """Product of the head for one loss in chunks. Sums the gradients of the weight in place.
 
     Args:
-        head: a linear without a bias; under tensor parallelism its rows are divided among ranks.
-        rows: of a chunk.
+        head: a linear without a bias. With tensor parallelism its rows are sharded.
+        rows: number of rows per chunk, if the loss is computed in float32 (see `chunk_rows`).
 
     Attributes:
-        gradient_VD: of the weight, summed over the chunks so far; None: not needed.
+        rows: number of rows per chunk. Gradients in place leave room for more in the same memory,
+            so that the weight and its gradient are read and written less often.
+        gradient_VD: gradient of the weight, summed over the previous chunks. None if frozen.
     """
 
     def __init__(self, head: nn.Module, rows: int) -> None:
         super().__init__()
         weight: Any = head.weight
-        self.rows = rows
         self.mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+        fused = self.mesh is None and uses_fused_loss(weight.device)
+        self.rows = rows * (_LOGIT_BYTES // weight.itemsize if fused else 1)
         # Not a parameter of this module: the gradient belongs to the head's.
         self.local_VD: Tensor
         object.__setattr__(self, "local_VD", weight.to_local() if self.mesh else weight)
@@ -191,5 +214,74 @@ class _HeldWeightGradient(_HeldGradient):
         return factor, gradient, None
 
 
-def _in_float32(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+class _InPlaceCrossEntropy(torch.autograd.Function):
+    """Summed cross entropy whose backward overwrites the logits with their gradient.
+
+    Forward reads the logits once (twice on the CPU) and stores two float32 values per row. Backward
+    reads and writes them once. The gradient is float32 until it is rounded, once, to the dtype of
+    the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+        # Without history, so that training and validation share a graph.
+        loss, max_L1, sum_L1 = _compiled_loss(_dynamic(logits_LV.detach()), _dynamic(targets_L))
+        ctx.save_for_backward(logits_LV, targets_L, max_L1, sum_L1)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None]:
+        logits_LV, *rest = ctx.saved_tensors  # raises if they were overwritten already
+        gradient_LV = logits_LV.detach()
+        _compiled_gradient(_dynamic(gradient_LV), *map(_dynamic, rest), factor)
+        return gradient_LV, None
+
+
+def _loss_of_rows(logits_LV: Tensor, targets_L: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss, and the maximum and the sum of exponentials of each row.
+
+    The logarithm of the sum and the maximum are kept apart: their sum, the logsumexp, would have
+    lost the digits that tell confident predictions from certain ones.
+    """
+    x_LV = logits_LV.float()
+    max_L1 = x_LV.amax(-1, keepdim=True)
+    sum_L1 = (x_LV - max_L1).exp().sum(-1, keepdim=True)
+    target_L1 = logits_LV.gather(1, targets_L[:, None]).float()
+    return (sum_L1.log() - (target_L1 - max_L1)).sum(), max_L1, sum_L1
+
+
+def _write_gradient(
+    logits_LV: Tensor, targets_L: Tensor, max_L1: Tensor, sum_L1: Tensor, factor: Tensor
+) -> None:
+    """Overwrite the logits with `factor` times the gradient of the summed loss."""
+    words_V = torch.arange(logits_LV.shape[1], device=logits_LV.device)
+    probability_LV = (logits_LV.float() - max_L1).exp() / sum_L1
+    logits_LV.copy_((probability_LV - (words_V == targets_L[:, None]).float()) * factor)
+
+
+_compiled_loss = torch.compile(_loss_of_rows)
+_compiled_gradient = torch.compile(_write_gradient)
+
+
+def _dynamic(tensor: Tensor) -> Tensor:
+    """Mark the number of rows as dynamic, so that all microbatches share a graph."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
+def _is_fused(logits_LV: Tensor) -> bool:
+    """Return True if the gradient replaces these logits.
+
+    torch.compile would make another graph for a single row. Subclasses of tensors, like shards of a
+    vocabulary, have their own operators.
+    """
+    plain = type(logits_LV) is Tensor and logits_LV.is_contiguous() and len(logits_LV) > 1
+    return plain and uses_fused_loss(logits_LV.device)
+
+
+def _cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:
+    """Return the summed cross entropy, computed in float32 from all rows at once."""
+    if _is_fused(logits_LV):
+        return _InPlaceCrossEntropy.apply(logits_LV, targets_L)
     return functional.cross_entropy(logits_LV.float(), targets_L, reduction="sum")
