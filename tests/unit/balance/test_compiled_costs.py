@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from counting import CountFused
 from test_part_operators import RealLayer, traffic
 
+from torchmm.balance.costs.blocks import Head
 from torchmm.balance.costs.devices import DEVICES
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.layers import layer_kept_bytes, layer_operators
-from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.operators import ASSUMED_LAUNCHES, HOST_KINDS, Operator, Work
+from torchmm.balance.costs.model import UPDATE_CALLS, CostModel
+from torchmm.balance.costs.operators import (
+    ASSUMED_LAUNCHES,
+    HOST_KINDS,
+    KINDS,
+    Curve,
+    Operator,
+    Profile,
+    Work,
+    operator_ms,
+)
 from torchmm.balance.costs.profiles import assumed_profile
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
@@ -94,13 +106,60 @@ def test_compiled_layer_costs_calls_and_launches() -> None:
 
 
 def test_compiled_launches_use_measured_host_time() -> None:
-    profile = assumed_profile(DEVICES["h100"])
-    call_us = {**profile.call_us, "compiled_launch": 7.0}
-    measured = type(profile)(**{**vars(profile), "call_us": call_us, "host_us": {"copy": 9.0}})
+    profile = replace(assumed_profile(DEVICES["h100"]), host_us={"copy": 9.0})
     operators = [Operator("copy", calls=2.0), Operator("copy", calls=3.0, in_layer=False)]
-    assert Work.of(operators, measured, "bfloat16", 1).host_ms == pytest.approx(5 * 9e-3)
-    found = Work.of(operators, measured, "bfloat16", 1, compiled=True)
-    assert found.host_ms == pytest.approx(2 * 7e-3 + 3 * 9e-3)
+    eager = Work.of(operators, profile, "bfloat16", 1)
+    assert eager.host_ms == pytest.approx(5 * profile.launch_us * 1e-3)
+    compiled = Work.of(operators, profile, "bfloat16", 1, compiled=True)
+    assert compiled.host_ms == pytest.approx((2 * 9.0 + 3 * profile.launch_us) * 1e-3)
+
+
+def test_fsdp_copies_add_device_and_host_time() -> None:
+    profile = assumed_profile(DEVICES["h100"])
+    module = ModuleDescription("llm", "llm", (QWEN3_1_7B,) * 4, trainable=True)
+    model = CostModel(profile, "bfloat16", {"llm": Execution(shard=2)})
+    gathered = model.gather_work(module, 1, 3)
+    units = 3  # two layers, and the root
+    per_unit_us = profile.queueing_us("shard_unit") + 3 * profile.launch_us
+    assert gathered.host_ms[0] == pytest.approx(units * per_unit_us * 1e-3)
+    # A shard is read in float32 and written in bfloat16; two copies of all parameters.
+    moved = 2 * QWEN3_1_7B.parameters * (4 / 2 + 6)
+    alone = operator_ms(Operator("copy", memory_bytes=moved, calls=6.0), profile, "bfloat16")
+    assert gathered.compute_ms[0] == pytest.approx(float(alone))
+
+
+def test_loss_on_gpu_moves_twelve_bytes_per_logit() -> None:
+    sizes = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 4096),), 4096)], [4096], padding=True)
+
+    def nbytes(vocabulary: int, on_gpu: bool, rows: int) -> float:
+        head = Head(True, linear=(64, vocabulary), norm="rms", rows=rows)
+        found = head.operators(sizes, Setting(Execution(), 2, segment_calls=not on_gpu))
+        every = [o for own in found for o in own if o.in_layer]
+        return float(sum(np.sum(o.memory_bytes) for o in every))
+
+    for rows in (0, 331):
+        # Without the weight, which is read twice and whose gradient is written once.
+        weight = 3 * 2 * 64 * 1000
+        gpu = nbytes(2000, True, rows) - nbytes(1000, True, rows) - weight
+        cpu = nbytes(2000, False, rows) - nbytes(1000, False, rows) - weight
+        assert gpu == pytest.approx(12 * 4096 * 1000, rel=0.01)
+        assert cpu > 3.5 * gpu
+
+
+def test_update_on_gpu_reads_and_writes_states_once() -> None:
+    module = ModuleDescription("llm", "llm", (QWEN3_1_7B,) * 4, trainable=True)
+    device = replace(DEVICES["h100"], name="toy", memory_bytes_per_s=1e12)
+    flat = dict.fromkeys(KINDS, Curve((1.0,), (1.0,)))
+    model = CostModel(Profile(device, flat, {}, launch_us=0.0), "bfloat16", {})
+    count = 2 * QWEN3_1_7B.parameters
+    # The norm, AdamW with clipping, and copies in bfloat16 which one rank computes with.
+    assert model.update_ms(module, 1, 3) == pytest.approx((4 + 32 + 6) * count / 1e12 * 1e3)
+    sharded = replace(model, executions={"llm": Execution(shard=2)})
+    assert sharded.update_ms(module, 1, 3) == pytest.approx((4 + 32) * count / 2 / 1e12 * 1e3)
+    # The host queues the norm, and updates of 7 weights and 4 norms a layer, and of the root.
+    slow = replace(model, profile=Profile(device, flat, {}, launch_us=1e6))
+    launches = UPDATE_CALLS * (2 * (7 + 2 + 2) + 1) + 1
+    assert slow.update_ms(module, 1, 3) == pytest.approx(1e3 * launches)
 
 
 def test_selective_recomputation_compiled_repeats_fused_kernels() -> None:
