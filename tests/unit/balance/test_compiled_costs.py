@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import model_cases
 import numpy as np
 import pytest
 import torch
-from counting import CountFused
+import torch.distributed as dist
+from counting import CountFused, CountTraffic
 from test_part_operators import RealLayer, traffic
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchmm.balance.costs.blocks import Head
 from torchmm.balance.costs.devices import DEVICES
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.layers import layer_kept_bytes, layer_operators
-from torchmm.balance.costs.model import UPDATE_CALLS, CostModel
+from torchmm.balance.costs.model import UPDATE_CALLS, CostModel, gather_operators
 from torchmm.balance.costs.operators import (
     ASSUMED_LAUNCHES,
     HOST_KINDS,
@@ -27,10 +30,12 @@ from torchmm.balance.costs.operators import (
 )
 from torchmm.balance.costs.profiles import assumed_profile
 from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
+from torchmm.parallel.fsdp import LayerSharding, apply_fsdp
+from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 FEW = ["llama", "qwen3", "qwen2_5_vl"]
 OTHERS = [
@@ -189,3 +194,28 @@ def test_selective_recomputation_compiled_repeats_fused_kernels() -> None:
         for mode in ("none", "selective", "full")
     ]
     assert kept[0] > kept[1] > kept[2]
+
+
+def test_fsdp_copies_match_counted_traffic() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = {**model_cases.LLMS["llama"], "hidden_size": 128}
+        model = model_cases.build(ModelConfig(llm=LlmConfig(config=config)))
+        apply_fsdp(model.llm, init_device_mesh("cpu", (1,)), torch.bfloat16)
+        sharding = LayerSharding(model.llm)
+        sharding.begin_step(2)  # the first microbatch reduces nothing
+        ids = torch.ones(8, dtype=torch.int64)
+        meta = MicrobatchMeta((SampleMeta("s", 0, 8),), 8)
+        with CountTraffic() as count:
+            model(Microbatch(ids, ids, torch.arange(8), [0, 8], {}, meta))
+    finally:
+        dist.destroy_process_group()
+    parameters = sum(p.numel() for p in model.parameters())
+    # The counter adds what `copy_` writes twice, as argument and as result.
+    copied = count.nbytes["_to_copy"] + count.nbytes["copy_"] * 2 / 3
+    operators = gather_operators(
+        model.llm.describe(), 0, len(model.llm.layers), Execution(), 2, "node"
+    )
+    predicted = sum(float(o.memory_bytes) for o in operators)
+    assert predicted == pytest.approx(10 * parameters, rel=0.02)
+    assert copied == pytest.approx(predicted, rel=0.05)
