@@ -5,11 +5,18 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch import _inductor as inductor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -181,3 +188,57 @@ class CountLive(TorchDispatchMode):
             for key, (reference, size) in self._found.items()
             if key not in excluded and not reference.expired()
         )
+
+
+class CountFused:
+    """Kernels that torch.compile makes of graphs, and the bytes that they read and write.
+
+    Inductor plans its kernels as usual, but graphs run without generated code, so that nothing is
+    compiled. Concatenations are fused as on GPUs.
+    """
+
+    def __init__(self) -> None:
+        self.forward = FusedKernels()
+        self.backward = FusedKernels()
+
+    def __enter__(self) -> Self:
+        self._changes = ExitStack()
+        config = {"force_disable_caches": True, "force_pointwise_cat": True}
+        self._changes.enter_context(inductor.config.patch(config))
+        patched = mock.patch.object(GraphLowering, "compile_to_module", self._count_in())
+        self._changes.enter_context(patched)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._changes.close()
+
+    def _count_in(self) -> Callable[[GraphLowering], SimpleNamespace]:
+        def count(graph: GraphLowering) -> SimpleNamespace:
+            return self._count(graph)
+
+        return count
+
+    def _count(self, graph: GraphLowering) -> SimpleNamespace:
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        found = self.backward if graph.is_backward else self.forward
+        for node in graph.scheduler.nodes:
+            if not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode):
+                found.calls += 1
+                found.nbytes += node.get_read_write_buffers_sizes()
+        module = graph.orig_gm
+
+        def call(arguments: list[Any]) -> Any:
+            given = list(arguments)
+            arguments.clear()
+            return module.forward(*given)
+
+        return SimpleNamespace(call=call, __file__="", key="", runner=None)
+
+
+@dataclass
+class FusedKernels:
+    """Number of fused kernels, and their memory traffic."""
+
+    calls: int = 0
+    nbytes: int = 0

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchmm.balance.costs.blocks import stage_blocks
+from torchmm.balance.costs.blocks import Layers, stage_blocks
 from torchmm.balance.costs.calibration import SplitLayers, WorkingLayers
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.model import gather_operators
-from torchmm.balance.costs.operators import HOST_KINDS, Operator
+from torchmm.balance.costs.operators import HOST_KINDS, Operator, Operators
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
@@ -35,6 +35,8 @@ from torchmm.measure.network import world_link
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
+from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.fsdp import LayerSharding, apply_fsdp
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
@@ -124,6 +126,17 @@ def layer_cases(device: torch.device, width: int, tokens: int) -> list[LayerCase
         tokens: in their microbatch.
     """
     return [_case(device, width, tokens, depth) for depth in DEPTHS]
+
+
+def compiled_case(device: torch.device, width: int, tokens: int) -> LayerCase:
+    """Return a Llama of compiled layers, float32.
+
+    Args:
+        device: Device to measure.
+        width: Features of the layers.
+        tokens: Tokens of a microbatch.
+    """
+    return _case(device, width, tokens, DEPTHS[-1], compiled=True)
 
 
 def split_layers(device: torch.device, rounds: int, *, quick: bool) -> dict[str, SplitLayers]:
@@ -229,15 +242,28 @@ def _operators(
     backward: list[Operator] = []
     for block in stage_blocks(module, 0, len(module.layers)):
         passes = block.operators(sizes, setting)
+        if not isinstance(block, Layers):  # nor compiled
+            passes = Operators(*([o._replace(in_layer=False) for o in own] for own in passes))
         forward += passes.forward * block.count
         backward += [*passes.inputs, *passes.weights] * block.count
     return forward, backward
 
 
-def _case(device: torch.device, width: int, tokens: int, depth: int, heads: int = 2) -> LayerCase:
+def _case(
+    device: torch.device,
+    width: int,
+    tokens: int,
+    depth: int,
+    heads: int = 2,
+    *,
+    compiled: bool = False,
+) -> LayerCase:
     model = _build(width, heads, depth)
+    if compiled:
+        apply_activation_checkpoint(model.llm, "none", Compilation())
     materialize(model, device)
     init_weights(model, seed=0)
     microbatch = _microbatch(tokens, device)
-    operators = _operators(model.llm.describe(), microbatch.meta, Setting(Execution(), 4))
+    setting = Setting(Execution(compiled=compiled), 4)
+    operators = _operators(model.llm.describe(), microbatch.meta, setting)
     return LayerCase(*operators, lambda: model(microbatch))

@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from torchmm.balance.costs.calibration import Measured, Measurements
+from torchmm.balance.costs.calibration import Measured, Measurements, SplitLayers
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.operators import Kind, Operator, norm_operators
 from torchmm.common.processes import keep_freed_memory
 from torchmm.measure.layers import (
     LayerCase,
+    compiled_case,
     layer_cases,
     split_layers,
     working_layers,
@@ -41,7 +42,11 @@ ROUNDS = 5
 LONGEST_S = 80.0
 """After which no further round is begun: calibration is to take less than two minutes."""
 MOST_TURNS = 64
-HEADS, HEAD_SIZE = 8, 64
+SMALL_HEADS = (8, 8, 64)
+"""Heads of queries and of keys, and features of a head."""
+LARGE_HEADS = (32, 8, 128)
+"""The same of large LLMs. On GPUs, `PACKED_TOKENS` of them are measured too."""
+PACKED_TOKENS = 8192
 TINY_ELEMENTS = 64
 TINY_LAYER = (16, 8)
 """Width and tokens: calls cost more than what they do."""
@@ -121,11 +126,15 @@ def measure(
         return min(seconds_per_run(case.run, device, 0.1) for _ in range(rounds))
 
     layers = [(case.calls, best_s(case)) for case in layer_cases(device, *TINY_LAYER)]
+    compiled = None
+    if device.type == "cuda":
+        own = compiled_case(device, *TINY_LAYER)
+        compiled = SplitLayers((*own.forward_operators, *own.backward_operators), best_s(own))
     working = []
     if device.type == "cpu" and dtype == torch.float32:
         working = working_layers(device, rounds, quick=quick)
     split = split_layers(device, rounds, quick=quick) if ranks > 1 else {}
-    return Measurements(operators, tiny, layers, working, split)
+    return Measurements(operators, tiny, layers, working, split, compiled)
 
 
 def machine(device: torch.device) -> str:
@@ -214,6 +223,9 @@ def _compute_cases(device: torch.device, dtype: torch.dtype, quick: bool) -> Ite
     for length, causal in product(sizes.lengths, (True, False)):
         segments = max(1, 1024 // length)
         yield from _attention(length, segments, causal, device, dtype)
+        if device.type == "cuda":
+            packed = max(1, PACKED_TOKENS // length)
+            yield from _attention(length, packed, causal, device, dtype, LARGE_HEADS)
     yield from _attention(1, 1, False, device, dtype, tiny=True)
     for count in (TINY_ELEMENTS, *sizes.elements):
         yield from _streams(pool, count, tiny=count == TINY_ELEMENTS)
@@ -270,16 +282,28 @@ def _attention(
     causal: bool,
     device: torch.device,
     dtype: torch.dtype,
+    widths: tuple[int, int, int] = SMALL_HEADS,
     tiny: bool = False,
 ) -> Iterator[Case]:
-    """Attention within segments of unequal length, and its backward."""
+    """Yield attention within segments of unequal length, and its backward.
+
+    Args:
+        length: Positions in a segment.
+        segments: Number of segments.
+        causal: Whether positions attend to earlier ones only.
+        device: Device to measure.
+        dtype: Dtype of queries, keys and values.
+        widths: Heads of queries and of keys, and features of a head.
+        tiny: Whether the call does next to nothing.
+    """
+    heads, key_heads, features = widths
     # Unequal, so that each is a call of its own where kernels take equal lengths.
     lengths = [length + i % 2 for i in range(segments)]
     starts = [sum(lengths[:i]) for i in range(segments + 1)]
     rows = Segments.from_starts(starts, device)
-    shape = (1, HEADS, starts[-1], HEAD_SIZE)
     query, key, value = (
-        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        torch.randn((1, n, starts[-1], features), device=device, dtype=dtype, requires_grad=True)
+        for n in (heads, key_heads, key_heads)
     )
     module = torch.nn.Module()
 
@@ -299,12 +323,12 @@ def _attention(
     setting = Setting(Execution(), dtype.itemsize, segment_calls=device.type == "cpu")
     block = setting.causal_block
     pairs = sum(n * min(n, (n + block) / 2) if causal else n * n for n in lengths)
-    width = HEADS * HEAD_SIZE
+    width = heads * features
     calls = float(segments if setting.segment_calls else 1)
-    moved = dtype.itemsize * starts[-1] * width
-    yield Case(Operator("attention", 4 * width * pairs, 4 * moved, calls=calls), forward, tiny)
+    moved = dtype.itemsize * starts[-1] * 2 * (heads + key_heads) * features
+    yield Case(Operator("attention", 4 * width * pairs, moved, calls=calls), forward, tiny)
     yield Case(
-        Operator("attention_backward", 10 * width * pairs, 8 * moved, calls=calls), backward, tiny
+        Operator("attention_backward", 10 * width * pairs, 2 * moved, calls=calls), backward, tiny
     )
 
 

@@ -101,6 +101,7 @@ def module_executions(
             expert=parallel.expert if module.kind == "llm" else 1,
             context=parallel.context if module.kind == "llm" else 1,
             recompute=recompute_mode(run.recipe, module, device),
+            compiled=run.recipe.compile.concerns(module, device, parallel),
             states=parameter_states(run.recipe),
         )
     return found
@@ -122,16 +123,22 @@ def parameter_states(recipe: Recipe) -> States:
     average = 0.0 if recipe.training.ema_decay is None else 4.0
     if average:  # read and written with the parameter, narrow ones twice
         updated += 18 if narrow else 12
+    weight = 2.0 if narrow else 4.0
+    # Parameter, moments and average once each way, and the gradient.
+    fused = 2 * (weight + 2 * moment + average) + 4
+    if optimizer.state_dtype == "float32" and not narrow:
+        fused += 4  # torch's kernel writes the clipped gradient
     held = 0.0 if optimizer.offload else moment
     rounding = {"float32": 8.0 * narrow, "bfloat16": 8.0, "int8": 12.0}[optimizer.state_dtype]
     packed = optimizer.state_dtype != "float32"
     in_place = not (narrow or muon or optimizer.offload or packed)
     return States(
-        weight=2.0 if narrow else 4.0,
+        weight=weight,
         moments=2 * held,
         layer_moments=(1 if muon else 2) * held,
         average=average,
         updated=updated,
+        fused=updated if muon else fused,
         visiting=(1 if muon else 2) * (moment - held),
         orthogonal=muon,
         portion=0 if in_place else UPDATE_PORTION,
@@ -156,8 +163,10 @@ def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Prof
 
 def whole_costs(recipe: Recipe, module: ModuleDescription, profile: Profile) -> CostModel:
     """What a module costs that nothing divides, with what the recipe says of recomputation."""
-    mode = recompute_mode(recipe, module, profile.device.type)
-    executions = {module.name: Execution(recompute=mode)}
+    device = profile.device.type
+    mode = recompute_mode(recipe, module, device)
+    compiled = recipe.compile.concerns(module, device, recipe.parallel)
+    executions = {module.name: Execution(recompute=mode, compiled=compiled)}
     return CostModel(profile, recipe.training.dtype, executions)
 
 
@@ -179,6 +188,7 @@ def trial_runner(
         sequence_parallel=parallel.sequence_parallel,
         async_tensor=parallel.async_tensor_parallel,
         recompute=recompute,
+        compiled=frozenset(m.name for m in modules if recipe.compile.concerns(m.name)),
     )
     if not recipe.simulation.trials:
         return run

@@ -90,7 +90,23 @@ def test_overhead_of_calls_is_that_of_calls_in_layers() -> None:
     assert profile.launch_us == 0
     queued = fit_profile(found, load_profile("h100"), "float32", "", own_peaks=False)
     assert queued.launch_us == pytest.approx(20.0)
-    assert queued.call_us["matmul"] == pytest.approx(5.0)
+    assert queued.host_us["matmul"] == pytest.approx(5.0)
+    assert queued.call_us["matmul"] == load_profile("h100").call_us["matmul"]
+
+
+def test_fit_profile_on_gpu_finds_cost_of_compiled_call() -> None:
+    operators = [
+        Operator("matmul", calls=14.0),
+        Operator("elementwise", calls=20.0),
+        Operator("elementwise", calls=7.0, in_layer=False),
+        Operator("compiled_call", calls=4.0),
+    ]
+    # 34 kernels of compiled code, 7 sums of gradients by autograd, and 4 calls of 300 us.
+    seconds = (34 * 5 + 7 * 20 + 4 * 300) * 1e-6
+    compiled = SplitLayers(operators, seconds)
+    found = replace(measurements(), layers=[(100.0, 2e-3)], compiled=compiled)
+    profile = fit_profile(found, load_profile("h100"), "float32", "", own_peaks=False)
+    assert profile.call_us["compiled_call"] == pytest.approx(300.0)
 
 
 def test_layers_that_work_tell_what_calls_cost_among_others() -> None:

@@ -42,6 +42,8 @@ from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.layers import LayerDescription, LowRank, ModuleDescription
 
 Flag = bool | NDArray[np.bool_]
+LOGIT_BYTES = 12
+"""Bytes per logit of a chunk of targets in float32, whose place more bfloat16 logits take."""
 LOSS_CHUNK = 1024
 """Targets whose logits are float32 at a time, see `torchmm.models.layers.loss`."""
 
@@ -272,14 +274,19 @@ class Head(Block):
         return 2 * hidden * vocabulary * sizes.outputs_N, sizes.inputs_N * 0.0
 
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
-        """Of long rows in half precision, the loss is computed chunk by chunk, and again; where
-        gradients are found with it, nothing is."""
+        """Return the operators of the head.
+
+        On GPUs one kernel reads the logits, and another overwrites them with their gradient. On
+        CPUs long rows in half precision are cast chunk by chunk, and again in backward, unless
+        gradients are computed with the loss.
+        """
         size = setting.element_bytes
         tensor = setting.execution.tensor
         hidden, vocabulary = self.linear
         norm = norm_operators(self.norm, sizes.units_N * hidden, 1, setting)
         product = matmul(sizes.outputs_N, hidden, vocabulary / tensor, setting)
-        chunks_N = np.ceil(sizes.outputs_N / self.rows) if self.rows else 1
+        fused = self._fuses_loss(setting)
+        chunks_N = np.ceil(sizes.outputs_N / self._chunk(setting)) if self.rows else 1
         product = product._replace(calls=product.calls * chunks_N)
         # All ranks have all logits, or each those of its part of the vocabulary.
         logits_N = sizes.outputs_N * vocabulary / (tensor if self.rows else 1)
@@ -294,6 +301,9 @@ class Head(Block):
         # Gradient of the picked log-probabilities: zeros, then softmax times their sum.
         calls_N = (3 + (casts > 0)) * chunks_N
         back = Operator("activation", memory_bytes=(16 + casts) * logits_N, calls=calls_N)
+        if fused:
+            loss = Operator("activation", memory_bytes=size * logits_N, calls=2 * chunks_N)
+            back = Operator("activation", memory_bytes=2 * size * logits_N, calls=chunks_N)
         forward = [*norm.forward, pick, product, loss]
         inputs = [*norm.inputs, unpick, product, back]
         weights = [*norm.weights, product, accumulate(hidden * vocabulary / tensor, setting, 1)]
@@ -305,7 +315,7 @@ class Head(Block):
             sent = all_reduce_bytes(size * picked_N, tensor)
             inputs.append(Operator("all_reduce", network_bytes=sent, link=link))
         again = []
-        if size < 4 and not self.rows:  # chunks of logits are cast again
+        if size < 4 and not self.rows and not fused:  # chunks of logits are cast again
             many_N = (sizes.outputs_N > LOSS_CHUNK).astype(float)
             again.append(
                 loss._replace(memory_bytes=loss.memory_bytes * many_N, calls=loss.calls * many_N)
@@ -322,7 +332,7 @@ class Head(Block):
             tensor = setting.execution.tensor
             return kept_N + picked_N + weights * size * hidden * vocabulary / tensor
         kept_N = kept_N + weights * picked_N
-        chunked_N = (sizes.outputs_N > LOSS_CHUNK) & (size < 4)
+        chunked_N = ((sizes.outputs_N > LOSS_CHUNK) & (size < 4)) | self._fuses_loss(setting)
         return kept_N + np.where(chunked_N, size, 4) * sizes.outputs_N * vocabulary
 
     def gradients_bytes(self, sizes: TaskSizes, setting: Setting) -> Array:
@@ -335,11 +345,22 @@ class Head(Block):
         rows_N = sizes.outputs_N
         hidden, vocabulary = self.linear
         if self.rows:  # log-probabilities, their gradients and those of the logits, in float32
-            return 12 * np.minimum(rows_N, self.rows) * vocabulary / setting.execution.tensor
+            logit_bytes = size if self._fuses_loss(setting) else LOGIT_BYTES
+            chunk_N = np.minimum(rows_N, self._chunk(setting))
+            return logit_bytes * chunk_N * vocabulary / setting.execution.tensor
         found_N = 2 * size * rows_N * vocabulary
-        if size < 4:
+        if size < 4 and not self._fuses_loss(setting):
             found_N = found_N + 8 * np.minimum(rows_N, LOSS_CHUNK) * vocabulary
         return found_N + self.trained * size * hidden * vocabulary
+
+    def _fuses_loss(self, setting: Setting) -> bool:
+        """Return True if gradients overwrite logits: on GPUs, unless ranks share a vocabulary."""
+        return setting.on_gpu and not (self.rows and setting.execution.tensor > 1)
+
+    def _chunk(self, setting: Setting) -> float:
+        """Return the number of targets whose logits are computed at a time."""
+        fused = self._fuses_loss(setting)
+        return self.rows * (LOGIT_BYTES // setting.element_bytes if fused else 1)
 
 
 def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block]:

@@ -78,6 +78,8 @@ class Measurements:
         operators: of all sizes that matter.
         tiny: by class: seconds of a call that does next to nothing.
         layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
+        compiled: operators and seconds of compiled layers that are all overhead. None if nothing
+            compiles for the device.
         working: of layers that do something: what is left of their time is the overhead of calls
             whose code other calls have driven out of caches.
         split: by how layers are on several ranks ("whole", "tensor", "sequence", "shard"); empty:
@@ -89,6 +91,7 @@ class Measurements:
     layers: Sequence[tuple[float, float]] = ()
     working: Sequence[WorkingLayers] = ()
     split: Mapping[str, SplitLayers] = field(default_factory=dict)
+    compiled: SplitLayers | None = None
 
 
 def fit_profile(
@@ -109,13 +112,17 @@ def fit_profile(
     kinds = {m.operator.kind for m in found.operators}
     if missing := {"matmul", "copy"} - kinds:
         raise ValueError(f"no measurements of {', '.join(sorted(missing))}")
-    rates = [_Rate.of(m, found.tiny) for m in found.operators]
+    tiny_us: dict[Kind, float] = {kind: seconds * 1e6 for kind, seconds in found.tiny.items()}
+    host_us: dict[Kind, float] = {}
+    if base.device.asynchronous:  # a call that does nothing shows what the host takes to queue it
+        host_us = {k: us for k, us in tiny_us.items() if k not in NETWORK_KINDS}
+        tiny_us |= {kind: base.call_us.get(kind, 0.0) for kind in host_us}
+    rates = [_Rate.of(m, tiny_us) for m in found.operators]
     device = _with_peaks(base.device, rates, dtype) if own_peaks else base.device
     curves = dict(base.efficiency)
     for kind in kinds:
         curves[kind] = _curve([r for r in rates if r.kind == kind], _peak(device, kind, dtype))
-    call_us = dict(base.call_us)
-    call_us |= {kind: seconds * 1e6 for kind, seconds in found.tiny.items()}
+    call_us = {**base.call_us, **tiny_us}
     launch_us = base.launch_us
     if found.layers:
         per_call_us = median(seconds / calls for calls, seconds in found.layers) * 1e6
@@ -138,7 +145,18 @@ def fit_profile(
     if found.split:
         whole = Profile(device, curves, call_us, launch_us)
         call_us |= _host_us(found.split, whole, dtype)
-    return Profile(device, curves, call_us, launch_us, {}, measured_on)
+    profile = Profile(device, curves, call_us, launch_us, {}, measured_on, host_us)
+    if found.compiled is not None:
+        call_us["compiled_call"] = _compiled_call_us(found.compiled, profile, dtype)
+    return profile
+
+
+def _compiled_call_us(layers: SplitLayers, profile: Profile, dtype: str) -> float:
+    """Return the host time to enter a compiled layer: the time that its kernels leave."""
+    call_us = {**profile.call_us, "compiled_call": 0.0}
+    work = Work.of(layers.operators, replace(profile, call_us=call_us), dtype, 1, compiled=True)
+    calls = sum(float(np.sum(o.calls)) for o in layers.operators if o.kind == "compiled_call")
+    return max(0.0, 1e6 * layers.seconds - 1e3 * float(work.host_ms[0])) / calls
 
 
 SPLIT_KINDS: dict[str, Kind] = {
@@ -185,11 +203,11 @@ class _Rate(NamedTuple):
     link: str
 
     @classmethod
-    def of(cls, measured: Measured, tiny: Mapping[Kind, float]) -> _Rate:
+    def of(cls, measured: Measured, overhead_us: Mapping[Kind, float]) -> _Rate:
         operator, seconds = measured
         calls = float(operator.calls)
         amount = float(main_quantity(operator))
-        overhead = tiny.get(operator.kind, 0.0) * calls
+        overhead = overhead_us.get(operator.kind, 0.0) * 1e-6 * calls
         # Never more than half: where overhead is nearly all, what is left is noise.
         own = max(seconds - overhead, seconds / 2)
         return cls(operator.kind, amount / calls, amount / own, operator.link)

@@ -229,6 +229,8 @@ class FeedForward(Component):
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Tensors of the inner size; the last one is the input of a linear."""
         inside = {"quick_gelu": 2, CLAMPED: 4}.get(self.layer.activation, 1)
+        if setting.execution.compiled:  # computed again from the results of the linears
+            inside = 0 if self.layer.gated_ffn else 1
         tensors = inside + (2 if self.layer.gated_ffn else 0) + weights
         inner = tensors * self.layer.ffn_size / setting.execution.tensor
         return setting.element_bytes * sizes.units_N * inner
@@ -353,10 +355,15 @@ class Experts(FeedForward):
         size = setting.element_bytes
         token_N = size * layer.hidden_size * sizes.units_N
         rows_N = size * layer.hidden_size * self._chosen_N(sizes, setting)
-        joined = 14 if layer.activation == CLAMPED else 4  # a sum of slices, or one copy
+        fused = setting.execution.compiled
+        # A sum of slices, or one copy.
+        joined = 14 if layer.activation == CLAMPED and not fused else 4
         joined_N = joined * size * sizes.units_N * layer.ffn_size / setting.execution.tensor
         forward = Operator("copy", memory_bytes=6 * rows_N + 2 * token_N, calls=18)
         inputs = Operator("copy", memory_bytes=14 * rows_N + 4 * token_N + joined_N, calls=14)
+        if fused:
+            forward = Operator("copy", memory_bytes=3 * rows_N + token_N, calls=8)
+            inputs = Operator("copy", memory_bytes=9 * rows_N + 2 * token_N + joined_N, calls=10)
         passes.forward.append(forward)
         passes.inputs.append(inputs)
         if self._casts_router(setting):
@@ -367,8 +374,11 @@ class Experts(FeedForward):
         if layer.expert_biases:  # a row of them for each row, added to it; sums by expert
             widths = (1 + layer.gated_ffn) * layer.ffn_size / setting.execution.tensor
             biased_N = size * sizes.units_N * widths + rows_N
-            passes.forward.append(Operator("elementwise", memory_bytes=4 * biased_N, calls=4))
-            passes.inputs.append(Operator("elementwise", memory_bytes=biased_N, calls=4))
+            passed, calls = (1, 1) if fused else (4, 4)  # compiled, what reads them adds
+            passes.forward.append(
+                Operator("elementwise", memory_bytes=passed * biased_N, calls=calls)
+            )
+            passes.inputs.append(Operator("elementwise", memory_bytes=biased_N, calls=calls))
         return passes
 
     def temporaries(self, sizes: TaskSizes, setting: Setting) -> Temporaries:
@@ -448,7 +458,8 @@ class SharedExpert(Component):
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
         """Tensors of the inner size, and the result before its gate, if it has one."""
-        inner = (3 + weights) * self.layer.shared_ffn_size / setting.execution.tensor
+        inside = 2 if setting.execution.compiled else 3
+        inner = (inside + weights) * self.layer.shared_ffn_size / setting.execution.tensor
         gated = self.layer.shared_gate * self.layer.hidden_size
         return setting.element_bytes * sizes.units_N * (inner + gated)
 

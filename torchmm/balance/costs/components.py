@@ -190,8 +190,13 @@ class GatedAttention(Attention):
         passes = super().operators(sizes, setting)
         query, _ = head_widths(self.layer, setting.execution)
         moved_N = setting.element_bytes * sizes.units_N * query
-        passes.forward.append(Operator("elementwise", memory_bytes=6 * moved_N, calls=3))
-        passes.inputs.append(Operator("elementwise", memory_bytes=14 * moved_N, calls=6))
+        fused = setting.execution.compiled
+        # Fused, result and gate make one tensor, and in backward, with its gradient, two.
+        for own, passed, calls in (
+            (passes.forward, *((3, 1) if fused else (6, 3))),
+            (passes.inputs, *((5, 1) if fused else (14, 6))),
+        ):
+            own.append(Operator("elementwise", memory_bytes=passed * moved_N, calls=calls))
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
@@ -258,7 +263,7 @@ class LatentAttention(Attention):
         wide = layer.heads * (2 * layer.head_dim + layer.value_dim) + up
         ranks = self._ranks()
         few_N = sizes.units_N * sum(ranks)
-        normed_N = norm_kept_bytes(layer.norm, few_N, normed_bytes(layer, setting), weights)
+        normed_N = normed_kept_bytes(layer, few_N, setting, weights)
         scales_N = 4 * norm_scales(layer.norm) * len(ranks) * sizes.units_N
         statistics_N = 4 * layer.heads / tensor * sizes.units_N
         kept_N = size * (sizes.units_N * wide / tensor + weights * few_N)
@@ -363,14 +368,24 @@ class Heads(Component):
         size = setting.element_bytes
         query, key = head_widths(layer, setting.execution)
         passes = Operators.none()
-        if layer.rotary:
+        if layer.rotary and setting.execution.compiled:
+            # With norms before it, forward reads once more what their sums have read.
+            for own, passed in ((passes.forward, 1 if layer.qk_norm else 2), (passes.inputs, 2)):
+                moved_N = passed * size * sizes.units_N * (query + key)
+                own.append(Operator("elementwise", memory_bytes=moved_N, calls=2))
+        elif layer.rotary:
             wide = max(size, 4) if layer.rotary_float32 else size
             casts = 4 + 4 * size if wide > size else 0
             rotated_N = sizes.units_N * (query + key)
             for own, count in ((passes.forward, 10), (passes.inputs, 14)):
                 moved_N = (count * wide + casts) * rotated_N
                 own.append(Operator("elementwise", memory_bytes=moved_N, calls=count))
-        if not layer.batched:
+        if setting.execution.compiled:
+            # Gradients of values become contiguous; those of packed projections are joined.
+            joined = 2 * (query + 2 * key) if layer.packed_qkv else 2 * key
+            moved_N = size * sizes.units_N * joined
+            passes.inputs.append(Operator("copy", memory_bytes=moved_N, calls=1))
+        elif not layer.batched:
             # Taking the only row of a batch, in backward; packed projections are joined again, in
             # LLMs as a sum of slices.
             times, calls = 4, 6
@@ -388,9 +403,9 @@ class Heads(Component):
         query, key = head_widths(layer, setting.execution)
         normed_N = sizes.units_N * (query + key)
         norm_weights = weights and not layer.adapters
-        kept_N = norm_kept_bytes(layer.norm, normed_N, normed_bytes(layer, setting), norm_weights)
+        kept_N = normed_kept_bytes(layer, normed_N, setting, norm_weights)
         if layer.value_norm:
-            kept_N = kept_N + norm_kept_bytes(layer.norm, sizes.units_N * key, 4, weights=False)
+            kept_N = kept_N + normed_kept_bytes(layer, sizes.units_N * key, setting, weights=False)
             normed_N = normed_N + sizes.units_N * key
         return kept_N + 4 * norm_scales(layer.norm) * normed_N / layer.head_dim
 
@@ -456,6 +471,15 @@ def norm_kept_bytes(kind: str, elements: Array, element_bytes: int, weights: boo
     if kind == "centred":
         return (8 + element_bytes * weights) * elements
     return (4 + element_bytes * weights) * elements
+
+
+def normed_kept_bytes(
+    layer: LayerDescription, elements: Array, setting: Setting, weights: bool
+) -> Array:
+    """Return the bytes that a norm of a layer keeps; a compiled one keeps its input alone."""
+    if setting.execution.compiled:
+        return setting.element_bytes * elements
+    return norm_kept_bytes(layer.norm, elements, normed_bytes(layer, setting), weights)
 
 
 def norm_scales(kind: str) -> int:

@@ -55,6 +55,7 @@ class States:
         layer_moments: the same of those in layers, which have others under Muon.
         average: of a trained parameter's moving average.
         updated: what the update of one reads and writes.
+        fused: the same of the kernel that updates on GPUs, clipping included.
         visiting: moments that come from the host for the update, and go back.
         orthogonal: whether layers' matrices are made orthogonal, which takes products.
         portion: parameters that are updated together; 0: in place, which needs no room.
@@ -68,6 +69,7 @@ class States:
     layer_moments: float = 8.0
     average: float = 0.0
     updated: float = 28.0
+    fused: float = 32.0
     visiting: float = 0.0
     orthogonal: bool = False
     portion: int = 0
@@ -128,6 +130,7 @@ class Execution:
             attention its heads; sizes of tasks are those of one of them (`module_tasks`).
         shard, replicate: data-parallel ranks that share parameters, and copies of those groups.
         recompute: activation checkpointing.
+        compiled: whether torch.compile compiles its layers.
         states: of its parameters.
     """
 
@@ -139,7 +142,13 @@ class Execution:
     expert: int = 1
     context: int = 1
     recompute: Recompute = "none"
+    compiled: bool = False
     states: States = FLOAT32
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether several ranks have the same stage, so that FSDP2 gathers and reduces."""
+        return self.sharing > 1
 
     @property
     def sharing(self) -> int:
@@ -165,6 +174,11 @@ class Setting(NamedTuple):
     """Whether attention makes a call per run of equally long segments (CPU), or one for all."""
     accumulated: float = 1.0
     """Share of the backwards that add to gradients of others; a step's first one has none."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, with kernels that CPUs do not have."""
+        return not self.segment_calls
 
     @property
     def causal_block(self) -> int:

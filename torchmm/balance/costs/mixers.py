@@ -115,12 +115,13 @@ class DeltaNet(Component):
         mixed_N = size * sizes.units_N * self._channels(setting)
         gated_N = 4 * sizes.units_N * self.values / tensor
         passes = Operators([forward], [backward], [], [])
-        passes.forward.append(
-            Operator("elementwise", memory_bytes=12 * mixed_N + 12 * gated_N, calls=34)
-        )
-        passes.inputs.append(
-            Operator("elementwise", memory_bytes=20 * mixed_N + 30 * gated_N, calls=48)
-        )
+        fused = setting.execution.compiled
+        for own, mixed, gated, calls in (
+            (passes.forward, *((7, 4, 11) if fused else (12, 12, 34))),
+            (passes.inputs, *((12, 8, 14) if fused else (20, 30, 48))),
+        ):
+            moved_N = mixed * mixed_N + gated * gated_N
+            own.append(Operator("elementwise", memory_bytes=moved_N, calls=calls))
         return passes
 
     def _solve_flops_N(self, sizes: TaskSizes) -> Array:
@@ -226,12 +227,13 @@ class ShortConvolution(Component):
         moved_N = setting.element_bytes * channels * sizes.units_N
         apart_N = setting.element_bytes * channels * spaced_N(self.width, sizes)
         passes = Operators.none()
-        passes.forward.append(
-            Operator("elementwise", memory_bytes=9 * moved_N + 6 * apart_N, calls=12)
-        )
-        passes.inputs.append(
-            Operator("elementwise", memory_bytes=30 * moved_N + 6 * apart_N, calls=12)
-        )
+        fused = setting.execution.compiled
+        for own, moved, calls in (
+            (passes.forward, *((9, 6) if fused else (9, 12))),
+            (passes.inputs, *((16, 6) if fused else (30, 12))),
+        ):
+            nbytes_N = moved * moved_N + 6 * apart_N
+            own.append(Operator("elementwise", memory_bytes=nbytes_N, calls=calls))
         return passes
 
     def kept_bytes(self, sizes: TaskSizes, setting: Setting, weights: bool) -> Array | float:
@@ -329,9 +331,11 @@ class LowRanks:
                 matmul(rows_N, inputs, rank, setting),
                 matmul(rows_N, rank, outputs, setting),
             ]
+            # Compiled, what reads the sum adds.
+            passed, calls = (1, 1) if setting.execution.compiled else (3, 2)
             for part, width in ((passes.forward, outputs), (passes.inputs, inputs)):
-                moved_N = size * rows_N * (2 * rank + 3 * width)
-                part.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=2)])
+                moved_N = size * rows_N * (2 * rank + passed * width)
+                part.extend([*products, Operator("elementwise", memory_bytes=moved_N, calls=calls)])
             sums = accumulate(own.parameters, setting, 2 + magnitudes)
             passes.weights.extend([*products, sums])
             if magnitudes:

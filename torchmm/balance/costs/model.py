@@ -32,6 +32,7 @@ from torchmm.balance.costs.flops import PassFlops, pass_flops
 from torchmm.balance.costs.layers import (
     Parameters,
     matrix_rounds,
+    module_tensors,
     received_bytes,
     shared_bytes,
     stage_parameters,
@@ -62,6 +63,11 @@ operators again: hooks for every tensor that is kept and, where only some result
 through Python. In calls of an operator, as measured on layers too small to compute anything."""
 
 
+UPDATE_CALLS = 0.4
+"""Host time of a fused update and its norm, in launches of an eager operator for each parameter:
+135 parameters took 0.95 ms of CPU time where an operator takes 19 us."""
+
+
 class BlockWork(NamedTuple):
     """Work of one of equal blocks, by pass."""
 
@@ -90,25 +96,31 @@ class StageCosts(NamedTuple):
     layer that is recomputed or has no backward."""
     flops: PassFlops
 
-    def sharded(self, gather_ms: float, reduce_ms_N: Array, pieces: int, hides: bool) -> StageCosts:
-        """The same where FSDP2 gathers parameters layer by layer in every forward and backward.
+    def sharded(self, gather: Work, reduce_N: Work, pieces: int, hides: bool) -> StageCosts:
+        """Return the costs with FSDP2 that gathers parameters in every forward and backward.
 
-        Where communication overlaps with computing, nothing hides the first piece to be gathered
-        and the last to be reduced, nor what takes longer than computing.
+        Casts and copies of parameters and gradients add to the time of the device, and hooks to
+        that of the host. Communication overlaps with computing, except for the first piece to be
+        gathered, the last to be reduced, and the excess over the computing time.
 
         Args:
-            reduce_ms_N: reducing gradients, in the backwards that do; else 0.
-            pieces: in which the stage is gathered.
-            hides: whether communication overlaps with computing.
+            gather: Work to gather the parameters of the stage.
+            reduce_N: Work to reduce the gradients, by task; 0 in backwards that do not.
+            pieces: Number of pieces in which the stage is gathered.
+            hides: Whether communication overlaps with computing.
         """
 
-        def longer(times: Times, sent_ms: Array | float) -> Times:
-            alone_ms = sent_ms / pieces if hides else sent_ms
-            total_ms = np.maximum(times.total_ms, sent_ms - alone_ms) + alone_ms
-            return times._replace(total_ms=np.where(times.total_ms > 0, total_ms, 0.0))
+        def longer(times: Times, own: Work) -> Times:
+            alone_ms = own.network_ms / pieces if hides else own.network_ms
+            device_ms = times.device_ms + own.compute_ms
+            device_ms = np.maximum(device_ms, own.network_ms - alone_ms) + alone_ms
+            runs = times.total_ms > 0
+            return times._replace(
+                device_ms=runs * device_ms, host_ms=runs * (times.host_ms + own.host_ms)
+            )
 
-        backward = longer(self.backward, gather_ms + reduce_ms_N)
-        return self._replace(forward=longer(self.forward, gather_ms), backward=backward)
+        backward = longer(self.backward, gather.plus(reduce_N))
+        return self._replace(forward=longer(self.forward, gather), backward=backward)
 
 
 def _beside_layers(
@@ -305,15 +317,20 @@ class CostModel:
         key = replace(block, count=1)
         if key not in cache:
             found = block.operators(sizes, setting)
-            for own in (found.forward, found.again):
+            compiled = setting.execution.compiled and isinstance(block, Layers)
+            for own in (found.forward, found.again) if not compiled else ():
                 made = sum(o.calls for o in own if o.kind not in HOST_KINDS)
                 own.append(Operator("forward_call", calls=made))
-            if isinstance(block, Layers):  # after the above: these calls are all that they take
+            if isinstance(block, Layers) and not compiled:
+                # After the above: these calls are all that they take.
                 calls = CHECKPOINT_CALLS[setting.execution.recompute]
                 for own, count in zip((found.forward, found.again), calls, strict=True):
                     own.append(Operator("elementwise", calls=count))
             cache[key] = BlockWork(
-                *(Work.of(own, self.profile, self.dtype, sizes.tasks) for own in found)
+                *(
+                    Work.of(own, self.profile, self.dtype, sizes.tasks, compiled=compiled)
+                    for own in found
+                )
             )
         return cache[key]
 
@@ -335,22 +352,30 @@ class CostModel:
         hidden = 1 - 1 / execution.tensor if execution.async_tensor else 0.0
         factor = self.profile.factor(module.name, action_type)
         found = work.times(self.profile, hidden)
-        return Times(factor * found.total_ms, factor * found.tensor_ms)
+        return Times(*(factor * own_ms for own_ms in found))
 
     def _link(self, ranks: int) -> Link:
         """What connects this many neighbouring ranks."""
         return "node" if ranks <= self.profile.device.devices_per_node else "network"
 
-    def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
-        """Gathering a stage's parameters in the compute dtype from all shards (UNSHARD)."""
+    def gather_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
+        """Return the work to gather the parameters of a stage from all shards (UNSHARD)."""
         execution = self.execution_of(module)
         link = self._link(execution.tensor * execution.shard)
-        return self._sum_ms(
+        return self._work(
             *gather_operators(module, start, stop, execution, self.element_bytes, link)
         )
 
+    def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
+        """Return the time of `gather_work` if nothing hides it."""
+        return self._alone_ms(self.gather_work(module, start, stop))
+
     def reduce_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
-        """Averaging a stage's float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
+        """Return the time of `reduce_work` if nothing hides it."""
+        return self._alone_ms(self.reduce_work(module, start, stop))
+
+    def reduce_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
+        """Return the work to average float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
         whole = moved.whole.gradient_bytes
@@ -360,10 +385,10 @@ class CostModel:
         inner = self._link(execution.tensor * shards)
         outer = self._link(execution.tensor * shards * copies)
         if not whole:
-            return 0.0
+            return Work.none(1)
         scattered = moved.sent.gradient_bytes
         summed = all_reduce_bytes(moved.sharded.gradient_bytes, copies)
-        return self._sum_ms(
+        return self._work(
             Operator("copy", memory_bytes=3 * whole, calls=calls),
             Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
@@ -371,13 +396,25 @@ class CostModel:
         )
 
     def update_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
-        """The optimizer's part of a stage: norm of the gradients, clipping, the update."""
+        """Return the time of the optimizer for a stage: norm of the gradients, clipping, update.
+
+        GPUs read gradients once for the norm; the kernel that updates also clips and, without
+        FSDP2, writes the copies of the parameters that are computed with. On CPUs squares are
+        written and summed, and clipping reads and writes gradients.
+        """
         execution = self.execution_of(module)
         states = execution.states
         own = _moved(module, start, stop, execution).sharded
-        # Squares are written and summed; clipping reads and writes.
-        before_ms = self._sum_ms(Operator("elementwise", memory_bytes=(12 + 8) * own.trained))
-        update = Operator("elementwise", memory_bytes=states.updated * own.trained)
+        fused = self.profile.device.asynchronous
+        copied = 0.0
+        if fused and not execution.uses_fsdp and self.element_bytes < states.weight:
+            copied = states.weight + self.element_bytes
+        calls = UPDATE_CALLS * module_tensors(module, start, stop) if fused else 1.0
+        before_ms = self._sum_ms(
+            Operator("elementwise", memory_bytes=(4 if fused else 12 + 8) * own.trained)
+        )
+        updated = (states.fused if fused else states.updated) + copied
+        update = Operator("elementwise", memory_bytes=updated * own.trained, calls=calls)
         update_ms = self._sum_ms(update, *self._orthogonal(module, own, start, stop))
         # States that are on the host come and go meanwhile, both ways at a time.
         link = self.profile.device.host_bytes_per_s
@@ -455,13 +492,21 @@ class CostModel:
         )
 
     def _sum_ms(self, *operators: Operator) -> float:
-        """Time of operators; collectives without anything to send are not made."""
+        """Return the time of operators if nothing hides it."""
+        return self._alone_ms(self._work(*operators))
+
+    def _work(self, *operators: Operator) -> Work:
+        """Return the work of operators; collectives without anything to send are not made."""
         made = [
             o
             for o in operators
             if o.kind in HOST_KINDS or np.any(o.network_bytes) or np.any(o.memory_bytes)
         ]
-        return sum(float(operator_ms(o, self.profile, self.dtype)) for o in made)
+        return Work.of(made, self.profile, self.dtype, 1)
+
+    def _alone_ms(self, work: Work) -> float:
+        """Return the time of work that runs alone: of the device or, if longer, of the host."""
+        return float(work.times(self.profile).total_ms[0])
 
     def gradient_bytes(self, module: ModuleDescription, start: int, stop: int) -> int:
         """Of them, gradients."""
@@ -482,8 +527,10 @@ class CostModel:
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
         gathered = 0.0
-        if execution.shard > 1 or self.element_bytes < 4:
+        if execution.uses_fsdp and (execution.shard > 1 or self.element_bytes < 4):
             share = min(1.0, 2 / max(1, stop - start)) if layerwise else 1.0
             gathered = moved.whole.all * self.element_bytes * share
+        elif self.element_bytes < execution.states.weight:  # copies that are computed with
+            gathered = moved.whole.all * self.element_bytes
         state = moved.sharded.weight_bytes + moved.sharded.optimizer_bytes
         return round(state + moved.whole.gradient_bytes + gathered)

@@ -48,12 +48,14 @@ Kind = Literal[
     "sequence_exchange",
     "shard_unit",
     "forward_call",
+    "compiled_call",
 ]
 """Classes of operators. attention: fused kernels; activation: element-wise with an exponential;
 gelu_tanh: GELU in its tanh form, on CPUs five times as much work per element as others. The last
-four are what the host does besides operators: for a linear of DTensors, for gathering or scattering
-slices of the sequence, for gathering or reducing a unit of FSDP2; for any call of a forward, which
-comes from Python, while those of backwards come from autograd's C++."""
+five are host work besides operators: for a linear of DTensors, for gathering or scattering slices
+of the sequence, for gathering or reducing a unit of FSDP2; for any call of a forward, which comes
+from Python, while those of backwards come from autograd's C++; for entering the compiled code of a
+layer."""
 STAND_INS: dict[Kind, Kind] = {"gelu_tanh": "activation", "gelu_tanh_backward": "activation"}
 """What a class is taken for where a profile has no efficiency of it."""
 HOST_KINDS: tuple[Kind, ...] = (
@@ -61,8 +63,28 @@ HOST_KINDS: tuple[Kind, ...] = (
     "sequence_exchange",
     "shard_unit",
     "forward_call",
+    "compiled_call",
 )
 """Python's time for calls, nothing else: no bytes, no efficiency."""
+ASSUMED_LAUNCHES: dict[Kind, float] = {"shard_unit": 40.0, "compiled_call": 60.0}
+"""Host time of these classes on asynchronous devices that have no measurement, in launches of an
+eager operator. Both are ratios of CPU time: where an operator takes 19 us, a unit of FSDP2 takes
+0.8 ms, and entering a compiled layer 1.2 ms."""
+KINDS: tuple[Kind, ...] = (
+    "tensor_linear",
+    "sequence_exchange",
+    "shard_unit",
+    "forward_call",
+    "compiled_call",
+)
+"""Python's time for calls, nothing else: no bytes, no efficiency."""
+ASSUMED_LAUNCHES: dict[Kind, float] = {
+    "shard_unit": 40.0,
+    "compiled_call": 20.0,
+    "compiled_launch": 1.0,
+}
+"""Host time of these classes on asynchronous devices that have no measurement, in launches of an
+eager operator. FSDP2's is that of a CPU, where a unit takes 0.8 ms and an operator 19 us."""
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")
@@ -84,6 +106,8 @@ class Operator(NamedTuple):
     link: Link = "node"
     dtype: str = ""
     """Of matrix products, where it is not the compute dtype."""
+    in_layer: bool = True
+    """Whether the code of a layer calls it, which may be compiled; autograd adds gradients."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +147,9 @@ class Profile:
     Attributes:
         efficiency: by class, of what the class is about: FLOP/s, memory or network bandwidth.
         call_us: by class: overhead of a call on the device; 0 where missing.
-        launch_us: what the host takes per call, on asynchronous devices.
+        launch_us: mean host time per call in eager layers, on asynchronous devices.
+        host_us: by class: host time per call outside of layers, as compiled code calls; `launch_us`
+            where missing.
         factors: by module and action type ("F", "B", "I", "W"): measured over predicted time, as
             learned from recorded steps; 1 where missing.
         measured_on: where and how it was measured; empty: assumed.
@@ -135,10 +161,22 @@ class Profile:
     launch_us: float = 0.0
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     measured_on: str = ""
+    host_us: Mapping[Kind, float] = field(default_factory=dict)
 
     def factor(self, module: str, action_type: str) -> float:
         """Learned correction of a module's actions."""
         return self.factors.get(module, {}).get(action_type, 1.0)
+
+    def queueing_us(self, kind: Kind, *, compiled: bool = False) -> float:
+        """Return the host time of a call on an asynchronous device.
+
+        Args:
+            kind: Class of the call.
+            compiled: Whether compiled code calls, without modules and autograd around the call.
+        """
+        if kind in HOST_KINDS:
+            return self.call_us.get(kind, ASSUMED_LAUNCHES.get(kind, 0.0) * self.launch_us)
+        return self.host_us.get(kind, self.launch_us) if compiled else self.launch_us
 
 
 def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
@@ -210,9 +248,16 @@ class Operators(NamedTuple):
 class Times(NamedTuple):
     """Time of operators that follow each other, by task."""
 
-    total_ms: Array
+    device_ms: Array
     tensor_ms: Array
     """Of it, communication that nothing hides."""
+    host_ms: Array
+    """Host time to queue the operators, on asynchronous devices."""
+
+    @property
+    def total_ms(self) -> Array:
+        """The longer of device time and host time."""
+        return np.maximum(self.device_ms, self.host_ms)
 
 
 class Work(NamedTuple):
@@ -231,14 +276,27 @@ class Work(NamedTuple):
         return cls(*(np.zeros(tasks) for _ in cls._fields))
 
     @classmethod
-    def of(cls, operators: Iterable[Operator], profile: Profile, dtype: str, tasks: int) -> Work:
-        """Work of operators."""
+    def of(
+        cls,
+        operators: Iterable[Operator],
+        profile: Profile,
+        dtype: str,
+        tasks: int,
+        *,
+        compiled: bool = False,
+    ) -> Work:
+        """Return the work of operators.
+
+        Args:
+            compiled: Whether the operators of layers are called by compiled code.
+        """
         work = cls.none(tasks)
         for operator in operators:
             time_N = operator_ms(operator, profile, dtype)
             if profile.device.asynchronous:
-                own = operator.kind in HOST_KINDS
-                call_us = profile.call_us.get(operator.kind, 0.0) if own else profile.launch_us
+                call_us = profile.queueing_us(
+                    operator.kind, compiled=compiled and operator.in_layer
+                )
                 work.host_ms[:] += np.asarray(operator.calls) * call_us * 1e-3
             if operator.kind in NETWORK_KINDS:
                 work.network_ms[:] += time_N
@@ -260,10 +318,7 @@ class Work(NamedTuple):
         """
         hidden_ms = np.minimum(hidden_share * self.network_ms, self.matmul_ms)
         exposed_ms = self.network_ms - hidden_ms
-        total_ms = self.compute_ms + exposed_ms
-        if profile.device.asynchronous:
-            total_ms = np.maximum(total_ms, self.host_ms)
-        return Times(total_ms, exposed_ms)
+        return Times(self.compute_ms + exposed_ms, exposed_ms, self.host_ms)
 
 
 def matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting) -> Operator:
@@ -288,6 +343,8 @@ def rounded_matmul(
         cast = sum(elements[name] for name in read)
         cast_bytes = (4 * size + 25) if size < 4 else (3 * size + 21)
         calls = 2 * (rounded.calls - (size == 4))
+        if setting.execution.compiled:  # read for the magnitudes, and again to be cast
+            cast_bytes, calls = 2 * size + 1, 4
         moved = (1 if rounded.products else size) * cast + size * elements[written]
         passes.append(
             [
@@ -307,7 +364,9 @@ def rounded_matmul(
 def accumulate(parameters: float, setting: Setting, tensors: int) -> Operator:
     """Adding new gradients to the float32 sums of a step."""
     bytes_each = setting.accumulated * (8 + setting.element_bytes)
-    return Operator("elementwise", memory_bytes=bytes_each * parameters, calls=tensors)
+    return Operator(
+        "elementwise", memory_bytes=bytes_each * parameters, calls=tensors, in_layer=False
+    )
 
 
 def norm_operators(
@@ -317,13 +376,23 @@ def norm_operators(
     setting: Setting,
     weight_float32: bool = False,
 ) -> Operators:
-    """Norms of `elements` values in all; all but "layer" compute in float32, call by call.
+    """Return the operators of norms of `elements` values in all.
+
+    In eager layers, all norms but "layer" compute in float32, call by call. In compiled layers a
+    norm reads its input and writes its result once; backward reads gradient and input, and writes a
+    gradient; gradients of weights are sums over both.
 
     Args:
-        weight_float32: whether that is so for their weights too.
+        weight_float32: whether the weights are multiplied in float32 too.
     """
     size = setting.element_bytes
     casts = setting.element_bytes < 4
+    if setting.execution.compiled:
+        fused = [
+            Operator("elementwise", memory_bytes=passed * size * elements, calls=calls)
+            for passed in (2, 3, 2)
+        ]
+        return Operators([fused[0]], [fused[1]], [fused[2]], [])
     if kind == "layer":
         forward = 2 * size
         inputs = 3 * size
@@ -351,7 +420,10 @@ def norm_operators(
 
 
 def activation_operators(name: str, gated: bool, elements: Array, setting: Setting) -> Operators:
-    """The function inside a feed-forward network, and the product with the gate."""
+    """Return the operators of the function inside a feed-forward network, and of its gate.
+
+    Compiled, each pass is one kernel that reads and writes every tensor once.
+    """
     size = setting.element_bytes
 
     def operator(kind: Kind, passes: int, calls: int) -> Operator:
@@ -360,6 +432,10 @@ def activation_operators(name: str, gated: bool, elements: Array, setting: Setti
     kinds: tuple[Kind, Kind] = ("activation", "activation")
     if name in TANH_GELUS:
         kinds = ("gelu_tanh", "gelu_tanh_backward")
+    if setting.execution.compiled:
+        passes = (3, 5) if gated else (2, 3)
+        forward, inputs = ([operator(kinds[i], passes[i], 1)] for i in (0, 1))
+        return Operators(forward, inputs, [], [])
     forward = [operator(kinds[0], 2, 1)]
     inputs = [operator(kinds[1], 3, 1)]
     if name == "quick_gelu":  # x * sigmoid(1.702 x)

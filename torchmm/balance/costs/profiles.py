@@ -8,6 +8,8 @@ A profile file is JSON or TOML:
     [efficiency]                      # by operator class: a number, or [[size, value], ...]
     matmul = 0.7
     [call_us]                         # overhead of a call on the device, by operator class
+    [host_us]                         # host time of a call by compiled code, by operator class
+    attention = 120.0
     [factors.llm]                     # corrections learned from steps, by module and action type
     F = 1.04
 
@@ -42,7 +44,10 @@ from torchmm.balance.costs.operators import (
 from torchmm.common.files import replace_atomically
 
 FORMAT = "torchmm device profile 1"
-_KEYS = ("format", "base", "device", "efficiency", "call_us", "launch_us", "factors", "measured_on")
+_KEYS = (
+    *("format", "base", "device", "efficiency", "call_us", "launch_us", "host_us", "factors"),
+    "measured_on",
+)
 _ACTION_TYPES = ("F", "B", "I", "W")
 HOST_US: dict[Kind, float] = {
     "tensor_linear": 300.0,
@@ -89,6 +94,7 @@ def save_profile(path: Path, profile: Profile) -> None:
         },
         "call_us": dict(profile.call_us),
         "launch_us": profile.launch_us,
+        "host_us": dict(profile.host_us),
         "factors": {name: dict(own) for name, own in profile.factors.items()},
         "measured_on": profile.measured_on,
     }
@@ -153,11 +159,16 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
     if lacking := [kind for kind in KINDS if kind not in curves]:
         problems.append(f"no efficiency of {', '.join(lacking)}; give them or a base")
     calls: dict[Kind, float] = dict(base.call_us) if base else {}
-    for key, value in content.get("call_us", {}).items():
-        if key not in (*KINDS, *HOST_KINDS) or not _is_number(value) or value < 0:
-            problems.append(f"call_us.{key} = {value!r}: needs an operator class and >= 0")
-        else:
-            calls[key] = float(value)
+    host_us: dict[Kind, float] = dict(base.host_us) if base else {}
+    for section, known, found in (
+        ("call_us", (*KINDS, *HOST_KINDS), calls),
+        ("host_us", KINDS, host_us),
+    ):
+        for key, value in content.get(section, {}).items():
+            if key not in known or not _is_number(value) or value < 0:
+                problems.append(f"{section}.{key} = {value!r}: needs an operator class and >= 0")
+            else:
+                found[key] = float(value)
     factors = _factors(content.get("factors", {}), problems)
     launch_us = content.get("launch_us", base.launch_us if base else 0.0)
     if not _is_number(launch_us) or launch_us < 0:
@@ -171,6 +182,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
         float(launch_us),
         {**(base.factors if base else {}), **factors},
         str(content.get("measured_on", base.measured_on if base else "")),
+        host_us,
     )
 
 

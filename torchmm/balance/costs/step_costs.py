@@ -16,6 +16,7 @@ import numpy as np
 from torchmm.balance.costs.components import TIME_WIDTH
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
+from torchmm.balance.costs.operators import Work
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.layer_pieces import layer_collectives, layer_pieces
 from torchmm.balance.step_costs import LayerPieces, PlanCosts
@@ -155,17 +156,18 @@ def _sharded(
 ) -> StageCosts:
     """A stage's costs with the communication of FSDP2 layer by layer in them."""
     execution = model.execution(stage.module)
-    if execution.shard * execution.replicate == 1:
+    if not execution.uses_fsdp:
         return costs
-    gather_ms = 0.0
-    if execution.shard > 1:
-        gather_ms = model.gather_ms(tasks.module, stage.start, stage.stop)
-    reduce_ms_N = np.zeros(len(tasks.keys))
+    gather = Work.none(1)
+    if execution.shard > 1 or model.element_bytes < execution.states.weight:
+        gather = model.gather_work(tasks.module, stage.start, stage.stop)
+    reduces_N = np.zeros(len(tasks.keys))
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
-    # The step's last backward reduces.
-    reduce_ms_N[back[-1:]] = model.reduce_ms(tasks.module, stage.start, stage.stop)
+    reduces_N[back[-1:]] = 1.0  # the step's last backward
+    reduce = model.reduce_work(tasks.module, stage.start, stage.stop)
     hides = model.profile.device.asynchronous
-    return costs.sharded(gather_ms, reduce_ms_N, stage.stop - stage.start + 1, hides)
+    pieces = stage.stop - stage.start + 1
+    return costs.sharded(gather, Work(*(own * reduces_N for own in reduce)), pieces, hides)
 
 
 @dataclass

@@ -105,12 +105,14 @@ def cost_model_run(
     sequence_parallel: bool = False,
     async_tensor: bool = False,
     recompute: Mapping[str, Recompute] | None = None,
+    compiled: frozenset[str] = frozenset(),
 ) -> TrialRunner:
     """Trials that a cost model answers.
 
     Args:
         modules: all of them: which gradients one needs depends on what is trained before it.
         recompute: activation checkpointing by module name.
+        compiled: Names of modules whose layers are compiled.
 
     Raises:
         ValueError: the device has no peak for the dtype.
@@ -123,6 +125,7 @@ def cost_model_run(
             sequence_parallel=sequence_parallel,
             async_tensor=async_tensor and tensor > 1,
             recompute=(recompute or {}).get(module.name, "none"),
+            compiled=module.name in compiled,
         )
         model = CostModel(profile, dtype, {module.name: execution})
         sizes = pack_sizes(module, packs)[1]
