@@ -281,7 +281,7 @@ def _measure_kernel(
     recorder.add(
         "attention", name, kernel, "backward", 2.5 * heads.flops / backward_ms / 1e9, "TFLOP/s"
     )
-    recorder.add("attention", name, kernel, "error", error, "relative to float32")
+    recorder.add("attention", name, kernel, "difference", error, "relative to float32")
 
 
 def _measure_flex(
