@@ -188,7 +188,11 @@ def trial_runner(
         sequence_parallel=parallel.sequence_parallel,
         async_tensor=parallel.async_tensor_parallel,
         recompute=recompute,
-        compiled=frozenset(m.name for m in modules if recipe.compile.concerns(m.name)),
+        compiled=frozenset(
+            m.name
+            for m in modules
+            if recipe.compile.concerns(m, profile.device.type, recipe.parallel)
+        ),
     )
     if not recipe.simulation.trials:
         return run

@@ -232,9 +232,11 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None]:
-        logits_LV, *rest = ctx.saved_tensors  # raises if they were overwritten already
-        gradient_LV = logits_LV.detach()
-        _compiled_gradient(_dynamic(gradient_LV), *map(_dynamic, rest), factor)
+        # Raises an error if the logits were overwritten already.
+        logits_LV, targets_L, max_L1, sum_L1 = ctx.saved_tensors
+        gradient_LV = _dynamic(logits_LV.detach())
+        rows = _dynamic(targets_L), _dynamic(max_L1), _dynamic(sum_L1)
+        _compiled_gradient(gradient_LV, *rows, factor)
         return gradient_LV, None
 
 
