@@ -77,8 +77,9 @@ class MixedPrecision:
                 copied.setdefault(weight.master.dtype, []).append(weight)
         with torch.no_grad():
             for alike in copied.values():
-                copies = [weight.compute for weight in alike]
-                torch._foreach_copy_(copies, [weight.master for weight in alike])
+                copies: list[Tensor] = [weight.compute for weight in alike]
+                masters: list[Tensor] = [weight.master for weight in alike]
+                torch._foreach_copy_(copies, masters)
         for weight in self._weights:
             weight.begin_step(sums=backwards > 1)
         self._active = True
