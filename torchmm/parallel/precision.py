@@ -78,7 +78,8 @@ class MixedPrecision:
         with torch.no_grad():
             for alike in copied.values():
                 copies: list[Tensor] = [weight.compute for weight in alike]
-                torch._foreach_copy_(copies, [weight.master for weight in alike])
+                masters: list[Tensor] = [weight.master for weight in alike]
+                torch._foreach_copy_(copies, masters)
         for weight in self._weights:
             weight.begin_step(sums=backwards > 1)
         self._active = True
