@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 from zlib import crc32
 
@@ -25,13 +26,16 @@ from torch.optim.adamw import adamw
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
 from torchmm.recipe.training_section import UPDATE_PORTION
+from torchmm.training.optimizers import fused
 from torchmm.training.optimizers.forms import (
     BFloat16,
     Float32,
     Form,
+    Places,
     RandomBits,
     StateDtype,
     Stored,
+    as_int32,
     as_rows,
     places_of,
     state_form,
@@ -106,6 +110,10 @@ class CompactOptimizer(torch.optim.Optimizer):
         every = (local_tensor(p) for group in self.param_groups for p in group["params"])
         device = next((own.device for own in every), None)
         self._visits = HostVisits(device) if settings.offload and device is not None else None
+        self._fuses = device is not None and fuses_updates(device)
+        self._places: dict[int, Places] = {}
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
 
     def new_state(self, parameter: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
         """States of zeros."""
@@ -122,8 +130,9 @@ class CompactOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update all parameters that have a gradient."""
         assert closure is None
+        by_adamw: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
@@ -131,12 +140,21 @@ class CompactOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = self.new_state(parameter, group["rule"])
             if not parameters:
                 continue
-            torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
-            adam = group["rule"] == "adamw"
-            portions = [*(_portions(parameters) if adam else _rounds(parameters))]
-            update = self._adamw if adam else self._muon
-            for portion, states in self._at_hand(portions, group["rule"]):
-                update(group, portion, states)
+            counted = 1.0 if self.found_inf is None else (self.found_inf == 0).float()
+            torch._foreach_add_([self.state[p]["step"] for p in parameters], counted)
+            if group["rule"] == "muon":
+                for portion, states in self._at_hand([*_rounds(parameters)], "muon"):
+                    self._muon(group, portion, states)
+            elif self._fuses:
+                by_adamw |= dict.fromkeys(parameters, group)
+            else:
+                for portion, states in self._at_hand([*_portions(parameters)], "adamw"):
+                    self._adamw(group, portion, states)
+        portions = [[_Piece(p, slice(None)) for p in by_adamw if local_tensor(p).numel()]]
+        if self._visits is not None:
+            portions = [*_portions([*by_adamw])]
+        for portion, states in self._at_hand(portions, "adamw"):
+            self._adamw_fused(by_adamw, portion, states)
 
     def _at_hand(
         self, portions: list[list[_Piece]], rule: Rule
@@ -164,6 +182,37 @@ class CompactOptimizer(torch.optim.Optimizer):
                 ],
             )
 
+    def _adamw_fused(
+        self,
+        groups: Mapping[nn.Parameter, dict[str, Any]],
+        portion: list[_Piece],
+        states: list[dict[str, Stored]],
+    ) -> None:
+        pieces = []
+        for piece, stored in zip(portion, states, strict=True):
+            parameter = piece.parameter
+            assert parameter.grad is not None
+            moments = [(stored[name], form) for name, form in self._forms(parameter, "adamw").items()]
+            pieces.append(
+                fused.Piece(
+                    kind=fused.Kind(
+                        self._parameter_form(parameter),
+                        *(form for _, form in moments),
+                        betas=self._settings.betas,
+                        eps=self._settings.eps,
+                    ),
+                    target=piece.of(parameter),
+                    gradient=piece.of(parameter.grad),
+                    moments=(moments[0][0], moments[1][0]),
+                    places=self._places_of(piece),
+                    step=self.state[parameter]["step"],
+                    name_key=self._keys[id(parameter)],
+                    lr=groups[parameter]["lr"],
+                    weight_decay=groups[parameter]["weight_decay"],
+                )
+            )
+        fused.update_pieces(pieces, self.grad_scale, self.found_inf)
+
     def _adamw(
         self, group: dict[str, Any], portion: list[_Piece], states: list[dict[str, Stored]]
     ) -> None:
@@ -189,6 +238,8 @@ class CompactOptimizer(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=self._settings.eps,
             maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=None if self.found_inf is None else (self.found_inf != 0).float(),
         )
         for index, (piece, stored) in enumerate(zip(portion, states, strict=True)):
             updated = {name: of_each[index] for name, of_each in moments.items()}
@@ -203,17 +254,27 @@ class CompactOptimizer(torch.optim.Optimizer):
             form = self._forms(piece.parameter, "muon")["momentum_buffer"]
             moment = form.read(stored["momentum_buffer"])
             gradient = _gradient(piece)
-            moment.lerp_(gradient, 1 - momentum)
+            if self.grad_scale is not None:
+                gradient = gradient / self.grad_scale
+            gradient = self._unless_skipped(gradient, torch.zeros_like(gradient))
+            moment.lerp_(gradient, self._unless_skipped(1 - momentum, 0.0))
             update = gradient.lerp(moment, momentum).to(self._settings.muon_dtype)
             moments.append(moment)
             updates.append(update.view(local_tensor(piece.parameter).shape))
         made = orthogonal_shared(updates, [piece.parameter for piece in portion])
         for piece, stored, moment, update in zip(portion, states, moments, made, strict=True):
             value = self._parameter_form(piece.parameter).read({"": piece.of(piece.parameter)})
-            value.mul_(1 - group["lr"] * group["weight_decay"])
+            value.mul_(self._unless_skipped(1 - group["lr"] * group["weight_decay"], 1.0))
             scale = update_scale(piece.parameter.shape)
-            value.add_(update.reshape(value.shape), alpha=-group["lr"] * scale)
+            change = self._unless_skipped(update, torch.zeros_like(update))
+            value.add_(change.reshape(value.shape), alpha=-group["lr"] * scale)
             self._put_to_rest(piece, value, {"momentum_buffer": moment}, stored)
+
+    def _unless_skipped(self, value: Any, otherwise: Any) -> Any:
+        """Return `value`, or `otherwise` if the gradients are not finite; both may be numbers."""
+        if self.found_inf is None:
+            return value
+        return torch.where(self.found_inf == 0, value, otherwise)
 
     def _put_to_rest(
         self,
@@ -222,14 +283,25 @@ class CompactOptimizer(torch.optim.Optimizer):
         moments: Mapping[str, Tensor],
         stored: Mapping[str, Stored],
     ) -> None:
+        """Store float32 results in the storage forms of the parameter and its states."""
         parameter = piece.parameter
         rule: Rule = "adamw" if "exp_avg" in moments else "muon"
-        places = places_of(parameter).of_rows(piece.rows)
-        key = self.state[parameter]["step"].long() * 0x5851F42D + self._keys[id(parameter)]
-        target = {"": piece.of(parameter)}
-        self._parameter_form(parameter).write(target, value_RC, RandomBits(places, key))
-        for number, (name, form) in enumerate(self._forms(parameter, rule).items(), 1):
-            form.write(stored[name], moments[name], RandomBits(places, key + number * 0x14057B7E))
+        key = self.state[parameter]["step"].int() * fused.STEP_KEY
+        key += as_int32(self._keys[id(parameter)])
+        forms = [self._parameter_form(parameter), *self._forms(parameter, rule).values()]
+        targets = [{"": piece.of(parameter)}, *(stored[name] for name in moments)]
+        values = [value_RC, *moments.values()]
+        for number, (form, target, value) in enumerate(zip(forms, targets, values, strict=True)):
+            bits = RandomBits(self._places_of(piece), key + as_int32(number * fused.MOMENT_KEY))
+            for suffix, encoded in form.encode(value, bits).items():
+                if encoded is not target[suffix]:
+                    target[suffix].copy_(self._unless_skipped(encoded, target[suffix]))
+
+    def _places_of(self, piece: _Piece) -> Places:
+        number = id(piece.parameter)
+        if number not in self._places:
+            self._places[number] = places_of(piece.parameter)
+        return self._places[number].of_rows(piece.rows)
 
     def _parameter_form(self, parameter: nn.Parameter) -> Form:
         narrow = parameter.dtype == torch.bfloat16
@@ -239,7 +311,7 @@ class CompactOptimizer(torch.optim.Optimizer):
         """Of a parameter's moments."""
         dtype = self._settings.state_dtype
         return {
-            moment: state_form(dtype, signed, parameter.ndim)
+            moment: state_form(dtype, signed, parameter.ndim > 1, parameter.device)
             for moment, signed in _MOMENTS[rule].items()
         }
 
@@ -256,6 +328,11 @@ class CompactOptimizer(torch.optim.Optimizer):
         if self._visits is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def fuses_updates(device: torch.device) -> bool:
+    """Return True if AdamW updates of compact tensors on `device` are compiled (`fused.py`)."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def _gradient(piece: _Piece) -> Tensor:
