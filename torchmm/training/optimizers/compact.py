@@ -12,6 +12,7 @@ tensor subclasses that a checkpoint cannot take apart for other layouts.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -132,29 +133,32 @@ class CompactOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         assert closure is None
-        by_adamw: dict[nn.Parameter, dict[str, Any]] = {}
+        fused_groups: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                if parameter not in self.state:
-                    self.state[parameter] = self.new_state(parameter, group["rule"])
             if not parameters:
                 continue
-            counted = 1.0 if self.found_inf is None else (self.found_inf == 0).float()
-            torch._foreach_add_([self.state[p]["step"] for p in parameters], counted)
+            self._count_step(parameters, group["rule"])
             if group["rule"] == "muon":
                 for portion, states in self._at_hand([*_rounds(parameters)], "muon"):
                     self._muon(group, portion, states)
             elif self._fuses:
-                by_adamw |= dict.fromkeys(parameters, group)
+                fused_groups |= dict.fromkeys(parameters, group)
             else:
                 for portion, states in self._at_hand([*_portions(parameters)], "adamw"):
                     self._adamw(group, portion, states)
-        portions = [[_Piece(p, slice(None)) for p in by_adamw if local_tensor(p).numel()]]
-        if self._visits is not None:
-            portions = [*_portions([*by_adamw])]
-        for portion, states in self._at_hand(portions, "adamw"):
-            self._adamw_fused(by_adamw, portion, states)
+        # Fused updates have no float32 copies, whose size portions limit.
+        size = sys.maxsize if self._visits is None else PORTION
+        for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
+            self._adamw_fused(fused_groups, portion, states)
+
+    def _count_step(self, parameters: Sequence[nn.Parameter], rule: Rule) -> None:
+        """Create missing states and count the step, unless it is skipped."""
+        for parameter in parameters:
+            if parameter not in self.state:
+                self.state[parameter] = self.new_state(parameter, rule)
+        counted = 1.0 if self.found_inf is None else (self.found_inf == 0).float()
+        torch._foreach_add_([self.state[p]["step"] for p in parameters], counted)
 
     def _at_hand(
         self, portions: list[list[_Piece]], rule: Rule
@@ -188,22 +192,19 @@ class CompactOptimizer(torch.optim.Optimizer):
         portion: list[_Piece],
         states: list[dict[str, Stored]],
     ) -> None:
+        constants = fused.Constants(*self._settings.betas, self._settings.eps)
         pieces = []
         for piece, stored in zip(portion, states, strict=True):
             parameter = piece.parameter
             assert parameter.grad is not None
-            moments = [(stored[name], form) for name, form in self._forms(parameter, "adamw").items()]
+            first, second = self._forms(parameter, "adamw").values()
+            forms = (self._parameter_form(parameter), first, second)
             pieces.append(
                 fused.Piece(
-                    kind=fused.Kind(
-                        self._parameter_form(parameter),
-                        *(form for _, form in moments),
-                        betas=self._settings.betas,
-                        eps=self._settings.eps,
-                    ),
+                    kind=fused.Kind(forms, constants.beta1 <= 0.5),
                     target=piece.of(parameter),
                     gradient=piece.of(parameter.grad),
-                    moments=(moments[0][0], moments[1][0]),
+                    moments=(stored["exp_avg"], stored["exp_avg_sq"]),
                     places=self._places_of(piece),
                     step=self.state[parameter]["step"],
                     name_key=self._keys[id(parameter)],
@@ -211,7 +212,7 @@ class CompactOptimizer(torch.optim.Optimizer):
                     weight_decay=groups[parameter]["weight_decay"],
                 )
             )
-        fused.update_pieces(pieces, self.grad_scale, self.found_inf)
+        fused.update_pieces(pieces, constants, self.grad_scale, self.found_inf)
 
     def _adamw(
         self, group: dict[str, Any], portion: list[_Piece], states: list[dict[str, Stored]]
@@ -340,10 +341,13 @@ def _gradient(piece: _Piece) -> Tensor:
     return piece.of(piece.parameter.grad).float()
 
 
-def _portions(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:
-    """All rows, in portions of about `PORTION` elements."""
+def _portions(
+    parameters: Sequence[nn.Parameter], size: int | None = None
+) -> Iterator[list[_Piece]]:
+    """Yield all rows, in portions of about `size` elements; `PORTION` if it is None."""
+    size = size or PORTION
     portion: list[_Piece] = []
-    left = PORTION
+    left = size
     for parameter in parameters:
         rows, columns = as_rows(local_tensor(parameter)).shape
         if not columns:
@@ -356,7 +360,7 @@ def _portions(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:
             start = stop
             if left <= 0:
                 yield portion
-                portion, left = [], PORTION
+                portion, left = [], size
     if portion:
         yield portion
 

@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -120,7 +120,10 @@ class RandomBits:
 
 
 class Form(Protocol):
-    """How a tensor rests."""
+    """How a tensor is stored between updates."""
+
+    zero: int
+    """The stored number of the value 0."""
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Of what is stored for a whole tensor of that shape."""
@@ -138,6 +141,8 @@ class Form(Protocol):
 @dataclass(frozen=True)
 class Float32:
     """Float32 storage without conversion."""
+
+    zero: ClassVar[int] = 0
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """See `Form`."""
@@ -160,6 +165,7 @@ class BFloat16:
         at_random: Whether to round stochastically instead of to the nearest value.
     """
 
+    zero: ClassVar[int] = 0
     at_random: bool = True
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
@@ -184,6 +190,7 @@ class Int8Blocks:
 
     def __init__(self, signed: bool, device: torch.device | None = None) -> None:
         values = dynamic_map(signed)
+        self.zero = values.tolist().index(0.0)
         limits = (values[1:] + values[:-1]) / 2
         if not signed:
             limits[0] = 0.0  # Only 0 has the code of 0.

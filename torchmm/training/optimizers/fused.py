@@ -1,36 +1,38 @@
 """AdamW on compact tensors as one compiled function: read, update, round, encode and write.
 
-A large tensor takes one call, and with it one kernel. Small tensors are joined: their values are
-copied into one buffer, updated in one call, and copied back.
+The function works on units of `BLOCK` neighbors in a row. A large tensor takes one call, and with
+it one kernel. Small tensors, and tensors whose rows end within a unit, are joined: they are copied
+into one buffer, updated in one call, and copied back.
 
-The order of operations is that of the vectorized loop of torch's fused AdamW for CPUs, so that both
-give equal bits there; the tail of that loop, up to 15 elements per tensor, rounds differently.
-Multiplications and additions are fused only where the function requests it (`fused_multiply_add`).
-All other contractions are disabled (`emulate_precision_casts`). So an element has the same bits in
-every shard, in every copy of a parameter, in joined and in separate calls, and in a resumed run.
-Results on CUDA and on a CPU differ: divisions and square roots are approximate in Triton.
+The order of operations is that of the vectorized loop of torch's fused AdamW for CPUs. On a CPU the
+results are bitwise equal to that optimizer, except in the last `size % 16` elements of a tensor.
+The scalar loop for these rounds second moments differently, by one unit in the last place.
 
-Shape legend: R rows and C columns of a tensor; P tensors; U units of joined tensors, which have W
-elements each: one, or a block with a scale.
+Multiplications and additions are fused only where `fused_multiply_add` requests it, and
+`emulate_precision_casts` disables all other contractions. An element therefore has the same bits in
+all shards, in all copies of a parameter, in joined and separate calls, and in a resumed run, on one
+type of device. Results on CUDA and on a CPU differ: Triton approximates divisions.
+
+Shape legend: R rows and C columns of a tensor; P tensors; U units; W elements of a unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchmm.common.device_copies import to_device
 from torchmm.parallel.torch_private import fused_multiply_add
 from torchmm.training.optimizers.forms import (
     BLOCK,
     Form,
-    Int8Blocks,
     Places,
     RandomBits,
     Stored,
@@ -38,21 +40,28 @@ from torchmm.training.optimizers.forms import (
 )
 
 SMALL = 2**20
-"""Elements of the largest tensor that is joined with others."""
+"""Elements of the largest tensor that is joined with others because it is small."""
 JOINED = 2**22
-"""Elements in a joined call, at most `SMALL` more."""
+"""Elements of a joined call; the last tensor may exceed this limit by `SMALL` elements or a row."""
 STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
 """Factors of the step and of the moment number in the key of random bits."""
 COMPILER = {"backend": "inductor", "options": {"emulate_precision_casts": True}}
 
 
 class Kind(NamedTuple):
-    """How a parameter and its two moments are stored, and the constants of AdamW."""
+    """What one graph is compiled for."""
 
-    value: Form
-    exp_avg: Form
-    exp_avg_sq: Form
-    betas: tuple[float, float]
+    forms: tuple[Form, Form, Form]
+    """Storage forms of the parameter and its two moments."""
+    short_memory: bool
+    """Whether beta1 is at most 0.5."""
+
+
+class Constants(NamedTuple):
+    """Constants of AdamW."""
+
+    beta1: float
+    beta2: float
     eps: float
 
 
@@ -78,58 +87,86 @@ class Piece:
     lr: float
     weight_decay: float
 
-    def stored(self) -> list[Tensor]:
-        """Return the tensors that an update changes."""
-        return [self.target, *(tensor for one in self.moments for tensor in one.values())]
+    def tensors(self) -> list[tuple[Tensor, int, int]]:
+        """Return gradient, target and states, their elements per unit and what they pad with."""
+        states = [
+            (tensor, 1 if suffix else BLOCK, form.zero)
+            for form, stored in zip(self.kind.forms[1:], self.moments, strict=True)
+            for suffix, tensor in stored.items()
+        ]
+        return [(self.gradient, BLOCK, 0), (self.target, BLOCK, 0), *states]
 
-    def unit(self) -> int:
-        """Return the elements per unit if the piece can be joined, else 0."""
-        if self.target.numel() > SMALL:
-            return 0
-        if not isinstance(self.kind.exp_avg, Int8Blocks):
-            return 1
-        return 0 if self.target.shape[1] % BLOCK else BLOCK
+    @property
+    def padding(self) -> int:
+        """Return the elements missing in the last unit of a row."""
+        return -self.target.shape[1] % BLOCK
+
+    def split(self) -> Iterator[Piece]:
+        """Yield the piece in parts of at most `JOINED` elements, or one row."""
+        rows = max(1, JOINED // (self.target.shape[1] + self.padding))
+        for start in range(0, self.target.shape[0], rows):
+            part = slice(start, start + rows)
+            first, second = ({k: t[part] for k, t in one.items()} for one in self.moments)
+            yield replace(
+                self,
+                target=self.target[part],
+                gradient=self.gradient[part],
+                moments=(first, second),
+                places=self.places.of_rows(part),
+            )
 
 
 def update_pieces(
-    pieces: Sequence[Piece], grad_scale: Tensor | None, found_inf: Tensor | None
+    pieces: Sequence[Piece],
+    constants: Constants,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """Apply one AdamW update to all pieces, in place.
 
     Args:
-        grad_scale: Divisor of the gradients, or None.
-        found_inf: If not 0, nothing changes; may be None.
+        grad_scale: 0-dim divisor of the gradients, or None.
+        found_inf: 0-dim; if it is not 0, no tensor changes. May be None.
     """
-    if not pieces:
+    groups: list[list[Piece]] = []
+    small = []
+    for piece in pieces:
+        if piece.padding or piece.target.numel() <= SMALL:
+            small.extend(piece.split())
+        else:
+            groups.append([piece])
+    separate = len(groups)
+    groups.extend(_groups(small))
+    if not groups:
         return
-    separate = [piece for piece in pieces if not piece.unit()]
-    joined = [*_joined(pieces)]
-    ordered = [*separate, *(piece for group in joined for piece in group)]
-    numbers_P8, keys_P = _numbers(ordered, grad_scale, found_inf)
-    for piece, numbers_8, key in zip(separate, numbers_P8.unbind(), keys_P.unbind(), strict=False):
-        _compiled(_update_piece, piece.kind)(
-            piece.target, piece.gradient, *piece.moments, *piece.places, key, numbers_8
-        )
-    start = len(separate)
-    for group in joined:
-        stop = start + len(group)
-        _update_joined(group, numbers_P8[start:stop], keys_P[start:stop])
-        start = stop
+    device = groups[0][0].target.device
+    ordered = [piece for group in groups for piece in group]
+    numbers_PN, keys_P4 = _numbers(ordered, constants, grad_scale, found_inf)
+    table_P4 = to_device(torch.tensor([row for group in groups for row in _table(group)]), device)
+    start = 0
+    for index, group in enumerate(groups):
+        if index < separate:
+            (piece,) = group
+            units = [tensor.view(-1, width) for tensor, width, _ in piece.tensors()]
+            tables = [table_P4[start], keys_P4[start], numbers_PN[start]]
+            _compiled(_update_units, piece.kind)(units, [*piece.places], tables)
+        else:
+            rows = slice(start, start + len(group))
+            _update_joined(group, [table_P4[rows], keys_P4[rows], numbers_PN[rows]])
+        start += len(group)
 
 
-def _joined(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield groups of pieces that one call updates."""
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield groups of pieces of one kind with about `JOINED` elements."""
     alike: dict[tuple, list[Piece]] = {}
     for piece in pieces:
-        if piece.unit():
-            key = (piece.kind, piece.gradient.dtype)
-            alike.setdefault(key, []).append(piece)
+        alike.setdefault((piece.kind, piece.gradient.dtype), []).append(piece)
     for group in alike.values():
         ready: list[Piece] = []
         elements = 0
         for piece in group:
             ready.append(piece)
-            elements += piece.target.numel()
+            elements += piece.target.shape[0] * (piece.target.shape[1] + piece.padding)
             if elements >= JOINED:
                 yield ready
                 ready, elements = [], 0
@@ -137,176 +174,152 @@ def _joined(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             yield ready
 
 
+def _table(group: Sequence[Piece]) -> list[list[int]]:
+    """Return for each piece its first unit, units per row, first row and first column."""
+    per_row = [-(-piece.target.shape[1] // BLOCK) for piece in group]
+    rows = [piece.target.shape[0] for piece in group]
+    units = [r * n for r, n in zip(rows, per_row, strict=True)]
+    columns = [n * BLOCK for n in per_row]
+    firsts = ([0, *accumulate(counts[:-1])] for counts in (units, rows, columns))
+    first_unit, first_row, first_column = firsts
+    return [list(row) for row in zip(first_unit, per_row, first_row, first_column, strict=True)]
+
+
 def _numbers(
-    pieces: Sequence[Piece], grad_scale: Tensor | None, found_inf: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the scalars of each piece: (P, 8) as `_adamw` reads them, and (P, 4) int32 keys.
-
-    A row has 32 and 16 bytes, so that compiled code does not copy it to align it.
-    """
-    device = pieces[0].target.device
-    host = [[piece.lr, piece.weight_decay, float(as_int32(piece.name_key))] for piece in pieces]
-    host_P3 = to_device(torch.tensor(host, dtype=torch.float64), device)
-    steps_P = torch.stack([piece.step for piece in pieces])
-    (kind,) = {(piece.kind.betas) for piece in pieces}
-    return _compiled(_scalars, kind)(steps_P, host_P3, grad_scale, found_inf)
-
-
-def _scalars(
-    betas: tuple[float, float],
-    steps_P: Tensor,
-    host_P3: Tensor,
+    pieces: Sequence[Piece],
+    constants: Constants,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    lr_P, weight_decay_P, names_P = host_P3.unbind(1)
-    # In float64 on the host's numbers, as torch's kernel for CPUs.
-    steps = steps_P.double()
+    """Return the float32 numbers of `_adamw`, one row per piece, and the (P, 4) int32 keys."""
+    own = ((piece.lr, piece.weight_decay, float(as_int32(piece.name_key))) for piece in pieces)
+    host_P6 = torch.tensor([[*numbers, *constants] for numbers in own], dtype=torch.float64)
+    steps_P = torch.stack([piece.step for piece in pieces])
+    host_P6 = to_device(host_P6, steps_P.device)
+    return _compiled(_scalars)(steps_P, host_P6, grad_scale, found_inf)
+
+
+def _scalars(
+    steps_P: Tensor, host_P6: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    lr_P, weight_decay_P, names_P, beta1_P, beta2_P, eps_P = host_P6.unbind(1)
+    steps = steps_P.double()  # The kernel for CPUs computes these numbers in float64.
+    zeros = torch.zeros_like(steps)
     numbers = [
         1 - lr_P * weight_decay_P,
-        -(lr_P / (1 - betas[0] ** steps)),
-        (1 - betas[1] ** steps).sqrt(),
-        torch.ones_like(steps) if grad_scale is None else grad_scale.expand_as(steps),
-        torch.zeros_like(steps) if found_inf is None else found_inf.expand_as(steps),
+        -(lr_P / (1 - beta1_P**steps)),
+        (1 - beta2_P**steps).sqrt(),
+        1 - beta1_P,
+        beta2_P,
+        1 - beta2_P,
+        eps_P,
+        zeros + 1 if grad_scale is None else zeros + grad_scale,
+        zeros if found_inf is None else zeros + found_inf,
+        # Compiled code copies inputs that do not start at a multiple of 16 bytes.
+        *[zeros] * 3,
     ]
-    numbers += [torch.zeros_like(steps)] * 3
     keys_P = steps_P.int() * STEP_KEY + names_P.int()
     keys_P4 = torch.stack([keys_P + as_int32(i * MOMENT_KEY) for i in range(4)], 1)
     return torch.stack([n.float() for n in numbers], 1), keys_P4
 
 
-def _adamw(
-    kind: Kind,
-    target: Tensor,
-    gradient: Tensor,
-    stored: tuple[Stored, Stored],
-    places: Places,
-    keys: Sequence[Tensor],
-    numbers: Sequence[Tensor],
-) -> None:
-    """Update all tensors of (R, C) elements in place.
-
-    Args:
-        keys: Of the random bits of the value, the first and the second moment.
-        numbers: Factor of weight decay, negative step size, square root of the second bias
-            correction, divisor of the gradient, and whether to change nothing. Scalars or (R, 1).
-    """
-    decay, negative_step, bias2_sqrt, grad_scale, found_inf = numbers[:5]
-    forms = (kind.value, kind.exp_avg, kind.exp_avg_sq)
-    tensors = ({"": target}, *stored)
-    value, exp_avg, exp_avg_sq = (f.read(t) for f, t in zip(forms, tensors, strict=True))
-    beta1, beta2 = kind.betas
-    gradient = gradient.float() / grad_scale
-    exp_avg = _lerp(exp_avg, gradient, 1 - beta1)
-    squares = (1 - beta2) * gradient
-    exp_avg_sq = fused_multiply_add(squares, gradient, exp_avg_sq * beta2)
-    denominator = exp_avg_sq.sqrt() / bias2_sqrt + kind.eps
-    value = value * decay + negative_step * exp_avg / denominator
-    for form, old, new, key in zip(
-        forms, tensors, (value, exp_avg, exp_avg_sq), keys, strict=False
-    ):
-        for name, encoded in form.encode(new, RandomBits(places, key)).items():
-            shape = [-1] + [1] * (encoded.ndim - 1)
-            stays = (found_inf if not found_inf.ndim else found_inf.view(shape)) != 0
-            old[name].copy_(torch.where(stays, old[name], encoded))
-
-
-def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
-    """Return `torch.lerp` with the rounding of its vectorized loop for CPUs."""
-    weights = torch.full_like(start, weight)
-    if abs(weight) < 0.5:
-        return fused_multiply_add(weights, end - start, start)
-    return fused_multiply_add(weights - 1, end - start, end)
-
-
-def _update_piece(
-    kind: Kind,
-    target: Tensor,
-    gradient: Tensor,
-    exp_avg: Stored,
-    exp_avg_sq: Stored,
-    rows_R: Tensor,
-    columns_C: Tensor,
-    keys_4: Tensor,
-    numbers_8: Tensor,
-) -> None:
-    """Update one piece in place."""
-    places = Places(rows_R, columns_C)
-    keys, numbers = keys_4.unbind(), numbers_8.unbind()
-    _adamw(kind, target, gradient, (exp_avg, exp_avg_sq), places, keys, numbers)
-
-
-def _update_joined(pieces: Sequence[Piece], numbers_P8: Tensor, keys_P4: Tensor) -> None:
+def _update_joined(group: Sequence[Piece], tables: Sequence[Tensor]) -> None:
     """Copy pieces into common buffers, update these, and copy the results back."""
-    width, device = pieces[0].unit(), pieces[0].target.device
-    every = [piece.stored() for piece in pieces]
-    packed = [torch.cat([t.reshape(-1) for t in alike]) for alike in zip(*every, strict=True)]
-    gradient = torch.cat([piece.gradient.reshape(-1) for piece in pieces])
-    rows = torch.cat([piece.places.rows_R for piece in pieces])
-    columns = torch.cat([piece.places.columns_C for piece in pieces])
-    shapes = [piece.target.shape for piece in pieces]
-    units = [shape.numel() // width for shape in shapes]
-    table = [
-        [0, *accumulate(units[:-1])],
-        [shape[1] // width for shape in shapes],
-        [0, *accumulate(shape[0] for shape in shapes[:-1])],
-        [0, *accumulate(shape[1] for shape in shapes[:-1])],
-        units,
-    ]
-    table_5P = to_device(torch.tensor(table), device)
-    numbers = torch.arange(len(pieces), device=device)
-    piece_U = numbers.repeat_interleave(table_5P[4], output_size=sum(units))
-    update = _compiled(_update_units, pieces[0].kind, width)
-    update(packed, gradient, rows, columns, piece_U, table_5P, keys_P4, numbers_P8)
-    for alike, whole in zip(zip(*every, strict=True), packed, strict=True):
-        parts = whole.split([tensor.numel() for tensor in alike])
-        torch._foreach_copy_([tensor.view(-1) for tensor in alike], [*parts])
+    buffers, results = [], []
+    for parts in zip(*(piece.tensors() for piece in group), strict=True):
+        _, width, fill = parts[0]
+        padded = [functional.pad(t, (0, -t.shape[1] % width), value=fill) for t, _, _ in parts]
+        buffer = torch.cat([tensor.reshape(-1) for tensor in padded])
+        buffers.append(buffer.view(-1, width))
+        if len(buffers) == 1:
+            continue  # The gradient does not change.
+        sizes = [tensor.numel() for tensor in padded]
+        for (stored, _, _), tensor, part in zip(parts, padded, buffer.split(sizes), strict=True):
+            results.append((stored, part.view(tensor.shape)[:, : stored.shape[1]]))
+    rows = torch.cat([piece.places.rows_R for piece in group])
+    columns = [functional.pad(piece.places.columns_C, (0, piece.padding)) for piece in group]
+    piece_P = torch.arange(len(group), device=rows.device)
+    units = [piece.target.shape[0] * -(-piece.target.shape[1] // BLOCK) for piece in group]
+    units_P = to_device(torch.tensor(units), rows.device)
+    piece_U = piece_P.repeat_interleave(units_P, output_size=sum(units))
+    update = _compiled(_update_units, group[0].kind)
+    update(buffers, [rows, torch.cat(columns)], tables, piece_U)
+    for dtype in {stored.dtype for stored, _ in results}:
+        alike = [pair for pair in results if pair[0].dtype == dtype]
+        torch._foreach_copy_([stored for stored, _ in alike], [result for _, result in alike])
 
 
 def _update_units(
     kind: Kind,
-    width: int,
-    packed: Sequence[Tensor],
-    gradient: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    piece_U: Tensor,
-    table_5P: Tensor,
-    keys_P4: Tensor,
-    numbers_P8: Tensor,
+    tensors: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    piece_U: Tensor | None = None,
 ) -> None:
-    """Update joined pieces in place.
+    """Update units of one or several pieces in place.
 
     Args:
-        packed: The values of the target and of the tensors of both moments.
-        rows, columns: Positions of the rows and columns of all pieces.
-        piece_U: The piece of each unit.
-        table_5P: For each piece: its first unit, units per row, first row, and first column.
+        tensors: The gradient, the value and the tensors of both moments. (U, W), scales (U, 1).
+        positions: The positions of the rows and columns of all pieces.
+        tables: From `_table` and `_numbers`, for one or all pieces.
+        piece_U: The piece of each unit, if there are several.
     """
-    firsts, per_row, first_row, first_column = (table_5P[i][piece_U] for i in range(4))
-    unit_U = torch.arange(piece_U.shape[0], device=piece_U.device) - firsts
-    rows_U = rows[first_row + unit_U // per_row]
-    within_W = torch.arange(width, device=piece_U.device)
-    columns_UW = columns[(first_column + unit_U % per_row * width)[:, None] + within_W]
-    places = Places(rows_U, columns_UW)
-    keys = [keys_P4[:, i][piece_U] for i in range(3)]
-    numbers = [numbers_P8[:, i][piece_U][:, None] for i in range(5)]
-    target, *states = (tensor.view(piece_U.shape[0], -1) for tensor in packed)
-    half = len(states) // 2
-    suffixes = ("", "_scale")
-    moments = tuple(
-        dict(zip(suffixes, part, strict=False)) for part in (states[:half], states[half:])
+    gradient, target, *states = tensors
+    rows, columns = positions
+    (first_unit, per_row, first_row, first_column), keys, numbers = (
+        table.unbind() if piece_U is None else [column[piece_U] for column in table.unbind(1)]
+        for table in tables
     )
-    _adamw(kind, target, gradient.view(-1, width), moments, places, keys, numbers)
+    unit_U = torch.arange(target.shape[0], device=target.device) - first_unit
+    column_U = first_column + unit_U % per_row * BLOCK
+    within_W = torch.arange(BLOCK, device=target.device)
+    places = Places(rows[first_row + unit_U // per_row], columns[column_U[:, None] + within_W])
+    half = len(states) // 2
+    first, second = (
+        dict(zip(("", "_scale"), part, strict=False)) for part in (states[:half], states[half:])
+    )
+    numbers = [number.view(-1, 1) for number in numbers[:9]]
+    _adamw(kind, gradient, ({"": target}, first, second), places, keys[:3], numbers)
+
+
+def _adamw(
+    kind: Kind,
+    gradient: Tensor,
+    stored: Sequence[Stored],
+    places: Places,
+    keys: Sequence[Tensor],
+    numbers: Sequence[Tensor],
+) -> None:
+    """Update the stored value and moments of (U, W) elements in place.
+
+    Args:
+        keys: Keys of the random bits of the value, the first and the second moment.
+        numbers: (U, 1) or (1, 1) each, see `_scalars`.
+    """
+    decay, negative_step, bias2_sqrt, weight1, beta2, weight2, eps, grad_scale, found_inf = numbers
+    value, exp_avg, exp_avg_sq = (f.read(t) for f, t in zip(kind.forms, stored, strict=True))
+    gradient = gradient.float() / grad_scale
+    distance = gradient - exp_avg
+    if kind.short_memory:
+        exp_avg = fused_multiply_add(weight1 - 1, distance, gradient)
+    else:
+        exp_avg = fused_multiply_add(weight1, distance, exp_avg)
+    exp_avg_sq = fused_multiply_add(weight2 * gradient, gradient, exp_avg_sq * beta2)
+    denominator = exp_avg_sq.sqrt() / bias2_sqrt + eps
+    value = value * decay + negative_step * exp_avg / denominator
+    results = (value, exp_avg, exp_avg_sq)
+    for form, old, new, key in zip(kind.forms, stored, results, keys, strict=True):
+        for suffix, encoded in form.encode(new, RandomBits(places, key)).items():
+            old[suffix].copy_(torch.where(found_inf == 0, encoded, old[suffix]))
 
 
 @cache
-def _compiled(function: Callable[..., None], *constants: object) -> Callable[..., None]:
-    """Return `function` for its first arguments, compiled for all sizes of the others."""
+def _compiled(function: Callable[..., Any], *kind: Kind) -> Callable[..., Any]:
+    """Return `function` of `kind`, compiled for all sizes of tensors."""
 
     def call(*args: object) -> object:
-        return function(*constants, *args)
+        return function(*kind, *args)
 
-    # torch.compile looks graphs up by code. Each combination has its own.
+    # torch.compile looks graphs up by code. Each kind has separate code.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
     return torch.compile(call, fullgraph=True, dynamic=True, **COMPILER)
