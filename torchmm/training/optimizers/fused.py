@@ -21,12 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from torchmm.common.device_copies import to_device
 from torchmm.parallel.torch_private import fused_multiply_add
@@ -45,7 +43,14 @@ JOINED = 2**22
 """Elements of a joined call; the last tensor may exceed this limit by `SMALL` elements or a row."""
 STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
 """Factors of the step and of the moment number in the key of random bits."""
-COMPILER = {"backend": "inductor", "options": {"emulate_precision_casts": True}}
+COMPILER = {
+    "backend": "inductor",
+    "options": {
+        "emulate_precision_casts": True,  # no contraction of products and sums
+        "assert_indirect_indexing": False,  # no index depends on data from outside
+        "max_pointwise_cat_inputs": 16,  # one kernel for the numbers of `_scalars`
+    },
+}
 
 
 class Kind(NamedTuple):
@@ -142,17 +147,17 @@ def update_pieces(
     device = groups[0][0].target.device
     ordered = [piece for group in groups for piece in group]
     numbers_PN, keys_P4 = _numbers(ordered, constants, grad_scale, found_inf)
-    table_P4 = to_device(torch.tensor([row for group in groups for row in _table(group)]), device)
+    table_P6 = to_device(torch.tensor([row for group in groups for row in _table(group)]), device)
     start = 0
     for index, group in enumerate(groups):
         if index < separate:
             (piece,) = group
             units = [tensor.view(-1, width) for tensor, width, _ in piece.tensors()]
-            tables = [table_P4[start], keys_P4[start], numbers_PN[start]]
+            tables = [table_P6[start], keys_P4[start], numbers_PN[start]]
             _compiled(_update_units, piece.kind)(units, [*piece.places], tables)
         else:
             rows = slice(start, start + len(group))
-            _update_joined(group, [table_P4[rows], keys_P4[rows], numbers_PN[rows]])
+            _update_joined(group, [table_P6[rows], keys_P4[rows], numbers_PN[rows]])
         start += len(group)
 
 
@@ -175,14 +180,20 @@ def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _table(group: Sequence[Piece]) -> list[list[int]]:
-    """Return for each piece its first unit, units per row, first row and first column."""
-    per_row = [-(-piece.target.shape[1] // BLOCK) for piece in group]
-    rows = [piece.target.shape[0] for piece in group]
-    units = [r * n for r, n in zip(rows, per_row, strict=True)]
-    columns = [n * BLOCK for n in per_row]
-    firsts = ([0, *accumulate(counts[:-1])] for counts in (units, rows, columns))
-    first_unit, first_row, first_column = firsts
-    return [list(row) for row in zip(first_unit, per_row, first_row, first_column, strict=True)]
+    """Return for each piece its first unit, row and column, units per row, and columns.
+
+    A row has a multiple of 16 bytes. Compiled code copies inputs that start elsewhere.
+    """
+    table = []
+    first_unit = first_row = first_column = 0
+    for piece in group:
+        rows, columns = piece.target.shape
+        per_row = -(-columns // BLOCK)
+        table.append([first_unit, first_row, first_column, per_row, columns, 0])
+        first_unit += rows * per_row
+        first_row += rows
+        first_column += columns
+    return table
 
 
 def _numbers(
@@ -215,8 +226,7 @@ def _scalars(
         eps_P,
         zeros + 1 if grad_scale is None else zeros + grad_scale,
         zeros if found_inf is None else zeros + found_inf,
-        # Compiled code copies inputs that do not start at a multiple of 16 bytes.
-        *[zeros] * 3,
+        *[zeros] * 3,  # to a multiple of 16 bytes
     ]
     keys_P = steps_P.int() * STEP_KEY + names_P.int()
     keys_P4 = torch.stack([keys_P + as_int32(i * MOMENT_KEY) for i in range(4)], 1)
@@ -225,34 +235,49 @@ def _scalars(
 
 def _update_joined(group: Sequence[Piece], tables: Sequence[Tensor]) -> None:
     """Copy pieces into common buffers, update these, and copy the results back."""
-    buffers, results = [], []
+    device = group[0].target.device
+    buffers, stored, copies = [], [], []
     for parts in zip(*(piece.tensors() for piece in group), strict=True):
-        _, width, fill = parts[0]
-        padded = [functional.pad(t, (0, -t.shape[1] % width), value=fill) for t, _, _ in parts]
-        buffer = torch.cat([tensor.reshape(-1) for tensor in padded])
+        first, width, fill = parts[0]
+        sizes = [t.shape[0] * -(-t.shape[1] // width) * width for t, _, _ in parts]
+        buffer = torch.full((sum(sizes),), fill, dtype=first.dtype, device=device)
         buffers.append(buffer.view(-1, width))
-        if len(buffers) == 1:
-            continue  # The gradient does not change.
-        sizes = [tensor.numel() for tensor in padded]
-        for (stored, _, _), tensor, part in zip(parts, padded, buffer.split(sizes), strict=True):
-            results.append((stored, part.view(tensor.shape)[:, : stored.shape[1]]))
+        for (tensor, _, _), room in zip(parts, buffer.split(sizes), strict=True):
+            if tensor.shape[0] > 1 and room.numel() > tensor.numel():
+                stored.append(tensor)
+                copies.append(room.view(tensor.shape[0], -1)[:, : tensor.shape[1]])
+            else:
+                stored.append(tensor.view(-1))
+                copies.append(room[: tensor.numel()])
+    _copy_all(copies, stored)
     rows = torch.cat([piece.places.rows_R for piece in group])
-    columns = [functional.pad(piece.places.columns_C, (0, piece.padding)) for piece in group]
-    piece_P = torch.arange(len(group), device=rows.device)
+    columns = torch.cat([piece.places.columns_C for piece in group])
+    piece_P = torch.arange(len(group), device=device)
     units = [piece.target.shape[0] * -(-piece.target.shape[1] // BLOCK) for piece in group]
-    units_P = to_device(torch.tensor(units), rows.device)
+    units_P = to_device(torch.tensor(units), device)
     piece_U = piece_P.repeat_interleave(units_P, output_size=sum(units))
     update = _compiled(_update_units, group[0].kind)
-    update(buffers, [rows, torch.cat(columns)], tables, piece_U)
-    for dtype in {stored.dtype for stored, _ in results}:
-        alike = [pair for pair in results if pair[0].dtype == dtype]
-        torch._foreach_copy_([stored for stored, _ in alike], [result for _, result in alike])
+    update(buffers, [rows, columns], tables, piece_U)
+    unchanged = len(group)  # the gradients
+    _copy_all(stored[unchanged:], copies[unchanged:])
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of equal shape and dtype with few kernels."""
+    alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        # Tensors with gaps would take the fast path from the others.
+        lists = alike.setdefault((target.dtype, target.ndim), ([], []))
+        lists[0].append(target)
+        lists[1].append(source)
+    for some_targets, some_sources in alike.values():
+        torch._foreach_copy_(some_targets, some_sources)
 
 
 def _update_units(
     kind: Kind,
     tensors: Sequence[Tensor],
-    positions: Sequence[Tensor],
+    lines: Sequence[Tensor],
     tables: Sequence[Tensor],
     piece_U: Tensor | None = None,
 ) -> None:
@@ -260,26 +285,30 @@ def _update_units(
 
     Args:
         tensors: The gradient, the value and the tensors of both moments. (U, W), scales (U, 1).
-        positions: The positions of the rows and columns of all pieces.
+        lines: The positions of the rows and of the columns of all pieces.
         tables: From `_table` and `_numbers`, for one or all pieces.
         piece_U: The piece of each unit, if there are several.
     """
+    # This makes the number of columns a constant of the graph.
+    assert all(tensor.shape[1] in (1, BLOCK) for tensor in tensors)
     gradient, target, *states = tensors
-    rows, columns = positions
-    (first_unit, per_row, first_row, first_column), keys, numbers = (
+    rows, columns = lines
+    places, keys, numbers = (
         table.unbind() if piece_U is None else [column[piece_U] for column in table.unbind(1)]
         for table in tables
     )
+    first_unit, first_row, first_column, per_row, column_count, _ = places
     unit_U = torch.arange(target.shape[0], device=target.device) - first_unit
-    column_U = first_column + unit_U % per_row * BLOCK
-    within_W = torch.arange(BLOCK, device=target.device)
-    places = Places(rows[first_row + unit_U // per_row], columns[column_U[:, None] + within_W])
+    column_UW = (unit_U % per_row * BLOCK)[:, None] + torch.arange(BLOCK, device=target.device)
+    column_UW = column_UW.minimum((column_count - 1).view(-1, 1))  # padding
+    column_UW = column_UW + first_column.view(-1, 1)
+    positions = Places(rows[first_row + unit_U // per_row], columns[column_UW])
     half = len(states) // 2
     first, second = (
         dict(zip(("", "_scale"), part, strict=False)) for part in (states[:half], states[half:])
     )
     numbers = [number.view(-1, 1) for number in numbers[:9]]
-    _adamw(kind, gradient, ({"": target}, first, second), places, keys[:3], numbers)
+    _adamw(kind, gradient, ({"": target}, first, second), positions, keys[:3], numbers)
 
 
 def _adamw(
