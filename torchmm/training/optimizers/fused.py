@@ -289,9 +289,10 @@ def _update_units(
         tables: From `_table` and `_numbers`, for one or all pieces.
         piece_U: The piece of each unit, if there are several.
     """
-    # This makes the number of columns a constant of the graph.
-    assert all(tensor.shape[1] in (1, BLOCK) for tensor in tensors)
-    gradient, target, *states = tensors
+    # Views with a constant number of columns, which the compiler needs for one kernel.
+    gradient, target, *states = (
+        tensor if tensor.shape[1] == 1 else tensor.view(-1, BLOCK) for tensor in tensors
+    )
     rows, columns = lines
     places, keys, numbers = (
         table.unbind() if piece_U is None else [column[piece_U] for column in table.unbind(1)]
