@@ -1,9 +1,9 @@
 """AdamW and Muon in float32 on tensors that rest in fewer bytes, or in the host's memory.
 
-A step goes through the parameters portion by portion: what rests (`forms.py`) becomes float32,
-torch's own fused AdamW updates it, and the result is put to rest again. So only a portion is ever
-there in float32, and the numbers are torch's. Where states are on the host, portions visit the
-device (`host.py`). Muon's matrices are portions as they are (`muon.py`).
+On CUDA, AdamW is one compiled function (`fused.py`), without float32 copies. Other devices update
+portions of the parameters: the stored tensors (`forms.py`) are converted to float32, updated by the
+fused AdamW of torch, and stored again. Offloaded states visit the device in portions (`host.py`).
+Muon always updates complete matrices (`muon.py`).
 
 Rejected: torchao's AdamW8bit and relatives. Their rounding makes replicas and tied copies differ,
 their blocks and their choice of what has 8 bits follow the shards, and their states are
@@ -89,10 +89,13 @@ class _Piece:
 
 
 class CompactOptimizer(torch.optim.Optimizer):
-    """A step updates every parameter that has a gradient; collective if a group's rule is Muon.
+    """AdamW and Muon; a step updates every parameter that has a gradient.
 
-    States are made in the first step. State tensors that belong to elements are DTensors like
-    their parameters, on the host if states are offloaded.
+    A step is collective if the rule of a group is Muon. The first step creates the states. States
+    with elements are DTensors like their parameters, on the host if states are offloaded.
+    Set `grad_scale` and `found_inf`, float32 scalars on the device, before a step: gradients are
+    divided by `grad_scale`, and a step with a `found_inf` of 1 changes neither parameters nor
+    states.
 
     Args:
         groups: with `lr`, `weight_decay`, `rule`, and parameters of one mesh each.
@@ -157,8 +160,7 @@ class CompactOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter] = self.new_state(parameter, rule)
-        counted = 1.0 if self.found_inf is None else (self.found_inf == 0).float()
-        torch._foreach_add_([self.state[p]["step"] for p in parameters], counted)
+        count_step([self.state[p]["step"] for p in parameters], self.found_inf)
 
     def _at_hand(
         self, portions: list[list[_Piece]], rule: Rule
@@ -339,6 +341,14 @@ def fuses_updates(device: torch.device) -> bool:
 def _gradient(piece: _Piece) -> Tensor:
     assert piece.parameter.grad is not None
     return piece.of(piece.parameter.grad).float()
+
+
+def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Add 1 to the step counters, or 0 if `found_inf` is 1."""
+    if found_inf is None:
+        torch._foreach_add_(steps, 1.0)
+    else:  # without alpha, torch reads the scalar on the host
+        torch._foreach_add_(steps, 1.0 - found_inf, alpha=1.0)
 
 
 def _portions(
