@@ -32,6 +32,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+from torch._inductor import inductor_prims
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import (
@@ -58,6 +59,7 @@ __all__ = [
     "finish_reducing",
     "fused_gather_matmul",
     "fused_matmul_scatter",
+    "fused_multiply_add",
     "group_named",
     "has_dynamic_sizes",
     "has_triton",
@@ -248,6 +250,11 @@ def has_dynamic_sizes(tensor: Tensor) -> bool:
 def compiler_named(backend: str) -> Callable[..., Any]:
     """A backend of torch.compile, which gets a graph and example inputs."""
     return lookup_backend(backend)
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c, rounded once if it is compiled by inductor and twice otherwise."""
+    return inductor_prims.fma(a, b, c)
 
 
 def usual_code_cache() -> str:

@@ -1,6 +1,8 @@
 """AdamW and Muon whose tensors rest in fewer bytes: numbers, rounding, states, offload."""
 
 import math
+import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import build_optimizer, set_learning_rate
-from torchmm.training.optimizers import compact, forms
+from torchmm.training.optimizers import compact, forms, fused
 from torchmm.training.optimizers.compact import CompactOptimizer
 from torchmm.training.optimizers.forms import BLOCK, Int8Blocks, Places, RandomBits, dynamic_map
 from torchmm.training.optimizers.muon import orthogonal
@@ -132,8 +134,7 @@ def test_a_second_moment_is_0_only_if_it_is_0():
     value = torch.zeros(1, BLOCK)
     value[0, 0], value[0, 1] = 1.0, 1e-12
     form = Int8Blocks(signed=False)
-    stored = {k: torch.zeros(*s, dtype=d) for k, (s, d) in form.shapes(value.shape).items()}
-    form.write(stored, value, None)
+    stored = form.encode(value, None)
     found = form.read(stored)[0]
     assert found[0] == 1 and 0 < found[1] < 1e-6 and not found[2:].any()
 
@@ -144,8 +145,7 @@ def test_8_bits_are_within_their_steps(signed):
     value = torch.randn(7, 150) * torch.logspace(-4, 4, 7)[:, None]
     value = value if signed else value.abs()
     form = Int8Blocks(signed)
-    stored = {k: torch.zeros(*s, dtype=d) for k, (s, d) in form.shapes(value.shape).items()}
-    form.write(stored, value, None)
+    stored = form.encode(value, None)
     assert stored["_scale"].shape == (7, 3)
     blocks = torch.nn.functional.pad(value, (0, 42)).view(7, 3, 64).abs().amax(-1)
     error = (form.read(stored) - value).abs() / blocks.repeat_interleave(64, 1)[:, :150]
@@ -208,3 +208,198 @@ def test_copies_of_a_parameter_are_rounded_alike():
         steps(model, optimizer_of(model, state_dtype="bfloat16"), 3)
     assert all(map(torch.equal, a.parameters(), b.parameters()))
     assert forms.places_of(a[0].weight).rows_R.tolist() == [*range(64)]
+
+
+def multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return (a.double() * b.double() + c.double()).float()
+
+
+def run_fused_without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the operators of the fused update one by one, rounded as compiled code rounds them."""
+    square_root = torch.Tensor.sqrt
+    monkeypatch.setattr(compact, "fuses_updates", lambda device: True)
+    monkeypatch.setattr(fused, "_compiled", partial)
+    monkeypatch.setattr(fused, "fused_multiply_add", multiply_add)
+    # The square root of torch for CPUs is not rounded correctly in float32.
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: square_root(x.double()).to(x.dtype))
+
+
+class Shapes(nn.Module):
+    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        values = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+        self.values = nn.ParameterList(values)
+
+
+EVEN = [(64, 128), (8, 192), (128,), (48,), (16, 5, 64)]
+"""Shapes whose sizes are multiples of 16, so that torch's kernel for CPUs has no scalar loop."""
+ODD = [(13, 70), (3, 4, 66), (1, 64), (33, 1), (5,), ()]
+
+
+def trained(shapes: list, dtype: torch.dtype, count: int = 3, **settings) -> dict:
+    """Return parameters and states after some updates."""
+    model = Shapes(shapes, dtype)
+    optimizer = CompactOptimizer(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "lr": 1e-2}
+            | {"weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 3e-3},
+        ],
+        compact.Settings(
+            **{
+                "betas": (0.9, 0.95),
+                "eps": 1e-8,
+                "momentum": 0.95,
+                "state_dtype": "float32",
+                "at_random": True,
+                "offload": False,
+                "muon_dtype": torch.float32,
+            }
+            | settings
+        ),
+        {id(p): name for name, p in model.named_parameters()},
+    )
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        for p in model.parameters():
+            p.grad = (torch.randn(p.shape, generator=generator) * 0.1).to(dtype)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        optimizer.step()
+    return {
+        f"{name}.{key}": value.clone()
+        for name, p in model.named_parameters()
+        for key, value in {"": p.detach(), **optimizer.state[p]}.items()
+    }
+
+
+def different(a: dict, b: dict) -> list[str]:
+    return [name for name, value in a.items() if not torch.equal(value, b[name])]
+
+
+KINDS = [
+    (dtype, state)
+    for dtype in (torch.float32, torch.bfloat16)
+    for state in ("float32", "bfloat16", "int8")
+]
+
+
+@pytest.mark.parametrize("small", [0, 2**20], ids=["separate", "joined"])
+@pytest.mark.parametrize(("dtype", "state"), KINDS)
+def test_fused_update_equals_torch_kernel(monkeypatch, dtype, state, small):
+    expected = trained(EVEN, dtype, state_dtype=state)
+    run_fused_without_compiler(monkeypatch)
+    monkeypatch.setattr(fused, "SMALL", small)
+    assert different(trained(EVEN, dtype, state_dtype=state), expected) == []
+
+
+@pytest.mark.parametrize(("dtype", "state"), KINDS)
+def test_fused_update_of_odd_shapes_rounds_alike(monkeypatch, dtype, state):
+    expected = trained(ODD, dtype, state_dtype=state)
+    run_fused_without_compiler(monkeypatch)
+    found = trained(ODD, dtype, state_dtype=state)
+    for name, value in expected.items():
+        if value.dtype == torch.float32:
+            assert torch.allclose(found[name], value, rtol=1e-6, atol=1e-8), name
+        else:
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("defect", ["no fused multiplication", "another key"])
+def test_fused_comparison_finds_defects(monkeypatch, defect):
+    expected = trained(EVEN, torch.bfloat16, state_dtype="bfloat16")
+    run_fused_without_compiler(monkeypatch)
+    if defect == "another key":
+        monkeypatch.setattr(fused, "MOMENT_KEY", fused.MOMENT_KEY + 2)
+        monkeypatch.setattr(fused, "STEP_KEY", fused.STEP_KEY + 2)
+    else:
+        monkeypatch.setattr(fused, "fused_multiply_add", lambda a, b, c: a * b + 1.001 * c)
+    assert different(trained(EVEN, torch.bfloat16, state_dtype="bfloat16"), expected)
+
+
+def test_fused_joined_groups_equal_separate_calls(monkeypatch):
+    run_fused_without_compiler(monkeypatch)
+    joined = trained(EVEN + ODD, torch.bfloat16, state_dtype="int8")
+    monkeypatch.setattr(fused, "JOINED", 500)  # groups of few rows
+    monkeypatch.setattr(fused, "SMALL", 0)
+    assert different(trained(EVEN + ODD, torch.bfloat16, state_dtype="int8"), joined) == []
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_fused_offloaded_states_change_no_bit(monkeypatch, fuses, offload):
+    if fuses:
+        run_fused_without_compiler(monkeypatch)
+    plain = trained(EVEN, torch.bfloat16, state_dtype="int8")
+    monkeypatch.setattr(compact, "PORTION", 1000)
+    assert (
+        different(trained(EVEN, torch.bfloat16, state_dtype="int8", offload=offload), plain) == []
+    )
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
+def test_update_with_found_inf_changes_nothing(monkeypatch, fuses, state, rule):
+    if fuses:
+        run_fused_without_compiler(monkeypatch)
+    model = net(torch.bfloat16)
+    optimizer = optimizer_of(model, name=rule, state_dtype=state)
+    steps(model, optimizer, 2)
+    tensors = [*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+    before = [t.clone() for t in tensors]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(1.0)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    optimizer.step()
+    assert all(map(torch.equal, before, tensors))
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@pytest.mark.parametrize("fuses", [False, True])
+def test_update_divides_gradients_by_grad_scale(monkeypatch, fuses, rule):
+    if fuses:
+        run_fused_without_compiler(monkeypatch)
+    plain, scaled = net(), net()
+    settings = {"name": rule, "state_dtype": "bfloat16"}
+    steps(plain, optimizer_of(plain, **settings), 2)
+    optimizer = optimizer_of(scaled, **settings)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(0.25), torch.tensor(0.0)
+    for number in range(2):
+        steps(scaled, OnlyGradients(scaled, 0.25), 1, number)
+        optimizer.step()
+    assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
+
+
+class OnlyGradients:
+    """An optimizer that multiplies gradients and updates nothing."""
+
+    def __init__(self, model: nn.Module, factor: float) -> None:
+        self._model, self._factor = model, factor
+
+    def step(self) -> None:
+        for p in self._model.parameters():
+            p.grad *= self._factor
+
+
+def test_code_search_equals_bucketize(monkeypatch):
+    limits = Int8Blocks(signed=True)._limits
+    values = torch.cat([limits, torch.randn(1000), torch.tensor([math.nan, math.inf, -math.inf])])
+    expected = forms._count_below(values, limits)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(forms._count_below(values, limits), expected)
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
+def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
+    expected = trained(EVEN, torch.bfloat16, 50, state_dtype="int8")
+    monkeypatch.setattr(compact, "fuses_updates", lambda device: True)
+    for small in (0, 2**20):
+        monkeypatch.setattr(fused, "SMALL", small)
+        torch._dynamo.utils.counters.clear()
+        trained(EVEN, torch.bfloat16, 2, state_dtype="int8")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = trained(EVEN, torch.bfloat16, 50, state_dtype="int8")
+        assert different(found, expected) == []

@@ -1,9 +1,9 @@
 """AdamW and Muon in float32 on tensors that rest in fewer bytes, or in the host's memory.
 
-A step goes through the parameters portion by portion: what rests (`forms.py`) becomes float32,
-torch's own fused AdamW updates it, and the result is put to rest again. So only a portion is ever
-there in float32, and the numbers are torch's. Where states are on the host, portions visit the
-device (`host.py`). Muon's matrices are portions as they are (`muon.py`).
+On CUDA, AdamW is one compiled function (`fused.py`), without float32 copies. Other devices update
+portions of the parameters: the stored tensors (`forms.py`) are converted to float32, updated by the
+fused AdamW of torch, and stored again. Offloaded states visit the device in portions (`host.py`).
+Muon always updates complete matrices (`muon.py`).
 
 Rejected: torchao's AdamW8bit and relatives. Their rounding makes replicas and tied copies differ,
 their blocks and their choice of what has 8 bits follow the shards, and their states are
@@ -12,9 +12,10 @@ tensor subclasses that a checkpoint cannot take apart for other layouts.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 from zlib import crc32
 
@@ -26,13 +27,16 @@ from torch.optim.adamw import adamw
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
 from torchmm.recipe.training_section import UPDATE_PORTION
+from torchmm.training.optimizers import fused
 from torchmm.training.optimizers.forms import (
     BFloat16,
     Float32,
     Form,
+    Places,
     RandomBits,
     StateDtype,
     Stored,
+    as_int32,
     as_rows,
     places_of,
     state_form,
@@ -85,22 +89,18 @@ class _Piece:
 
 
 class CompactOptimizer(torch.optim.Optimizer):
-    """A step updates every parameter that has a gradient; collective if a group's rule is Muon.
+    """AdamW and Muon; a step updates every parameter that has a gradient.
 
-    States are made in the first step. State tensors that belong to elements are DTensors like
-    their parameters, on the host if states are offloaded.
-
-    Attributes:
-        grad_scale: divisor of the gradients, a float32 device scalar.
-        found_inf: 1 if the step must change nothing, else 0; a float32 device scalar.
+    A step is collective if the rule of a group is Muon. The first step creates the states. States
+    with elements are DTensors like their parameters, on the host if states are offloaded.
+    Set `grad_scale` and `found_inf`, float32 scalars on the device, before a step: gradients are
+    divided by `grad_scale`, and a step with a `found_inf` of 1 changes neither parameters nor
+    states.
 
     Args:
         groups: with `lr`, `weight_decay`, `rule`, and parameters of one mesh each.
         names: by parameter's id; the same in all layouts, and for copies of one parameter.
     """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -114,6 +114,10 @@ class CompactOptimizer(torch.optim.Optimizer):
         every = (local_tensor(p) for group in self.param_groups for p in group["params"])
         device = next((own.device for own in every), None)
         self._visits = HostVisits(device) if settings.offload and device is not None else None
+        self._fuses = device is not None and fuses_updates(device)
+        self._places: dict[int, Places] = {}
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
 
     def new_state(self, parameter: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
         """States of zeros."""
@@ -130,37 +134,33 @@ class CompactOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update."""
+        """Update all parameters that have a gradient."""
         assert closure is None
+        fused_groups: dict[nn.Parameter, dict[str, Any]] = {}
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            for parameter in parameters:
-                if parameter not in self.state:
-                    self.state[parameter] = self.new_state(parameter, group["rule"])
             if not parameters:
                 continue
-            count_step([self.state[p]["step"] for p in parameters], self.found_inf)
-            adam = group["rule"] == "adamw"
-            portions = [*(_portions(parameters) if adam else _rounds(parameters))]
-            update = self._adamw if adam else self._muon
-            for portion, states in self._at_hand(portions, group["rule"]):
-                with self._unchanged_if_found_inf(portion, states):
-                    update(group, portion, states)
+            self._count_step(parameters, group["rule"])
+            if group["rule"] == "muon":
+                for portion, states in self._at_hand([*_rounds(parameters)], "muon"):
+                    self._muon(group, portion, states)
+            elif self._fuses:
+                fused_groups |= dict.fromkeys(parameters, group)
+            else:
+                for portion, states in self._at_hand([*_portions(parameters)], "adamw"):
+                    self._adamw(group, portion, states)
+        # Fused updates have no float32 copies, whose size portions limit.
+        size = sys.maxsize if self._visits is None else PORTION
+        for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
+            self._adamw_fused(fused_groups, portion, states)
 
-    @contextmanager
-    def _unchanged_if_found_inf(
-        self, portion: list[_Piece], states: list[dict[str, Stored]]
-    ) -> Iterator[None]:
-        """Restore parameters and states after the body if `found_inf` is 1."""
-        if self.found_inf is None:
-            yield
-            return
-        tensors = [piece.of(piece.parameter) for piece in portion]
-        tensors += [t for own in states for stored in own.values() for t in stored.values()]
-        before = [tensor.clone() for tensor in tensors]
-        yield
-        for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(torch.where(self.found_inf.bool(), old, tensor))
+    def _count_step(self, parameters: Sequence[nn.Parameter], rule: Rule) -> None:
+        """Create missing states and count the step, unless it is skipped."""
+        for parameter in parameters:
+            if parameter not in self.state:
+                self.state[parameter] = self.new_state(parameter, rule)
+        count_step([self.state[p]["step"] for p in parameters], self.found_inf)
 
     def _at_hand(
         self, portions: list[list[_Piece]], rule: Rule
@@ -188,6 +188,34 @@ class CompactOptimizer(torch.optim.Optimizer):
                 ],
             )
 
+    def _adamw_fused(
+        self,
+        groups: Mapping[nn.Parameter, dict[str, Any]],
+        portion: list[_Piece],
+        states: list[dict[str, Stored]],
+    ) -> None:
+        constants = fused.Constants(*self._settings.betas, self._settings.eps)
+        pieces = []
+        for piece, stored in zip(portion, states, strict=True):
+            parameter = piece.parameter
+            assert parameter.grad is not None
+            first, second = self._forms(parameter, "adamw").values()
+            forms = (self._parameter_form(parameter), first, second)
+            pieces.append(
+                fused.Piece(
+                    kind=fused.Kind(forms, constants.beta1 <= 0.5),
+                    target=piece.of(parameter),
+                    gradient=piece.of(parameter.grad),
+                    moments=(stored["exp_avg"], stored["exp_avg_sq"]),
+                    places=self._places_of(piece),
+                    step=self.state[parameter]["step"],
+                    name_key=self._keys[id(parameter)],
+                    lr=groups[parameter]["lr"],
+                    weight_decay=groups[parameter]["weight_decay"],
+                )
+            )
+        fused.update_pieces(pieces, constants, self.grad_scale, self.found_inf)
+
     def _adamw(
         self, group: dict[str, Any], portion: list[_Piece], states: list[dict[str, Stored]]
     ) -> None:
@@ -200,7 +228,7 @@ class CompactOptimizer(torch.optim.Optimizer):
         beta1, beta2 = self._settings.betas
         adamw(
             values,
-            [self._gradient(piece) for piece in portion],
+            [_gradient(piece) for piece in portion],
             moments["exp_avg"],
             moments["exp_avg_sq"],
             [],
@@ -213,6 +241,8 @@ class CompactOptimizer(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=self._settings.eps,
             maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=None if self.found_inf is None else (self.found_inf != 0).float(),
         )
         for index, (piece, stored) in enumerate(zip(portion, states, strict=True)):
             updated = {name: of_each[index] for name, of_each in moments.items()}
@@ -226,18 +256,28 @@ class CompactOptimizer(torch.optim.Optimizer):
         for piece, stored in zip(portion, states, strict=True):
             form = self._forms(piece.parameter, "muon")["momentum_buffer"]
             moment = form.read(stored["momentum_buffer"])
-            gradient = self._gradient(piece)
-            moment.lerp_(gradient, 1 - momentum)
+            gradient = _gradient(piece)
+            if self.grad_scale is not None:
+                gradient = gradient / self.grad_scale
+            gradient = self._unless_skipped(gradient, torch.zeros_like(gradient))
+            moment.lerp_(gradient, self._unless_skipped(1 - momentum, 0.0))
             update = gradient.lerp(moment, momentum).to(self._settings.muon_dtype)
             moments.append(moment)
             updates.append(update.view(local_tensor(piece.parameter).shape))
         made = orthogonal_shared(updates, [piece.parameter for piece in portion])
         for piece, stored, moment, update in zip(portion, states, moments, made, strict=True):
             value = self._parameter_form(piece.parameter).read({"": piece.of(piece.parameter)})
-            value.mul_(1 - group["lr"] * group["weight_decay"])
+            value.mul_(self._unless_skipped(1 - group["lr"] * group["weight_decay"], 1.0))
             scale = update_scale(piece.parameter.shape)
-            value.add_(update.reshape(value.shape), alpha=-group["lr"] * scale)
+            change = self._unless_skipped(update, torch.zeros_like(update))
+            value.add_(change.reshape(value.shape), alpha=-group["lr"] * scale)
             self._put_to_rest(piece, value, {"momentum_buffer": moment}, stored)
+
+    def _unless_skipped(self, value: Any, otherwise: Any) -> Any:
+        """Return `value`, or `otherwise` if the gradients are not finite; both may be numbers."""
+        if self.found_inf is None:
+            return value
+        return torch.where(self.found_inf == 0, value, otherwise)
 
     def _put_to_rest(
         self,
@@ -246,14 +286,25 @@ class CompactOptimizer(torch.optim.Optimizer):
         moments: Mapping[str, Tensor],
         stored: Mapping[str, Stored],
     ) -> None:
+        """Store float32 results in the storage forms of the parameter and its states."""
         parameter = piece.parameter
         rule: Rule = "adamw" if "exp_avg" in moments else "muon"
-        places = places_of(parameter).of_rows(piece.rows)
-        key = self.state[parameter]["step"].long() * 0x5851F42D + self._keys[id(parameter)]
-        target = {"": piece.of(parameter)}
-        self._parameter_form(parameter).write(target, value_RC, RandomBits(places, key))
-        for number, (name, form) in enumerate(self._forms(parameter, rule).items(), 1):
-            form.write(stored[name], moments[name], RandomBits(places, key + number * 0x14057B7E))
+        key = self.state[parameter]["step"].int() * fused.STEP_KEY
+        key += as_int32(self._keys[id(parameter)])
+        forms = [self._parameter_form(parameter), *self._forms(parameter, rule).values()]
+        targets = [{"": piece.of(parameter)}, *(stored[name] for name in moments)]
+        values = [value_RC, *moments.values()]
+        for number, (form, target, value) in enumerate(zip(forms, targets, values, strict=True)):
+            bits = RandomBits(self._places_of(piece), key + as_int32(number * fused.MOMENT_KEY))
+            for suffix, encoded in form.encode(value, bits).items():
+                if encoded is not target[suffix]:
+                    target[suffix].copy_(self._unless_skipped(encoded, target[suffix]))
+
+    def _places_of(self, piece: _Piece) -> Places:
+        number = id(piece.parameter)
+        if number not in self._places:
+            self._places[number] = places_of(piece.parameter)
+        return self._places[number].of_rows(piece.rows)
 
     def _parameter_form(self, parameter: nn.Parameter) -> Form:
         narrow = parameter.dtype == torch.bfloat16
@@ -263,7 +314,7 @@ class CompactOptimizer(torch.optim.Optimizer):
         """Of a parameter's moments."""
         dtype = self._settings.state_dtype
         return {
-            moment: state_form(dtype, signed, parameter.ndim)
+            moment: state_form(dtype, signed, parameter.ndim > 1, parameter.device)
             for moment, signed in _MOMENTS[rule].items()
         }
 
@@ -276,16 +327,20 @@ class CompactOptimizer(torch.optim.Optimizer):
             for moment, form in self._forms(piece.parameter, rule).items()
         }
 
-    def _gradient(self, piece: _Piece) -> Tensor:
-        """Return the gradient of a piece in float32, divided by `grad_scale`."""
-        assert piece.parameter.grad is not None
-        gradient = piece.of(piece.parameter.grad).float()
-        return gradient if self.grad_scale is None else gradient / self.grad_scale
-
     def _zeros(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._visits is None:
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def fuses_updates(device: torch.device) -> bool:
+    """Return True if AdamW updates of compact tensors on `device` are compiled (`fused.py`)."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def _gradient(piece: _Piece) -> Tensor:
+    assert piece.parameter.grad is not None
+    return piece.of(piece.parameter.grad).float()
 
 
 def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
@@ -296,10 +351,13 @@ def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
         torch._foreach_add_(steps, 1.0 - found_inf, alpha=1.0)
 
 
-def _portions(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:
-    """All rows, in portions of about `PORTION` elements."""
+def _portions(
+    parameters: Sequence[nn.Parameter], size: int | None = None
+) -> Iterator[list[_Piece]]:
+    """Yield all rows, in portions of about `size` elements; `PORTION` if it is None."""
+    size = size or PORTION
     portion: list[_Piece] = []
-    left = PORTION
+    left = size
     for parameter in parameters:
         rows, columns = as_rows(local_tensor(parameter)).shape
         if not columns:
@@ -312,7 +370,7 @@ def _portions(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:
             start = stop
             if left <= 0:
                 yield portion
-                portion, left = [], PORTION
+                portion, left = [], size
     if portion:
         yield portion
 

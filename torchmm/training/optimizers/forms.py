@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from torchmm.models.hf.load import local_slices, local_tensor
 from torchmm.recipe.training_section import STATE_BLOCK as BLOCK
 
 StateDtype = Literal["float32", "bfloat16", "int8"]
-_MASK = 0xFFFFFFFF
 Stored = dict[str, Tensor]
 """Tensors of one value at rest, by what is appended to its name."""
 
@@ -50,9 +49,9 @@ class Places(NamedTuple):
     """Where a rank's part of a tensor is in the whole."""
 
     rows_R: Tensor
-    """int64, numbers of the rows, counted over all dimensions but the last."""
+    """Row numbers in the unsharded tensor, counted over all dimensions but the last."""
     columns_C: Tensor
-    """int64."""
+    """Column numbers in the unsharded tensor; (R, C) if they differ between rows."""
 
     def of_rows(self, rows: slice) -> Places:
         """Those of some of the rows."""
@@ -66,7 +65,7 @@ def as_rows(local: Tensor) -> Tensor:
 
 
 def places_of(tensor: Tensor) -> Places:
-    """Of this rank's part of a parameter, on its device."""
+    """Return the int32 positions of the local shard of a parameter, on the parameter device."""
     device = local_tensor(tensor).device
     found = [torch.arange(own.start, own.stop, device=device) for own in local_slices(tensor)] or [
         torch.zeros(1, dtype=torch.int64, device=device)
@@ -75,16 +74,19 @@ def places_of(tensor: Tensor) -> Places:
     for dim, numbers in enumerate(found[:-1]):
         stride = prod(tensor.shape[dim + 1 : -1])
         rows = (rows[:, None] + stride * numbers).flatten()
-    return Places(rows, found[-1])
+    return Places(rows.int(), found[-1].int())
 
 
-def _hashed(x: Tensor) -> Tensor:
-    """32 random-looking bits for every number, as int32 (the finalizer of MurmurHash3)."""
-    x = x & _MASK
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
-    x = x ^ (x >> 16)
-    return (x - ((x >> 31) << 32)).to(torch.int32)
+def as_int32(bits: int) -> int:
+    """Return the int32 value with the lowest 32 bits of `bits`."""
+    return (bits + 2**31) % 2**32 - 2**31
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Return the finalizer of MurmurHash3 of int32 values; products wrap around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * as_int32(0x85EBCA6B)
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * as_int32(0xC2B2AE35)
+    return x ^ ((x >> 16) & 0xFFFF)
 
 
 @dataclass(frozen=True)
@@ -92,17 +94,17 @@ class RandomBits:
     """Random bits for the elements of a tensor; the same in every layout.
 
     Attributes:
-        key: int64 scalar on the device, different for every tensor and step.
+        key: int32 on the device, different for every tensor and step; a scalar or (R,).
     """
 
     places: Places
     key: Tensor
 
     def noise(self) -> Tensor:
-        """(R, C) int32, uniform over [0, 2^16)."""
-        rows_R = _hashed(self.places.rows_R * 0x9E3779B1 + self.key)
-        columns_C = _hashed(self.places.columns_C * 0x7FEB352D + 0x2545F491)
-        # Hashed once more as pairs, in 32 bits, whose products wrap around.
+        """Return (R, C) int32 values, uniform over [0, 2^16)."""
+        rows_R = _hash(self.places.rows_R.int() * as_int32(0x9E3779B1) + self.key.int())
+        columns_C = _hash(self.places.columns_C.int() * 0x7FEB352D + 0x2545F491)
+        # The second hash combines row and column.
         noise_RC = rows_R[:, None] ^ columns_C
         noise_RC *= 0x2C1B3C6D
         noise_RC ^= noise_RC >> 15
@@ -118,23 +120,29 @@ class RandomBits:
 
 
 class Form(Protocol):
-    """How a tensor rests."""
+    """How a tensor is stored between updates."""
+
+    zero: int
+    """The stored number of the value 0."""
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Of what is stored for a whole tensor of that shape."""
         ...
 
     def read(self, stored: Stored) -> Tensor:
-        """(R, C) in float32; the stored tensor itself where it is float32."""
+        """Return (R, C) float32 values; the stored tensor itself if it is float32."""
         ...
 
-    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
-        """Keeps what `read` has given, changed."""
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+        """Return the tensors to store for float32 values, in the dtypes of `shapes`."""
         ...
 
 
+@dataclass(frozen=True)
 class Float32:
-    """As it is."""
+    """Float32 storage without conversion."""
+
+    zero: ClassVar[int] = 0
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """See `Form`."""
@@ -144,19 +152,21 @@ class Float32:
         """See `Form`."""
         return stored[""]
 
-    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
-        """Nothing: it was changed where it is."""
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+        """See `Form`."""
+        return {"": value_RC}
 
 
+@dataclass(frozen=True)
 class BFloat16:
-    """Half the bytes.
+    """Bfloat16 storage.
 
-    Args:
-        at_random: whether rounding is right in the mean, or to the nearest.
+    Attributes:
+        at_random: Whether to round stochastically instead of to the nearest value.
     """
 
-    def __init__(self, at_random: bool = True) -> None:
-        self._at_random = at_random
+    zero: ClassVar[int] = 0
+    at_random: bool = True
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """See `Form`."""
@@ -166,20 +176,26 @@ class BFloat16:
         """See `Form`."""
         return stored[""].float()
 
-    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
         """See `Form`."""
-        stored[""].copy_(bits.rounded(value_RC) if self._at_random else value_RC)
+        return {"": bits.rounded(value_RC) if self.at_random else value_RC.bfloat16()}
 
 
 class Int8Blocks:
-    """Codes of 8 bits and a float32 scale for every block.
+    """8-bit codes with one float32 scale per block.
 
     Args:
-        signed: whether values may be below 0.
+        signed: Whether values may be negative.
     """
 
-    def __init__(self, signed: bool) -> None:
-        self._signed = signed
+    def __init__(self, signed: bool, device: torch.device | None = None) -> None:
+        values = dynamic_map(signed)
+        self.zero = values.tolist().index(0.0)
+        limits = (values[1:] + values[:-1]) / 2
+        if not signed:
+            limits[0] = 0.0  # Only 0 has the code of 0.
+        device = device or torch.device("cpu")
+        self._values, self._limits = to_device(values, device), to_device(limits, device)
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """See `Form`."""
@@ -188,21 +204,37 @@ class Int8Blocks:
 
     def read(self, stored: Stored) -> Tensor:
         """See `Form`."""
-        codes_RC = stored[""]
-        values_RC = _map_on(self._signed, codes_RC.device)[codes_RC.int()]
-        scales_RC = stored["_scale"].repeat_interleave(BLOCK, 1)[:, : codes_RC.shape[1]]
-        return values_RC.mul_(scales_RC)
+        codes_RC, scales_RB = stored[""], stored["_scale"]
+        values_RC = self._values[codes_RC.int()]
+        scales = scales_RB[..., None].expand(-1, -1, BLOCK).flatten(1)[:, : codes_RC.shape[1]]
+        return values_RC.mul_(scales)
 
-    def write(self, stored: Stored, value_RC: Tensor, bits: RandomBits) -> None:
-        """Codes of the nearest values."""
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+        """See `Form`; each code is the nearest value of the map."""
         rows, columns = value_RC.shape
         padded_RC = functional.pad(value_RC, (0, -columns % BLOCK))
         blocks = padded_RC.view(rows, -(-columns // BLOCK), BLOCK)
         scales_RB = blocks.abs().amax(-1)
         scaled = blocks / scales_RB.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-        codes = torch.bucketize(scaled, _limits_on(self._signed, value_RC.device), out_int32=True)
-        stored[""].copy_(codes.flatten(1)[:, :columns])
-        stored["_scale"].copy_(scales_RB)
+        codes = _count_below(scaled, self._limits)
+        return {"": codes.flatten(1)[:, :columns], "_scale": scales_RB}
+
+
+def _count_below(values: Tensor, limits: Tensor) -> Tensor:
+    """Return the number of limits below each value as uint8.
+
+    `torch.bucketize` does the same. The compiler for CPUs cannot fuse it with other operators.
+
+    Args:
+        limits: 255 ascending numbers.
+    """
+    if not torch.compiler.is_compiling():
+        return torch.bucketize(values, limits, out_int32=True).to(torch.uint8)
+    count = torch.zeros_like(values, dtype=torch.int32)
+    for width in (128, 64, 32, 16, 8, 4, 2, 1):
+        # NaN is above all limits, as for `torch.bucketize`.
+        count = count + width * (~(limits[count + (width - 1)] >= values)).int()
+    return count.to(torch.uint8)
 
 
 def dynamic_map(signed: bool) -> Tensor:
@@ -214,21 +246,6 @@ def dynamic_map(signed: bool) -> Tensor:
         parts = [10.0**exponent * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]
         values += [*parts, *(-part for part in parts if signed)]
     return torch.tensor(sorted(values))
-
-
-@cache
-def _map_on(signed: bool, device: torch.device) -> Tensor:
-    return to_device(dynamic_map(signed), device)
-
-
-@cache
-def _limits_on(signed: bool, device: torch.device) -> Tensor:
-    """Above which values the next code begins."""
-    values = dynamic_map(signed)
-    limits = (values[1:] + values[:-1]) / 2
-    if not signed:
-        limits[0] = 0.0  # all that is not 0 has a code that is not 0
-    return to_device(limits, device)
 
 
 def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
@@ -248,13 +265,14 @@ def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
     ]
 
 
-def state_form(dtype: StateDtype, signed: bool, ndim: int) -> Form:
-    """How a moment of a parameter rests; vectors are few and stay float32 instead of 8 bits.
+@cache
+def state_form(dtype: StateDtype, signed: bool, matrix: bool, device: torch.device) -> Form:
+    """Return the storage form of a moment; vectors are small and use float32 instead of 8 bits.
 
     Args:
-        signed: whether it may be below 0.
-        ndim: dimensions of the parameter.
+        signed: Whether the moment may be negative.
+        matrix: Whether the parameter has several dimensions.
     """
     if dtype == "bfloat16":
         return BFloat16()
-    return Int8Blocks(signed) if dtype == "int8" and ndim > 1 else Float32()
+    return Int8Blocks(signed, device) if dtype == "int8" and matrix else Float32()
