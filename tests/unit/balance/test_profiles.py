@@ -1,12 +1,13 @@
 """Profiles: the table, files of all kinds, and what is said about bad ones."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from torchmm.balance.costs.devices import DEVICES
 from torchmm.balance.costs.operators import KINDS
-from torchmm.balance.costs.profiles import load_profile, save_profile
+from torchmm.balance.costs.profiles import load_profile, profile_from, save_profile
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -79,3 +80,15 @@ def test_what_is_no_profile_is_refused(tmp_path, name, content, message) -> None
         path.write_text(content)
     with pytest.raises(ValueError, match=message):
         load_profile(path if "." in name else name)
+
+
+def test_profile_keeps_host_time_and_loads_without() -> None:
+    assumed = load_profile("h100")
+    assert assumed.host_us == {}
+    changed = profile_from({"base": "h100", "host_us": {"attention": 120.0}}, "here")
+    assert changed.queueing_us("attention", compiled=True) == 120.0
+    assert changed.queueing_us("attention") == changed.launch_us == assumed.launch_us
+    with pytest.raises(ValueError, match=r"host_us\.shard_unit"):
+        profile_from({"base": "h100", "host_us": {"shard_unit": 1.0}}, "here")
+    measured = load_profile(Path(__file__).parents[3] / "benchmarks/results/profile_h200.json")
+    assert measured.queueing_us("copy", compiled=True) == measured.launch_us > 30
