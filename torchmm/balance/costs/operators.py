@@ -344,7 +344,8 @@ def rounded_matmul(
         cast_bytes = (4 * size + 25) if size < 4 else (3 * size + 21)
         calls = 2 * (rounded.calls - (size == 4))
         if setting.execution.compiled:  # read for the magnitudes, and again to be cast
-            cast_bytes, calls = 2 * size + 1, 4
+            cast_bytes = 2 * size + 1
+            calls = 4
         moved = (1 if rounded.products else size) * cast + size * elements[written]
         passes.append(
             [
