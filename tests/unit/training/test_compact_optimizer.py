@@ -1,6 +1,7 @@
 """AdamW and Muon whose tensors rest in fewer bytes: numbers, rounding, states, offload."""
 
 import math
+import shutil
 from functools import partial
 
 import pytest
@@ -388,3 +389,16 @@ def test_code_search_equals_bucketize(monkeypatch):
     expected = forms._count_below(values, limits)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert torch.equal(forms._count_below(values, limits), expected)
+
+
+@pytest.mark.campaign
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
+def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
+    expected = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
+    monkeypatch.setattr(compact, "fuses_updates", lambda device: True)
+    for small in (0, 2**20):
+        monkeypatch.setattr(fused, "SMALL", small)
+        trained(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
+        assert different(found, expected) == []
