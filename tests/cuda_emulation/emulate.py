@@ -33,7 +33,7 @@ from torchmm.parallel.tensor.bubbles import Turns
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.planning import step as planning_step
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.optimizers import compact, fused
+from torchmm.training.optimizers import compact
 from torchmm.training.trainer import Trainer
 
 device = fakecuda.ext
@@ -136,8 +136,6 @@ def trace_only() -> None:
     torch.nn.Module.compile = lambda self, **options: plain(
         self, **{**options, "backend": "aot_eager"}
     )
-    fused.COMPILER = {"backend": "aot_eager"}
-    compact.fuses_updates = lambda device: device.type == "cuda"  # also without Triton
     of_backend = Compilation.__init__
     Compilation.__init__ = lambda self, backend="", **options: of_backend(
         self, "aot_eager", **options

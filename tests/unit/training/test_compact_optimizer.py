@@ -394,12 +394,11 @@ def test_code_search_equals_bucketize(monkeypatch):
 @pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs needs g++")
 def test_compiled_update_equals_torch_kernel_without_recompilation(monkeypatch):
-    expected = trained(EVEN, torch.bfloat16, 50, state_dtype="int8")
+    expected = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
     monkeypatch.setattr(compact, "fuses_updates", lambda device: True)
     for small in (0, 2**20):
         monkeypatch.setattr(fused, "SMALL", small)
-        torch._dynamo.utils.counters.clear()
-        trained(EVEN, torch.bfloat16, 2, state_dtype="int8")
+        trained(EVEN, torch.bfloat16, 2, state_dtype="bfloat16")
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = trained(EVEN, torch.bfloat16, 50, state_dtype="int8")
+            found = trained(EVEN, torch.bfloat16, 50, state_dtype="bfloat16")
         assert different(found, expected) == []
