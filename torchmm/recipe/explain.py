@@ -115,9 +115,11 @@ def holds_names(annotation: Any) -> bool:
 
 
 def wants_string(annotation: Any) -> bool:
-    """Whether the key takes a string."""
+    """Return True if all values of the key are strings."""
     annotation = _strip_none(annotation)
-    return annotation is str or get_origin(annotation) is Literal
+    if get_origin(annotation) is Literal:
+        return all(isinstance(value, str) for value in get_args(annotation))
+    return annotation is str
 
 
 def dotted(loc: Iterable[int | str]) -> str:

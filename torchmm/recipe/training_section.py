@@ -339,7 +339,7 @@ class CompileConfig(Section):
     """torch.compile. Compiled code is kept in `~/.cache/torchmm/compile/`, or in the directory that
     the environment variable TORCHINDUCTOR_CACHE_DIR names."""
 
-    enabled: Literal["auto"] | bool = "auto"
+    enabled: Literal["auto", True, False] = "auto"
     """Whether to compile layers. "auto" compiles on CUDA the layers of LLMs and of encoders that
     pack images and rotate queries and keys (Qwen-VL, Pixtral). Other layers are short: the host
     needs more time for a compiled call than the GPU saves. "auto" does not compile LLMs with
