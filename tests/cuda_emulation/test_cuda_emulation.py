@@ -411,7 +411,8 @@ def test_gpu_check_finds_right_results(built, tmp_path, real_data) -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        ("start", "ceilings", "attention", "small", "trace"),
+        ("small", "trace"),
+        pytest.param(("start", "ceilings", "attention"), marks=pytest.mark.campaign),
         pytest.param(("large", "layers", "stages"), marks=pytest.mark.campaign),
         pytest.param(("switches",), marks=pytest.mark.campaign),
         pytest.param(("second",), marks=pytest.mark.campaign),
