@@ -70,21 +70,6 @@ ASSUMED_LAUNCHES: dict[Kind, float] = {"shard_unit": 40.0, "compiled_call": 60.0
 """Host time of these classes on asynchronous devices that have no measurement, in launches of an
 eager operator. Both are ratios of CPU time: where an operator takes 19 us, a unit of FSDP2 takes
 0.8 ms, and entering a compiled layer 1.2 ms."""
-KINDS: tuple[Kind, ...] = (
-    "tensor_linear",
-    "sequence_exchange",
-    "shard_unit",
-    "forward_call",
-    "compiled_call",
-)
-"""Python's time for calls, nothing else: no bytes, no efficiency."""
-ASSUMED_LAUNCHES: dict[Kind, float] = {
-    "shard_unit": 40.0,
-    "compiled_call": 20.0,
-    "compiled_launch": 1.0,
-}
-"""Host time of these classes on asynchronous devices that have no measurement, in launches of an
-eager operator. FSDP2's is that of a CPU, where a unit takes 0.8 ms and an operator 19 us."""
 KINDS: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind not in HOST_KINDS)
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "attention_backward")
 TANH_GELUS = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu-approximate")

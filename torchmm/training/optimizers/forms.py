@@ -122,8 +122,10 @@ class RandomBits:
 class Form(Protocol):
     """How a tensor is stored between updates."""
 
-    zero: int
-    """The stored number of the value 0."""
+    @property
+    def zero(self) -> int:
+        """Return the stored number of the value 0."""
+        ...
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """Of what is stored for a whole tensor of that shape."""

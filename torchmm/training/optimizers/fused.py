@@ -43,14 +43,12 @@ JOINED = 2**22
 """Elements of a joined call; the last tensor may exceed this limit by `SMALL` elements or a row."""
 STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
 """Factors of the step and of the moment number in the key of random bits."""
-COMPILER = {
-    "backend": "inductor",
-    "options": {
-        "emulate_precision_casts": True,  # no contraction of products and sums
-        "assert_indirect_indexing": False,  # no index depends on data from outside
-        "max_pointwise_cat_inputs": 16,  # one kernel for the numbers of `_scalars`
-    },
+INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+    "emulate_precision_casts": True,  # no contraction of products and sums
+    "assert_indirect_indexing": False,  # no index depends on data from outside
+    "max_pointwise_cat_inputs": 16,  # one kernel for the numbers of `_scalars`
 }
+"""Options of torch.compile."""
 
 
 class Kind(NamedTuple):
@@ -134,7 +132,7 @@ def update_pieces(
         found_inf: 0-dim; if it is not 0, no tensor changes. May be None.
     """
     groups: list[list[Piece]] = []
-    small = []
+    small: list[Piece] = []
     for piece in pieces:
         if piece.padding or piece.target.numel() <= SMALL:
             small.extend(piece.split())
@@ -352,4 +350,4 @@ def _compiled(function: Callable[..., Any], *kind: Kind) -> Callable[..., Any]:
 
     # torch.compile looks graphs up by code. Each kind has separate code.
     call.__code__ = call.__code__.replace(co_name=function.__name__)
-    return torch.compile(call, fullgraph=True, dynamic=True, **COMPILER)
+    return torch.compile(call, fullgraph=True, dynamic=True, options=INDUCTOR_OPTIONS)
