@@ -42,7 +42,7 @@ from support.one_gpu.second import run_second
 from support.one_gpu.steps import record_kernels
 
 from torchmm.common.dtypes import DTYPES
-from torchmm.parallel.mesh import select_device, start_process_group
+from torchmm.parallel.mesh import select_device, start_process_group, use_expandable_segments
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.metrics import peak_flops
 
@@ -102,6 +102,7 @@ def main() -> int:
     options = _parse()
     small = options.small or options.quick
     device = select_device(options.device)
+    use_expandable_segments(device, ParallelConfig())
     if small:
         torch.set_num_threads(1)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -191,7 +191,8 @@ class OurSide:
         self.updates: list[tuple[Mark, Mark]] = []
         self.outcome: Any = None
         run = resolve(recipe, 1)
-        loader = SimpleNamespace(next_metas=lambda: None, overdue="", close=lambda: None)
+        nothing: Callable[[], None] = lambda: None  # noqa: E731
+        loader = SimpleNamespace(next_metas=nothing, known_metas=nothing, overdue="", close=nothing)
         data = SimpleNamespace(
             training=SimpleNamespace(digest=lambda: ("", "synthetic")), held_out=None
         )
