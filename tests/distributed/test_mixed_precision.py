@@ -173,7 +173,7 @@ def train(run: Run, shards: bool) -> Trained:
     found = Trained([], [], {}, {})
     for step in range(STEPS):
         found.losses.append(training.gradients())
-        found.norms.append(global_grad_norm(trained).item())
+        found.norms.append(global_grad_norm({1: trained}).item())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 assert parameter.grad is not None

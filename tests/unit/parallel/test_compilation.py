@@ -155,7 +155,7 @@ def test_compiling_says_which_of_how_many_kinds_it_is_at(
 def test_without_a_word_about_sizes_there_are_more_which_is_told_with_the_guard(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compilation, "mark_sizes", lambda value: None)
+    monkeypatch.setattr(compilation, "mark_sizes", lambda value, **_: None)
     graphs = check(*runs_of("llama"))
     assert max(graph.number for graph in graphs) > MOST_GRAPHS
     caplog.clear()

@@ -60,17 +60,19 @@ def with_memory(directory: Path, nbytes: float) -> str:
 
 def test_the_fastest_of_all_pipelines_is_taken():
     choice = choose_encoders(forecaster_of(recipe_of("vision")))
-    assert sorted(t.pipelines["vision"] for t in choice.tried) == [1, 2, 4]
+    assert {t.pipelines["vision"] for t in choice.tried} <= {1, 2, 4}
+    assert 2 <= len(choice.tried) == 3 - choice.promised_longer
     times_ms = [t.forecast.step.makespan_ms for t in choice.tried]
     assert times_ms == sorted(times_ms) and choice.left_out == 0
     best = choice.tried[0].pipelines["vision"]
     assert choice.recipe.parallel.sizes_given("vision") == {"pipeline": best}
     assert orchestrated(recipe_of("vision"), 8) == choice.recipe
     lines = list(choice.lines())
-    assert len(lines) == 3 + (choice.refined is not None)
+    count = len(choice.tried) + bool(choice.promised_longer)
+    assert len(lines) == count + (choice.refined is not None)
     if choice.refined is not None:
         assert choice.refined.forecast.step.makespan_ms < times_ms[0]
-        assert lines[3].startswith("the first with ")
+        assert lines[len(choice.tried)].startswith("the first with ")
 
 
 def test_images_at_once_and_stages_are_chosen_where_they_make_the_step_shorter():
@@ -218,8 +220,9 @@ def test_encoders_may_have_different_tensor_parallel_sizes():
 
 def test_copies_that_do_not_fit_on_the_fullest_rank_are_left_out(tmp_path):
     recipe = recipe_of("vision")
-    every = choose_encoders(forecaster_of(recipe)).tried
-    peaks = sorted(max(t.forecast.step.peak_bytes) for t in every)
+    parallel = [with_pipelines(recipe, {"vision": pipeline}).parallel for pipeline in (1, 2, 4)]
+    every = [forecaster_of(recipe).forecast_parallel(own).step for own in parallel]
+    peaks = sorted(max(step.peak_bytes) for step in every)
     assert peaks[0] < peaks[-1]
     tight = with_memory(tmp_path, (peaks[0] + peaks[-1]) / 2)
     step = choose_encoders(forecaster_of(recipe, tight)).tried[0].forecast.step
@@ -232,7 +235,8 @@ def test_copies_that_do_not_fit_on_the_fullest_rank_are_left_out(tmp_path):
 
 def test_dry_runs_tell_what_was_tried():
     text = describe_run(recipe_of("vision"), 8)
-    assert text.count("pipeline ranks of vision") == 3
+    longer = re.search(r"(\d) more that the bubble scheduler expects to be slower", text)
+    assert text.count("pipeline ranks of vision") == 3 - int(longer[1] if longer else 0) >= 2
     assert re.search(r"ranks of vision +pipeline \d x replicate 1 x shard", text)
 
 

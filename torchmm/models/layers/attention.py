@@ -313,8 +313,8 @@ def attention(
         )
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is None:
-        inputs = (query_BHTD, key_BGTD, value_BGTD)
-        return _attend_images(*inputs, attention_mask, causal, scale).transpose(1, 2), None
+        out_BHTD = _attend_images(query_BHTD, key_BGTD, value_BGTD, attention_mask, causal, scale)
+        return out_BHTD.transpose(1, 2), None
     if attention_mask is not None or query_BHTD.shape[0] != 1:
         raise ValueError("packed segments need a single row and no attention mask")
     rules = _Rules(causal, window, softcap, sinks_H)

@@ -235,8 +235,9 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         # Raises an error if the logits were overwritten already.
         logits_LV, targets_L, max_L1, sum_L1 = ctx.saved_tensors
         gradient_LV = _dynamic(logits_LV.detach())
-        rows = _dynamic(targets_L), _dynamic(max_L1), _dynamic(sum_L1)
-        _compiled_gradient(gradient_LV, *rows, factor)
+        _compiled_gradient(
+            gradient_LV, _dynamic(targets_L), _dynamic(max_L1), _dynamic(sum_L1), factor
+        )
         return gradient_LV, None
 
 

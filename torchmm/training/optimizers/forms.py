@@ -197,7 +197,8 @@ class Int8Blocks:
         if not signed:
             limits[0] = 0.0  # Only 0 has the code of 0.
         device = device or torch.device("cpu")
-        self._values, self._limits = to_device(values, device), to_device(limits, device)
+        self._values = to_device(values, device)
+        self._limits = to_device(limits, device)
 
     def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
         """See `Form`."""
@@ -206,7 +207,8 @@ class Int8Blocks:
 
     def read(self, stored: Stored) -> Tensor:
         """See `Form`."""
-        codes_RC, scales_RB = stored[""], stored["_scale"]
+        codes_RC = stored[""]
+        scales_RB = stored["_scale"]
         values_RC = self._values[codes_RC.int()]
         scales = scales_RB[..., None].expand(-1, -1, BLOCK).flatten(1)[:, : codes_RC.shape[1]]
         return values_RC.mul_(scales)

@@ -9,10 +9,10 @@ results are bitwise equal to that optimizer, except in the last `size % 16` elem
 The scalar loop for these rounds second moments differently, by one unit in the last place.
 
 Multiplications and additions are fused only where `fused_multiply_add` requests it, and
-`emulate_precision_casts` disables all other contractions. An element should therefore have the
-same bits in all shards, in all copies of a parameter, in joined and separate calls, and in a resumed
-run, on one type of device. Tests show this with inductor for CPUs; it has not run on CUDA. Results on
-CUDA and on a CPU differ: Triton approximates divisions.
+`emulate_precision_casts` disables all other contractions. An element should therefore have the same
+bits in all shards, in all copies of a parameter, in joined and separate calls, and in a resumed
+run, on one type of device. Tests show this with inductor for CPUs, and nothing has run on CUDA.
+Results on CUDA and on a CPU differ: Triton approximates divisions.
 
 Shape legend: R rows and C columns of a tensor; P tensors; U units; W elements of a unit.
 """
