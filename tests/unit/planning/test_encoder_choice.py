@@ -186,8 +186,9 @@ def test_tensor_parallel_sizes_are_tried_too():
     assert choice.recipe.parallel.sizes_given("vision") == sizes
     assert all("tensor" in line for line in [*choice.lines()][: len(tried)])
     given = recipe_of("vision", parallel="tensor = 2\nvision = {tensor = 1}\n")
-    only = choose_encoders(forecaster_of(given)).tried
-    assert len(only) == 3 and {found.tensor for found in only} == {None}
+    choice = choose_encoders(forecaster_of(given))
+    only = choice.tried
+    assert len(only) + choice.promised_longer == 3 and {found.tensor for found in only} == {None}
     assert {found.recipe.parallel.encoder_tensor("vision") for found in only} == {1}
 
 
@@ -228,7 +229,7 @@ def test_copies_that_do_not_fit_on_the_fullest_rank_are_left_out(tmp_path):
     step = choose_encoders(forecaster_of(recipe, tight)).tried[0].forecast.step
     assert step.fits and max(step.peak_bytes) < peaks[-1]
     with pytest.raises(ConfigError, match=r"GiB"):
-        choose_encoders(forecaster_of(recipe, with_memory(tmp_path, peaks[0] * 0.95)))
+        choose_encoders(forecaster_of(recipe, with_memory(tmp_path, peaks[0] * 0.7)))
     with pytest.raises(ConfigError, match="no encoder plan fits"):
         choose_encoders(forecaster_of(recipe, with_memory(tmp_path, 1e5)))
 
