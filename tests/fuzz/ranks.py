@@ -74,7 +74,9 @@ def run_rank(
                 next(p.grad for p in parts.model.parameters() if p.grad is not None).mul_(1.001)
             if "gradients" not in seen:
                 named = parts.model.named_parameters()
-                seen["gradients"] = _whole({n: p.grad for n, p in named if p.grad is not None})
+                whole = _whole({n: p.grad for n, p in named if p.grad is not None})
+                scale = parts.optimizer.grad_scale  # Clipping is part of the update.
+                seen["gradients"] = {name: grad / scale for name, grad in whole.items()}
 
         trainer.run_step = observed  # type: ignore[method-assign]
         parts.optimizer.register_step_pre_hook(before_update)
