@@ -150,10 +150,11 @@ class CompactOptimizer(torch.optim.Optimizer):
             else:
                 for portion, states in self._at_hand([*_portions(parameters)], "adamw"):
                     self._adamw(group, portion, states)
-        # Fused updates have no float32 copies, whose size portions limit.
-        size = sys.maxsize if self._visits is None else PORTION
-        for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
-            self._adamw_fused(fused_groups, portion, states)
+        if fused_groups:
+            # Fused updates have no float32 copies, whose size portions limit.
+            size = sys.maxsize if self._visits is None else PORTION
+            for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
+                self._adamw_fused(fused_groups, portion, states)
 
     def _count_step(self, parameters: Sequence[nn.Parameter], rule: Rule) -> None:
         """Create missing states and count the step, unless it is skipped."""
