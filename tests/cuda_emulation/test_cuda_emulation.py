@@ -114,7 +114,15 @@ CASES = {
     "reductions beside": Case(4, COLOCATED),
     "fillers": Case(4, FILLERS),
     "pieces": Case(4, PIECES),
-    "pieces of whole encoders": Case(4, PIECES | {"parallel__vision__tensor": 1}),
+    "pieces of whole encoders": Case(
+        4,
+        PIECES
+        | {
+            "parallel__vision__tensor": 1,
+            "parallel__tensor_bubbles": 0.9,
+            "parallel__vision__sub_microbatch_images": 8,
+        },
+    ),
     "searched": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "searched"}),
     "generator": Case(1, recipe="quickstart_generation.toml"),
     "disaggregated": Case(3, recipe="quickstart_disaggregated.toml"),
