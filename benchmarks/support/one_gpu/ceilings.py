@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -184,7 +185,8 @@ def measure_attention(
             with recorder.attempt("attention", name, kernel, 6):
                 _measure_sdpa(recorder, name, kernel, backend, heads, device, dtype)
     if device.type == "cuda":
-        _measure_flex(recorder, device, dtype, small)
+        if device.type != "cuda" or find_spec("triton") is not None:
+            _measure_flex(recorder, device, dtype, small)
 
 
 class _OperatorNames(TorchDispatchMode):
