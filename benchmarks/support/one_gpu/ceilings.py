@@ -184,9 +184,8 @@ def measure_attention(
         for kernel, backend in kernels.items():
             with recorder.attempt("attention", name, kernel, 6):
                 _measure_sdpa(recorder, name, kernel, backend, heads, device, dtype)
-    if device.type == "cuda":
-        if device.type != "cuda" or find_spec("triton") is not None:
-            _measure_flex(recorder, device, dtype, small)
+    if device.type == "cuda" and find_spec("triton") is not None:
+        _measure_flex(recorder, device, dtype, small)
 
 
 class _OperatorNames(TorchDispatchMode):
