@@ -847,6 +847,20 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
 
 
+def loss_and_gradients(model: MultimodalModel, batch: Microbatch, rows: int) -> dict[str, Tensor]:
+    """Return the loss and all gradients of a seventh of it.
+
+    Args:
+        rows: Number of rows per chunk of the loss. If 0, the loss takes all logits at once.
+    """
+    model.llm.loss_rows = rows
+    model.zero_grad()
+    loss = model(batch)
+    (loss / 7).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
 def gradient_limit(name: str) -> float:
     """Relative error that a parameter's float32 gradient may have in another layout.
 

@@ -30,10 +30,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib.util
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -104,6 +106,20 @@ def check_system(workers: int) -> None:
             )
     if problems:
         raise ConfigError(problems)
+
+
+def missing_compiler(device: str) -> str:
+    """Return what torch.compile lacks to generate code for a type of device, or "" if nothing.
+
+    On CUDA it needs Triton, which needs a C compiler to call its kernels.
+    """
+    if device != "cuda":
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package that belongs to this version of torch"
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        return "a C compiler (gcc, clang or CC)"
+    return ""
 
 
 def allow_open_files() -> int:

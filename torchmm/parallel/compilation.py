@@ -29,6 +29,7 @@ from torch import Tensor
 
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import working
+from torchmm.common.processes import missing_compiler
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.attention import Segments
 from torchmm.parallel import torch_private
@@ -233,12 +234,11 @@ def mark_sizes(value: Any, *, has_constant_tokens: bool = False) -> None:
 
 def compiler_problem(config: CompileConfig, device: str) -> str:
     """Return why torch.compile cannot generate code for a type of device, or "" if it can."""
-    if device == "cuda" and config.backend == "inductor" and not torch_private.has_triton():
-        return (
-            "torch.compile has no Triton for this GPU; install the triton package that belongs to "
-            "this version of torch, or set compile.enabled = false"
-        )
-    return ""
+    missing = missing_compiler(device) if config.backend == "inductor" else ""
+    return missing and (
+        f"torch.compile cannot generate code for this GPU; install {missing}, or set "
+        "compile.enabled = false"
+    )
 
 
 def keep_compiled_code() -> None:

@@ -48,7 +48,6 @@ from torch.distributed.pipelining._backward import (
 from torch.distributed.pipelining._backward import stage_backward_weight as _backward_weight
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._triton import has_triton
 
 __all__ = [
     "COMPILE_ERRORS",
@@ -62,7 +61,6 @@ __all__ = [
     "fused_multiply_add",
     "group_named",
     "has_dynamic_sizes",
-    "has_triton",
     "initialize_fsdp",
     "is_view",
     "local_tensors",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.one_gpu.rows import Recorder
 from support.one_gpu.steps import Mark, synchronize
+from torchmm.common.processes import missing_compiler
 from torchmm.models.layers.attention import Segments, attention
 
 HOST_CALLS = 200
@@ -184,7 +184,7 @@ def measure_attention(
         for kernel, backend in kernels.items():
             with recorder.attempt("attention", name, kernel, 6):
                 _measure_sdpa(recorder, name, kernel, backend, heads, device, dtype)
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if device.type == "cuda" and not missing_compiler(device.type):
         _measure_flex(recorder, device, dtype, small)
 
 

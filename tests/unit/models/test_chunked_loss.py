@@ -7,6 +7,7 @@ from model_cases import (
     LLMS,
     build,
     composite_config,
+    loss_and_gradients,
     microbatch,
     relative_error,
     text_model,
@@ -14,7 +15,6 @@ from model_cases import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.models.layers.loss import (
     CHUNK_TARGETS,
@@ -22,20 +22,10 @@ from torchmm.models.layers.loss import (
     chunk_rows,
     cross_entropy_in_chunks,
 )
-from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 
 HIDDEN = 24
 VOCABULARY = 300
-
-
-def loss_and_gradients(model: MultimodalModel, batch: Microbatch, rows: int) -> dict[str, Tensor]:
-    model.llm.loss_rows = rows
-    model.zero_grad()
-    loss = model(batch)
-    (loss / 7).backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
 
 
 @pytest.mark.parametrize("name", [*LLMS, *COMPOSITES])

@@ -5,12 +5,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._dynamo
-from model_cases import LLMS, microbatch, relative_error, text_model
+from model_cases import LLMS, loss_and_gradients, microbatch, relative_error, text_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchmm.common import processes
 from torchmm.models.layers import loss as fused
 from torchmm.models.layers.loss import (
     CHUNK_TARGETS,
@@ -134,18 +135,10 @@ def test_fused_models_equal_eager_models(name, rows, on_cpu):
     assert name in LLMS
     batch = microbatch([5, 9, 9, 4, 2])
 
-    def results() -> dict[str, Tensor]:
-        model.llm.loss_rows = rows
-        model.zero_grad()
-        loss = model(batch)
-        (loss / 7).backward()
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return {"loss": loss.detach(), **gradients}
-
-    found = results()
+    found = loss_and_gradients(model, batch, rows)
     assert counters["stats"]["unique_graphs"] == 2
     with patch.object(fused, "uses_fused_loss", uses_fused_loss):
-        expected = results()
+        expected = loss_and_gradients(model, batch, rows)
     assert found.keys() == expected.keys()
     errors = {k: relative_error(found[k], v) for k, v in expected.items() if v.norm() > 1e-6}
     assert {k: e for k, e in errors.items() if e > 1e-5} == {}
@@ -178,12 +171,12 @@ def test_chunks_use_memory_of_float32_rows(on_cpu):
 def test_fused_loss_needs_cuda_and_compiler(monkeypatch):
     cuda = torch.device("cuda")
     assert not uses_fused_loss(torch.device("cpu"))
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(fused.shutil, "which", lambda name: name if name == "gcc" else None)
+    monkeypatch.setattr(processes.shutil, "which", lambda name: name if name == "gcc" else None)
     assert uses_fused_loss(cuda)
-    monkeypatch.setattr(fused.shutil, "which", lambda name: None)
+    monkeypatch.setattr(processes.shutil, "which", lambda name: None)
     assert not uses_fused_loss(cuda)
-    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(fused.shutil, "which", lambda name: name)
+    monkeypatch.setattr(processes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(processes.shutil, "which", lambda name: name)
     assert not uses_fused_loss(cuda)

@@ -1,5 +1,6 @@
 """Which layers are compiled, what compiled layers recompute, and which sizes stay static."""
 
+import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from torchmm.models.layered import LayeredModule
-from torchmm.parallel import activation, torch_private
+from torchmm.parallel import activation, compilation, torch_private
 from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
 from torchmm.parallel.compilation import MOST_GRAPHS, Compilation, compiler_problem
 from torchmm.planning.executions import recompute_mode
@@ -103,11 +104,11 @@ def test_selective_is_full_for_eager_layers_on_cuda() -> None:
 
 
 def test_missing_triton_is_a_problem_for_inductor_on_cuda(monkeypatch) -> None:
-    monkeypatch.setattr(torch_private, "has_triton", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "install the triton package" in compiler_problem(AUTO, "cuda")
     assert not compiler_problem(AUTO, "cpu")
     assert not compiler_problem(CompileConfig(backend="aot_eager"), "cuda")
-    monkeypatch.setattr(torch_private, "has_triton", lambda: True)
+    monkeypatch.setattr(compilation, "missing_compiler", lambda device: "")
     assert not compiler_problem(AUTO, "cuda")
 
 

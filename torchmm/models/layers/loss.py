@@ -21,9 +21,6 @@ Shape legend: L targets, N rows of a chunk, D features, V vocabulary (of a rank)
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -36,6 +33,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from torchmm.common.processes import missing_compiler
 
 CHUNK_TARGETS = 1024
 """Rows cast to float32 at a time."""
@@ -51,13 +50,8 @@ _SCALED_ROWS = 4096
 
 
 def uses_fused_loss(device: torch.device) -> bool:
-    """Return True if losses on `device` use compiled kernels that write gradients in place.
-
-    torch compiles for CUDA with Triton, which needs a C compiler to call its kernels.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return False
-    return any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang")))
+    """Return True if losses on `device` use compiled kernels that write gradients in place."""
+    return device.type == "cuda" and not missing_compiler(device.type)
 
 
 def summed_cross_entropy(logits_LV: Tensor, targets_L: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal
 from zlib import crc32
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from torchmm.common.processes import missing_compiler
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
 from torchmm.recipe.training_section import UPDATE_PORTION
@@ -336,7 +336,7 @@ class CompactOptimizer(torch.optim.Optimizer):
 
 def fuses_updates(device: torch.device) -> bool:
     """Return True if AdamW updates of compact tensors on `device` are compiled (`fused.py`)."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and not missing_compiler(device.type)
 
 
 def _gradient(piece: _Piece) -> Tensor:
