@@ -194,6 +194,7 @@ class Loader:
         """Logged counts of samples of streams, by source and description."""
         self._workers = data.workers
         self._prefetched = data.workers * data.prefetch
+        self._memory_checked = False
         self._timeout_s = data.timeout_s
         if remote is not None:  # which itself reports producers that do not answer
             self._timeout_s += data.producers.give_up_s
@@ -274,7 +275,10 @@ class Loader:
     def _check_shared_memory(self) -> None:
         """Warn if all steps that workers of this machine prepare exceed the shared memory."""
         plan = self._queue.known
-        if not self._prefetched or plan is None or not Path(SHARED_MEMORY).is_dir():
+        if self._memory_checked or not self._prefetched or plan is None:
+            return
+        self._memory_checked = True  # Validation iterates again and again.
+        if not Path(SHARED_MEMORY).is_dir():
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         needed = self._decoder.step_bytes(plan.ranks[self._rank]) * self._prefetched * ranks
