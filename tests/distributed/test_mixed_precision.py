@@ -238,7 +238,7 @@ def needs_first_copy(weight: precision._Weight) -> bool:
     return is_first and weight.compute is not weight.master
 
 
-def test_bfloat16_sums_and_old_copies_are_found() -> None:
+def test_comparison_detects_bfloat16_sums_and_stale_copies() -> None:
     [[rounded, old]] = run_distributed(compare_defects, 1)
     assert any(name.startswith("0 ") for name in rounded)
     assert "loss 0" not in rounded + old

@@ -107,7 +107,7 @@ class MixedPrecision:
 
 
 class _Weight:
-    """One parameter.
+    """Compute copy and gradient sum of one parameter.
 
     Args:
         master: the parameter, which the optimizer updates.

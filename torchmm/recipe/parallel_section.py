@@ -174,7 +174,7 @@ class ParallelConfig(Section):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a schedule computes the gradients of inputs and of weights separately."""
+        """Return True if backward passes compute gradients of inputs and weights separately."""
         colocated = self.placement == "colocated"
         schedule = find_schedule(self.llm_schedule if colocated else self.schedule)
         is_cut = self.pipeline > 1 or self.placement == "disaggregated"

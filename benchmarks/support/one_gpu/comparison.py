@@ -54,7 +54,7 @@ class MeasuredStep:
 
 @dataclass
 class Bench:
-    """What the parts share.
+    """State of the program that all parts use.
 
     Attributes:
         peak: peak of the card in FLOP/s for MFU.
@@ -101,9 +101,9 @@ def run_small(bench: Bench) -> None:
     with bench.recorder.attempt("small", SMALL_VLM.name, "inputs", 120):
         case = bench.case(SMALL_VLM)
         model, batches = bench.inputs(case)
-        _run_ours(bench, "small", case, batches, "torchmm", 60)
+        _run_torchmm(bench, "small", case, batches, "torchmm", 60)
         for name in FIRST_VARIANTS:
-            _run_theirs(bench, "small", case, model, batches, VARIANTS[name], 45)
+            _run_baseline(bench, "small", case, model, batches, VARIANTS[name], 45)
         _add_ratio(bench, case, FIRST_VARIANTS)
 
 
@@ -117,7 +117,7 @@ def run_large(bench: Bench) -> None:
         with bench.recorder.attempt("large", case.name, "inputs", 80):
             tiny = bench.case(case)
             _, batches = bench.inputs(tiny)
-            _run_ours(bench, "large", tiny, batches, "torchmm", 80 if case is VL_FULL else 55)
+            _run_torchmm(bench, "large", tiny, batches, "torchmm", 80 if case is VL_FULL else 55)
 
 
 def run_switches(bench: Bench) -> None:
@@ -125,22 +125,22 @@ def run_switches(bench: Bench) -> None:
     case, update_case = bench.case(SMALL_VLM), bench.case(VL_FULL)
     with bench.recorder.attempt("switches", case.name, "inputs", 90):
         _, batches = bench.inputs(case)
-        _run_ours(bench, "switches", case, batches, "with FSDP2", 40)
-        _run_ours(bench, "switches", case, batches, "without fused loss", 40)
+        _run_torchmm(bench, "switches", case, batches, "with FSDP2", 40)
+        _run_torchmm(bench, "switches", case, batches, "without fused loss", 40)
     with bench.recorder.attempt("switches", update_case.name, "inputs", 70):
         _, batches = bench.inputs(update_case)
-        _run_ours(bench, "switches", update_case, batches, "without fused update", 60)
+        _run_torchmm(bench, "switches", update_case, batches, "without fused update", 60)
     if bench.quick:
         return
     with bench.recorder.attempt("switches", case.name, "inputs", 300):
         model, batches = bench.inputs(case)
-        _run_ours(bench, "switches", case, batches, "without compile", 30)
+        _run_torchmm(bench, "switches", case, batches, "without compile", 30)
         if bench.device.type == "cuda":  # compiled code of a CPU takes minutes
-            _run_ours(bench, "switches", case, batches, "all layers compiled", 45)
-        _run_ours(bench, "switches", case, batches, "torchmm again", 30)
+            _run_torchmm(bench, "switches", case, batches, "all layers compiled", 45)
+        _run_torchmm(bench, "switches", case, batches, "torchmm again", 30)
         for name, variant in VARIANTS.items():
             if name not in FIRST_VARIANTS:
-                _run_theirs(bench, "switches", case, model, batches, variant, 40)
+                _run_baseline(bench, "switches", case, model, batches, variant, 40)
 
 
 def run_trace(bench: Bench) -> None:
@@ -150,7 +150,7 @@ def run_trace(bench: Bench) -> None:
     case = bench.case(SMALL_VLM)
     with bench.recorder.attempt("trace", case.name, "torchmm", 60):
         _, batches = bench.inputs(case)
-        with open_ours(bench, case, batches) as side:
+        with open_torchmm(bench, case, batches) as side:
             for i in range(1 if bench.small else 3):
                 side.step(i % len(batches))
             _trace(bench, case, side)
@@ -162,7 +162,7 @@ def _trace(bench: Bench, case: Case, side: OurSide) -> None:
 
 
 @contextmanager
-def open_ours(
+def open_torchmm(
     bench: Bench, case: Case, batches: list[StepBatch], changes: Mapping[str, Any] | None = None
 ) -> Iterator[OurSide]:
     """Build torchmm for a case and close it at the end."""
@@ -175,7 +175,7 @@ def open_ours(
             side.close()
 
 
-def _run_ours(
+def _run_torchmm(
     bench: Bench, part: str, case: Case, batches: list[StepBatch], name: str, limit_s: float
 ) -> None:
     """Time torchmm; `name` may be a switch."""
@@ -186,12 +186,12 @@ def _run_ours(
     with recorder.attempt(part, case.name, name, limit_s):
         switch = switched_off(name) if name in SWITCHES else _no_switch()
         try:
-            with switch as changes, open_ours(bench, case, batches, changes) as side:
+            with switch as changes, open_torchmm(bench, case, batches, changes) as side:
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
                 timed = time_steps(side, device, _budget_s(bench, limit_s), bench.small)
                 _add_rows(bench, part, case, name, side, timed)
-                _add_own_rows(bench, part, case, name, side, timed)
+                _add_torchmm_rows(bench, part, case, name, side, timed)
                 _add_idle(bench, part, case, name, side, timed)
                 if name == "torchmm" and part == "small" and bench.traces:
                     with recorder.attempt("trace", case.name, name, 25):
@@ -205,7 +205,7 @@ def _no_switch() -> Iterator[Mapping[str, Any]]:
     yield {}
 
 
-def _run_theirs(
+def _run_baseline(
     bench: Bench,
     part: str,
     case: Case,
@@ -279,7 +279,7 @@ def _add_rows(
     add("first loss", timed.first_loss, "", f"WRONG: {off:.1e} off" if off > TOLERANCE else "")
 
 
-def _add_own_rows(
+def _add_torchmm_rows(
     bench: Bench, part: str, case: Case, name: str, side: OurSide, timed: Timed
 ) -> None:
     """Add rows that only torchmm has, and note the step for the cost model."""

@@ -1,7 +1,7 @@
 """torchmm as a side: the Trainer of a recipe, built as in training but for data and weights.
 
-Weights are drawn on the device, seeded by the name of each tensor, so that all sides begin alike
-without copies. Everything else is `torchmm.training.build.build_run` and `Trainer.run_step`.
+Weights are drawn on the device, seeded by the name of each tensor, so that all sides have the same
+values without copies. Everything else is `torchmm.training.build.build_run` and `Trainer.run_step`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def draw_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """What the cost model needs to predict a step.
+    """Inputs of the cost model for the prediction of a step.
 
     Attributes:
         plan: plan of the step.

@@ -34,7 +34,7 @@ class LimitError(BaseException):
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, or the reason why there is none.
+    """A measurement, or the reason for a missing one.
 
     Attributes:
         value: None if nothing was measured; `note` has the reason.

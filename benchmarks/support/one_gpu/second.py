@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from support.one_gpu.cases import FLOAT8, TEXT_1_7B, VL_FULL, Case, make_microbatch
-from support.one_gpu.comparison import Bench, open_ours
+from support.one_gpu.comparison import Bench, open_torchmm
 from support.one_gpu.ours import OurSide, draw_weights
 from support.one_gpu.predictions import LoneChannels, plan_pipeline
 from support.one_gpu.steps import Mark, synchronize, time_steps
@@ -75,7 +75,7 @@ def _compare_float8(bench: Bench, name: str) -> None:
     common = {"compile": {"enabled": bench.device.type == "cuda"}}
     for side_name, more in (("bf16", {}), ("float8", {"float8": float8})):
         changes = {**common, **more}
-        with open_ours(bench, case, batches, changes) as side:
+        with open_torchmm(bench, case, batches, changes) as side:
             timed = time_steps(side, bench.device, 15, bench.small)
             speed[side_name] = side.tokens[0] / timed.median_ms * 1e3
             losses[side_name] = side.step(0)
@@ -93,7 +93,7 @@ def _losses(
 ) -> tuple[list[float], float, list[Tensor]]:
     """Return the losses of some steps, the time of the fastest, and samples of the weights."""
     _, batches = bench.inputs(case)
-    with open_ours(bench, case, batches, changes) as side:
+    with open_torchmm(bench, case, batches, changes) as side:
         losses, marks = [], [Mark(bench.device)]
         for i in range(STEPS):
             losses.append(side.step(i % len(batches)))
@@ -160,14 +160,14 @@ def _tight_bytes(bench: Bench) -> int:
     """Return the predicted peak with full recomputation, plus a fifth."""
     case = _shallow(bench)
     _, batches = bench.inputs(case)
-    with open_ours(bench, case, batches, {"activation_checkpoint": {"mode": "full"}}) as side:
+    with open_torchmm(bench, case, batches, {"activation_checkpoint": {"mode": "full"}}) as side:
         return round(1.2 * side.predicted_peak_bytes())
 
 
 def _save_during_training(bench: Bench, name: str) -> None:
     case = _shallow(bench)
     _, batches = bench.inputs(case)
-    with open_ours(bench, case, batches) as side:
+    with open_torchmm(bench, case, batches) as side:
         save: Any = side.trainer._save
         after, others = [], []
         with side.trainer.parts.checkpoints:

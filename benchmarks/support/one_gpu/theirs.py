@@ -50,7 +50,7 @@ AttentionInterface.register(PACKED, packed_autocast)
 
 @dataclass(frozen=True)
 class Variant:
-    """How another program trains.
+    """Settings of a training loop that torchmm is compared with.
 
     Attributes:
         passes: forward passes per microbatch; more need less memory.
@@ -98,7 +98,7 @@ class HfSide:
     """Hugging Face's model of a recipe in a plain loop. See `steps.Side`.
 
     Args:
-        ours: the model of the recipe on the meta device, which has the names of the weights.
+        original: the model of the recipe on the meta device, which has the names of the weights.
         flops: model FLOPs of each batch.
         backend: backend of torch.compile.
     """
@@ -106,7 +106,7 @@ class HfSide:
     def __init__(
         self,
         recipe: Recipe,
-        ours: MultimodalModel,
+        original: MultimodalModel,
         batches: Sequence[StepBatch],
         flops: list[float],
         device: torch.device,
@@ -119,7 +119,7 @@ class HfSide:
         self.max_grad_norm = recipe.optimizer.max_grad_norm
         # Liger-kernel also replaces globals of transformers, which torchmm's layers use.
         self._globals = _saved_globals() if variant.liger else None
-        self.model = _build_model(ours, device, variant, backend)
+        self.model = _build_model(original, device, variant, backend)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=recipe.optimizer.lr, betas=(0.9, 0.95),
             weight_decay=recipe.optimizer.weight_decay, fused=True,
@@ -216,13 +216,13 @@ class TrlSide(HfSide):
 
 
 def _build_model(
-    ours: MultimodalModel, device: torch.device, variant: Variant, backend: str
+    original: MultimodalModel, device: torch.device, variant: Variant, backend: str
 ) -> Any:
     """Return Hugging Face's model with the weights that torchmm draws."""
-    model = _empty_model(ours, device)
-    prefixes = hf_prefixes(ours)
+    model = _empty_model(original, device)
+    prefixes = hf_prefixes(original)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in ours.named_modality_modules():
+    for prefix, module in original.named_modality_modules():
         copies = module.tied_copies()
         for name, _ in module.named_parameters():
             theirs = hf_name(prefixes, module.name, name)
@@ -238,13 +238,15 @@ def _build_model(
     return model.train()
 
 
-def _empty_model(ours: MultimodalModel, device: torch.device) -> Any:
+def _empty_model(original: MultimodalModel, device: torch.device) -> Any:
     """Return Hugging Face's model; its buffers are filled."""
     settings: Any = {"attn_implementation": "sdpa", "dtype": torch.float32}
     with torch.device(device):
-        if ours.composite is None:
-            return AutoModelForCausalLM.from_config(copy.deepcopy(ours.llm.text_config), **settings)
-        config = copy.deepcopy(ours.composite)
+        if original.composite is None:
+            return AutoModelForCausalLM.from_config(
+                copy.deepcopy(original.llm.text_config), **settings
+            )
+        config = copy.deepcopy(original.composite)
         model = LlavaForConditionalGeneration._from_config(config, **settings)
     for module in model.model.vision_tower.modules():
         if hasattr(module, "use_head"):

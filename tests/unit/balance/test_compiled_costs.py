@@ -13,6 +13,7 @@ from counting import CountFused, CountTraffic
 from test_part_operators import RealLayer, traffic
 from torch.distributed.device_mesh import init_device_mesh
 
+from torchmm.balance.costs import blocks
 from torchmm.balance.costs.blocks import Head
 from torchmm.balance.costs.devices import DEVICES
 from torchmm.balance.costs.execution import Execution, Setting
@@ -32,6 +33,7 @@ from torchmm.balance.costs.profiles import assumed_profile
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
+from torchmm.models.layers import loss
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.fsdp import LayerSharding, apply_fsdp
@@ -219,3 +221,8 @@ def test_fsdp_copies_match_counted_traffic() -> None:
     predicted = sum(float(o.memory_bytes) for o in operators)
     assert predicted == pytest.approx(10 * parameters, rel=0.02)
     assert copied == pytest.approx(predicted, rel=0.05)
+
+
+def test_loss_chunks_match_loss() -> None:
+    assert blocks.LOSS_CHUNK == loss.CHUNK_TARGETS
+    assert blocks.LOGIT_BYTES == loss._LOGIT_BYTES

@@ -341,7 +341,7 @@ def test_fused_offloaded_states_change_no_bit(monkeypatch, fuses, offload):
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 @pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("state", ["float32", "bfloat16", "int8"])
-def test_update_with_found_inf_changes_nothing(monkeypatch, fuses, state, rule):
+def test_update_of_non_finite_gradients_changes_nothing(monkeypatch, fuses, state, rule):
     if fuses:
         run_fused_without_compiler(monkeypatch)
     model = net(torch.bfloat16)

@@ -147,7 +147,7 @@ class Execution:
 
     @property
     def uses_fsdp(self) -> bool:
-        """Whether several ranks have the same stage, so that FSDP2 gathers and reduces."""
+        """Return True if several ranks share a stage, as `torchmm.parallel.fsdp.needs_fsdp`."""
         return self.sharing > 1
 
     @property
@@ -177,7 +177,7 @@ class Setting(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU, with kernels that CPUs do not have."""
+        """Return True if the device is a GPU, with kernels that CPUs do not have."""
         return not self.segment_calls
 
     @property

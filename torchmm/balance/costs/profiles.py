@@ -45,7 +45,14 @@ from torchmm.common.files import replace_atomically
 
 FORMAT = "torchmm device profile 1"
 _KEYS = (
-    *("format", "base", "device", "efficiency", "call_us", "launch_us", "host_us", "factors"),
+    "format",
+    "base",
+    "device",
+    "efficiency",
+    "call_us",
+    "launch_us",
+    "host_us",
+    "factors",
     "measured_on",
 )
 _ACTION_TYPES = ("F", "B", "I", "W")

@@ -72,9 +72,8 @@ def load_config(key: str, source: str | None, override: dict[str, Any] | None) -
         base = getattr(base, "vision_config", None) or base
     if source is not None and written:
         base = _make_config(key, _merged(base.to_dict(), written), written)
-    if getattr(
-        base, "apply_spec_augment", False
-    ):  # the default of Wav2Vec2 and its published files
+    # The default of Wav2Vec2 and of its published files.
+    if getattr(base, "apply_spec_augment", False):
         logger.warning(
             "[%s] apply_spec_augment = true has no effect: SpecAugment is not implemented; set it "
             "to false to confirm",
