@@ -910,7 +910,7 @@ FAULTS = [
         (
             f"{STARTS}test_bad_recipes_are_refused_by_key",
             f"{TRAIN}test_a_bad_recipe_lists_all_mistakes",
-            f"{TRAIN}test_mistakes_in_the_model_are_told_once_and_before_ranks_meet",
+            f"{TRAIN}test_model_mistakes_fail_before_rendezvous",
         ),
     ),
     Fault(
