@@ -279,5 +279,7 @@ def test_images_of_one_size_use_flash_attention(monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled()
     expected = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in plain))
     assert torch.allclose(outputs[0].cpu().float(), expected.transpose(1, 2), atol=0.02)
-    monkeypatch.setattr(attention, "CUDNN_FOR_IMAGES", True)
+    monkeypatch.setattr(attention, "image_kernels", lambda card: {"8": "cudnn"})
     assert attention_kernels(logged(attend)) == {"cudnn": 1}
+    monkeypatch.setattr(attention, "image_kernels", lambda card: {"16": "cudnn"})
+    assert attention_kernels(logged(attend)) == {"flash": 1}

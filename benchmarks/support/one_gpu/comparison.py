@@ -61,6 +61,7 @@ class Bench:
         small: whether sizes are tiny.
         quick: whether only the first sides run.
         traces: whether the first side of "small" is traced.
+        saves_kernels: whether the part "attention" stores the faster kernels.
     """
 
     recorder: Recorder
@@ -69,6 +70,7 @@ class Bench:
     small: bool
     quick: bool = False
     traces: bool = True
+    saves_kernels: bool = False
     dtype: str = "bfloat16"
     measured: list[MeasuredStep] = field(default_factory=list)
     speed: dict[tuple[str, str], float] = field(default_factory=dict)
