@@ -5,12 +5,14 @@ import fakecuda
 fakecuda.install(2)
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from fakecuda.hangs import mismatches, stuck
 from fakecuda.races import races
 from fakecuda.records import Record, as_records, attention_kernels, host_waits
+from model_cases import ONE_SIZE_ENCODERS, build, make_inputs, pair_config
 
 from torchmm.common.batch import padded_images
 from torchmm.models.encoder_graphs import EncoderGraphs
@@ -429,3 +431,27 @@ def test_graph_replay_with_stale_input_is_wrong(monkeypatch):
     expected, _ = _pass(eager, eager, 3, 1)
     found, _ = _pass(graphs, layers, 3, 1)
     assert not torch.allclose(found[0], expected[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("family", ONE_SIZE_ENCODERS)
+def test_encoder_with_graphs_matches_eager_encoder(family):
+    inputs, five = make_inputs(family), [0, 1, 0, 1, 1]  # 6 with padding
+    grids = [inputs.grids_thw[i] for i in five]
+    inputs = replace(inputs, pixels=inputs.pixels[five], grids_thw=grids)
+    found = []
+    for uses_graphs in (False, True):
+        encoder = build(pair_config("llama", family)).encoders["eye"].cuda()
+        if uses_graphs:
+            encoder.use_graphs()
+        moved = replace(inputs, pixels=inputs.pixels.cuda())
+        for _ in range(2):  # gradients add up
+            out = encoder(moved)
+            weights = torch.linspace(-1, 1, out.numel()).view(out.shape).cuda()
+            (out * weights).sum().backward()
+        assert encoder.graphs is None or encoder.graphs.replays == 2
+        found.append([out, *(p.grad for p in encoder.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 1
+    largest = max(tensor.norm().item() for tensor in found[0][1:])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        error = (ours - theirs).norm().item()
+        assert error <= 1e-5 * max(theirs.norm().item(), 1e-2 * largest)

@@ -164,7 +164,7 @@ def run(command: list[str], **environment: str) -> None:
     env = {
         **os.environ,
         "PATH": paths,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, ROOT / "tests/helpers"))),
         "OMP_NUM_THREADS": "1",
         **environment,
     }

@@ -137,6 +137,7 @@ def run_switches(bench: Bench) -> None:
     with bench.recorder.attempt("switches", case.name, "inputs", 300):
         model, batches = bench.inputs(case)
         _run_torchmm(bench, "switches", case, batches, "without compile", 30)
+        _run_torchmm(bench, "switches", case, batches, "with CUDA graphs", 40)
         if bench.device.type == "cuda":  # compiled code of a CPU takes minutes
             _run_torchmm(bench, "switches", case, batches, "all layers compiled", 45)
         _run_torchmm(bench, "switches", case, batches, "torchmm again", 30)
