@@ -16,6 +16,9 @@ are rows. The parts run in an order that puts the most valuable rows first:
     stages      each rank of a pipeline of 4 ranks alone; the simulated step
     switches    one change turned off at a time, torchmm again, further programs
 
+With `--save-kernels`, the part "attention" stores the faster kernel of encoders with images of one
+size in `torchmm/models/layers/attention_kernels.json`, from where training reads it.
+
 With `--parts second` it runs checks that need a second, shorter command instead.
 """
 
@@ -34,7 +37,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from support.harness import describe_machine, make_parser
-from support.one_gpu.ceilings import measure_attention, measure_ceilings
+from support.one_gpu.ceilings import (
+    choose_image_kernels,
+    measure_attention,
+    measure_ceilings,
+    save_image_kernels,
+)
 from support.one_gpu.comparison import Bench, run_large, run_small, run_switches, run_trace
 from support.one_gpu.predictions import run_layers, run_stages
 from support.one_gpu.rows import LimitError, Recorder
@@ -78,6 +86,11 @@ def _ceilings(bench: Bench) -> None:
 
 def _attention(bench: Bench) -> None:
     measure_attention(bench.recorder, bench.device, DTYPES[bench.dtype], bench.small)
+    kernels = choose_image_kernels(bench.recorder.rows)
+    for width, kernel in kernels.items():
+        bench.recorder.add("attention", f"heads of {width}", kernel, "faster for images")
+    if bench.saves_kernels and kernels:
+        save_image_kernels(torch.cuda.get_device_name(bench.device), kernels)
 
 
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
@@ -113,6 +126,7 @@ def main() -> int:
         bench = Bench(recorder, device, peak, small, options.quick)
         bench.dtype = "float32" if device.type == "cpu" else "bfloat16"
         bench.traces = "trace" in options.parts
+        bench.saves_kernels = options.save_kernels
         start_process_group(ParallelConfig(), device)
         try:
             for name in options.parts:
@@ -151,8 +165,13 @@ def _parse() -> argparse.Namespace:
     add("--seconds", type=float, help=f"time limit of the program in s, default {SECONDS:.0f}")
     add("--parts", nargs="+", choices=PARTS, default=list(DEFAULT_PARTS), metavar="NAME")
     add("--small", action="store_true", help="tiny sizes, to see that every part works")
+    add(
+        "--save-kernels", action="store_true", help="store the faster attention kernels of the card"
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     options = parser.parse_args()
+    if options.save_kernels and (options.small or "attention" not in options.parts):
+        parser.error('--save-kernels needs the part "attention" without --small')
     limit_s = SMALL_SECONDS if options.small else SECONDS
     options.seconds = options.seconds or (QUICK_SECONDS if options.quick else limit_s)
     options.parts = [name for name in PARTS if name in options.parts]

@@ -5,13 +5,17 @@ import fakecuda
 fakecuda.install(2)
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from fakecuda.hangs import mismatches, stuck
 from fakecuda.races import races
 from fakecuda.records import Record, as_records, attention_kernels, host_waits
+from model_cases import ONE_SIZE_ENCODERS, build, make_inputs, pair_config
 
+from torchmm.common.batch import padded_images
+from torchmm.models.encoder_graphs import EncoderGraphs
 from torchmm.models.layers import attention
 
 ext = fakecuda.ext
@@ -279,5 +283,175 @@ def test_images_of_one_size_use_flash_attention(monkeypatch):
     assert torch.backends.cuda.cudnn_sdp_enabled()
     expected = torch.nn.functional.scaled_dot_product_attention(*(x.float() for x in plain))
     assert torch.allclose(outputs[0].cpu().float(), expected.transpose(1, 2), atol=0.02)
-    monkeypatch.setattr(attention, "CUDNN_FOR_IMAGES", True)
+    monkeypatch.setattr(attention, "image_kernels", lambda card: {"8": "cudnn"})
     assert attention_kernels(logged(attend)) == {"cudnn": 1}
+    monkeypatch.setattr(attention, "image_kernels", lambda card: {"16": "cudnn"})
+    assert attention_kernels(logged(attend)) == {"flash": 1}
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = torch.nn.LayerNorm(8)
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, hidden):
+        heads = self.norm(hidden).unflatten(-1, (2, 4)).transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        hidden = hidden + out.transpose(1, 2).flatten(2)
+        return hidden + self.second(torch.nn.functional.gelu(self.first(hidden)))
+
+
+def _graphed_layers(trained=True):
+    layers = torch.nn.Sequential(_Layer(0), _Layer(1)).cuda().requires_grad_(trained)
+    return layers, EncoderGraphs("vision", list(layers), layers)
+
+
+def _pass(run, layers, images, seed, embeddings=True):
+    """Output, input gradient and gradient sums of a forward and backward pass."""
+    torch.manual_seed(seed)
+    hidden = torch.randn(images, 5, 8).cuda().requires_grad_(embeddings)
+    weights = torch.randn(images, 5, 8).cuda()
+    out = run(hidden)
+    if out.requires_grad:
+        (out * weights).sum().backward()
+    found = [out.detach().cpu(), *([hidden.grad.cpu()] if embeddings else [])]
+    return found, [p.grad.cpu().clone() for p in layers.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(("trained", "embeddings"), [(True, True), (True, False), (False, False)])
+def test_encoder_graphs_match_eager_layers(trained, embeddings):
+    counts = [3, 5, 4, 5, 1, 3, 7, 5]
+    eager, _ = _graphed_layers(trained)
+    layers, graphs = _graphed_layers(trained)
+    for seed, images in enumerate(counts):  # gradients add up, as over microbatches
+        expected, sums = _pass(eager, eager, images, seed, embeddings)
+        found, own_sums = _pass(graphs, layers, images, seed, embeddings)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(own_sums, sums, rtol=1e-5, atol=1e-6)
+    assert graphs.replays == len(counts) and not graphs.failure
+    assert len(graphs._graphs) == len({padded_images(n) for n in counts})
+
+
+def test_padded_images_of_graph_have_no_gradient():
+    layers, graphs = _graphed_layers()
+    torch.manual_seed(0)
+    images = torch.randn(4, 5, 8).cuda()
+    out = graphs(images)  # fills the graph of 4 images, which has no padding
+    out.sum().backward()
+    layers.zero_grad()
+    big = graphs(torch.randn(5, 5, 8).cuda().requires_grad_())  # 6 images
+    graph = graphs._graphs[6, torch.Size([5, 8]), torch.float32, True]
+    assert (graph._input_BSD[5:] == 0).all()
+    big.backward(torch.full_like(big, 1e30))
+    assert (graph._output_gradient_BSD[5:] == 0).all()
+    assert (graph._input_gradient_BSD[5:] == 0).all()
+
+
+def test_encoder_graphs_run_one_pass_at_a_time():
+    eager, _ = _graphed_layers()
+    layers, graphs = _graphed_layers()
+    torch.manual_seed(0)
+    inputs = [torch.randn(n, 5, 8).cuda() for n in (3, 3, 6)]
+    for x in inputs:
+        graphs(x).sum().backward()  # all graphs are captured
+    layers.zero_grad()
+    before = graphs.replays
+    outputs = [graphs(x) for x in inputs]
+    assert graphs.replays == before + 1
+    for out, x in zip(outputs, inputs, strict=True):
+        out.sum().backward()
+        eager(x).sum().backward()
+    for ours, theirs in zip(layers.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad.cpu(), rtol=1e-5, atol=1e-6)
+    del outputs, out
+    graphs(inputs[0])  # without a backward pass
+    graphs(inputs[0]).sum().backward()
+    assert graphs.replays == before + 3
+
+
+def test_encoder_graph_refuses_lost_activations():
+    _, graphs = _graphed_layers()
+    x = torch.ones(3, 5, 8).cuda()
+    out = graphs(x)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="overwritten"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("counts", [(3, 6), (6, 3)])
+def test_shared_pool_overwrites_activations(monkeypatch, counts):
+    """Without the check, the backward pass of a graph reads memory of the next one."""
+    layers, graphs = _graphed_layers()
+    monkeypatch.setattr(graphs, "_is_in_use", lambda: False)
+    monkeypatch.setattr(graphs, "end_pass", lambda own_pass: None)
+    inputs = [torch.randn(n, 5, 8).cuda() for n in counts]
+    for x in (inputs[0], inputs[1], inputs[0]):
+        graphs(x).sum().backward()
+    assert not any(p.grad.isnan().any() for p in layers.parameters())
+    layers.zero_grad()
+    first, _ = [graphs(x) for x in inputs]
+    first.sum().backward()
+    assert any(p.grad.isnan().any() for p in layers.parameters())
+
+
+def test_failed_capture_leaves_eager_layers(caplog):
+    eager, _ = _graphed_layers()
+    layers, graphs = _graphed_layers()
+
+    def run(hidden):
+        assert hidden.sum().item() is not None  # the host waits
+        return layers(hidden)
+
+    graphs._run = run
+    for seed in range(2):
+        expected = _pass(eager, eager, 3, seed)
+        torch.testing.assert_close(_pass(graphs, layers, 3, seed), expected, rtol=1e-5, atol=1e-6)
+    assert graphs.replays == 0 and "stream is capturing" in graphs.failure
+    assert caplog.text.count("run without CUDA graphs") == 1
+    assert torch.cuda.current_stream().stream_id == 0
+
+
+def test_moved_parameters_leave_eager_layers():
+    layers, graphs = _graphed_layers()
+    x = torch.ones(3, 5, 8).cuda()
+    graphs(x).sum().backward()
+    layers[0].first.weight.data = layers[0].first.weight.data.clone() * 2
+    expected = layers(x)
+    torch.testing.assert_close(graphs(x).cpu(), expected.cpu())
+    assert graphs.replays == 1 and "moved" in graphs.failure
+
+
+def test_graph_replay_with_stale_input_is_wrong(monkeypatch):
+    eager, _ = _graphed_layers()
+    layers, graphs = _graphed_layers()
+    _pass(graphs, layers, 3, 0)
+    monkeypatch.setattr("torchmm.models.encoder_graphs._Graph._fill", lambda *_: None)
+    expected, _ = _pass(eager, eager, 3, 1)
+    found, _ = _pass(graphs, layers, 3, 1)
+    assert not torch.allclose(found[0], expected[0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("family", ONE_SIZE_ENCODERS)
+def test_encoder_with_graphs_matches_eager_encoder(family):
+    inputs, five = make_inputs(family), [0, 1, 0, 1, 1]  # 6 with padding
+    grids = [inputs.grids_thw[i] for i in five]
+    inputs = replace(inputs, pixels=inputs.pixels[five], grids_thw=grids)
+    found = []
+    for uses_graphs in (False, True):
+        encoder = build(pair_config("llama", family)).encoders["eye"].cuda()
+        if uses_graphs:
+            encoder.use_graphs()
+        moved = replace(inputs, pixels=inputs.pixels.cuda())
+        for _ in range(2):  # gradients add up
+            out = encoder(moved)
+            weights = torch.linspace(-1, 1, out.numel()).view(out.shape).cuda()
+            (out * weights).sum().backward()
+        assert encoder.graphs is None or encoder.graphs.replays == 2
+        found.append([out, *(p.grad for p in encoder.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) > 1
+    largest = max(tensor.norm().item() for tensor in found[0][1:])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        error = (ours - theirs).norm().item()
+        assert error <= 1e-5 * max(theirs.norm().item(), 1e-2 * largest)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from torchmm.common.device_copies import HostCopy
+from torchmm.models.encoder_graphs import _Graph
 from torchmm.models.llm import LlmModule
 from torchmm.parallel import torch_private
 from torchmm.parallel.fsdp import StepSharding
@@ -198,6 +199,19 @@ def pageable_copy() -> None:
     LlmModule.forward = forward
 
 
+def stale_graph_input() -> None:
+    """A CUDA graph of an encoder computes with the images of the pass that captured it."""
+    plain = _Graph._fill
+    filled = set()
+
+    def fill(self, static, values):
+        if id(static) not in filled:
+            plain(self, static, values)
+        filled.add(id(static))
+
+    _Graph._fill = fill
+
+
 DEFECTS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -216,6 +230,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
         pageable_copy,
         saved_early,
         slot_in_use,
+        stale_graph_input,
         swapped_sends,
         timed_late,
         unreduced,

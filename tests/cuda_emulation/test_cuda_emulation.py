@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 from ports import free_port
 from tiny_recipe import ONLY_TRAINS, ROOT, overrides
+from tiny_recipe import records as metrics
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -95,6 +96,8 @@ FLOAT8 = {
     "float8__first_layers": 0,
     "float8__last_layers": 0,
 }
+WHOLE_ENCODERS = {"parallel__vision__sub_microbatch_images": 64}
+GRAPHS = WHOLE_ENCODERS | {"compile__cuda_graphs": "true"}
 CASES = {
     "quickstart": Case(1),
     "fsdp2": Case(2),
@@ -128,6 +131,7 @@ CASES = {
     "disaggregated": Case(3, recipe="quickstart_disaggregated.toml"),
     "compiled, float8": Case(1, FLOAT8),
     "compiled, float32": Case(1, {"compile__enabled": "true", "training__dtype": "float32"}),
+    "cuda graphs": Case(1, GRAPHS),
     "native resolution": Case(1, recipe="tiny/siglip2_qwen3.toml"),
     "checkpoint": Case(2, {"checkpoint__interval": 2, "checkpoint__export_hf": "true"}),
     "recomputed": Case(1, {"activation_checkpoint__mode": "full"}),
@@ -160,7 +164,7 @@ def run(command: list[str], **environment: str) -> None:
     env = {
         **os.environ,
         "PATH": paths,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, ROOT / "tests/helpers"))),
         "OMP_NUM_THREADS": "1",
         **environment,
     }
@@ -383,6 +387,24 @@ def test_defects_are_found(defect, name, built, tmp_path, real_data) -> None:
         assert states_on_their_way(ranks, tmp_path)
     else:
         assert found_races(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cuda_graphs_give_eager_losses(dtype, built, tmp_path, real_data) -> None:
+    settings = {"training__dtype": dtype}
+    cases = {"eager": WHOLE_ENCODERS, "graphs": GRAPHS, "stale_graph_input": GRAPHS}
+    losses = {}
+    for name, changes in cases.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        defect = "" if name in ("eager", "graphs") else name
+        logged(Case(1, changes | settings), folder, real_data, defect)
+        losses[name] = [record["loss"] for record in metrics(folder / "run")]
+    limit = 1e-5 if dtype == "float32" else 1e-3
+    assert losses["graphs"] == pytest.approx(losses["eager"], rel=limit)
+    assert losses["stale_graph_input"] != pytest.approx(losses["eager"], rel=limit)
 
 
 @pytest.mark.campaign

@@ -148,6 +148,8 @@ def _compile(rng: Random, sections: Table, layers: dict[str, int]) -> None:
     sections["compile"] = {"enabled": True, "backend": rng.choice(("eager", "aot_eager"))}
     if rng.random() < 0.3:
         sections["compile"]["modules"] = [rng.choice([*layers])]
+    if rng.random() < 0.5:  # no effect on a CPU, and none on results
+        sections["compile"]["cuda_graphs"] = True
 
 
 def _float8(rng: Random, sections: Table, layers: dict[str, int]) -> None:

@@ -448,6 +448,11 @@ AUDIO = (
     "qwen2_5_omni_sound",
     *SPEECH,
 )
+ONE_SIZE_ENCODERS = (
+    "clip", "siglip", "dinov2", "dinov2_gated", "internvl", "internvl_norms", "idefics3", "smolvlm",
+    "metaclip_2", "aimv2", "aimv2_native", "radio", "radio_gated",
+)  # fmt: skip
+"""Encoders whose images all have one size, and whose layers read hidden states only."""
 BASIC_ENCODERS = ("clip", "siglip", "siglip2", "qwen2_5_vl")
 """Enough of them where what is tested does not depend on the family."""
 CLASS_TOKEN = (

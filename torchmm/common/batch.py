@@ -58,6 +58,15 @@ class ImageMeta:
     """Most pixels of a clip's frame after resizing; 0: the limit for images."""
 
 
+def padded_images(count: int) -> int:
+    """Return the number of images that a CUDA graph for `count` images has, at most 1.5 x `count`.
+
+    These are 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, so that a run has few graphs.
+    """
+    power = 1 << max(0, count - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
+
+
 @dataclass(frozen=True)
 class SampleMeta:
     """One sample: where it comes from and how large it is.

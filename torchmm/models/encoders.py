@@ -24,6 +24,7 @@ from torchmm.common.batch import EncoderInputs, ImageMeta, ImageSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.common.tiles import TileSpec
+from torchmm.models.encoder_graphs import EncoderGraphs
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
 from torchmm.models.layers.connectors import (
@@ -91,6 +92,7 @@ class EncoderModule(LayeredModule):
         self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
         self._check_layer()
         self.connector = self._build_connector()
+        self.graphs: EncoderGraphs | None = None
         self.linears_around = self._list_linears_around()
         self.connector_linears = len(linear_sizes(self.connector))
         self._remove_unused()
@@ -266,10 +268,10 @@ class EncoderModule(LayeredModule):
         if not self.is_first:
             shape = family.hidden_shape(self.spec.config, [prod(g) for g in inputs.grids_thw])
             hidden = self.between.arrived(hidden, shape[-2])
-        for index, layer in self.indexed_layers():
-            hidden = family.run_layer(tower, index, layer, hidden, context)
-            if index in self.taps:
-                taps.append(hidden)
+        if self.graphs is not None:
+            hidden = self.graphs(hidden)
+        else:
+            hidden = self._run_layers(hidden, context, taps)
         if not self.is_last:
             hidden = self.between.leaving(hidden)
             return (hidden, *taps) if taps else hidden
@@ -287,6 +289,20 @@ class EncoderModule(LayeredModule):
         if self.spec.connector == "line_mlp":
             return self.connector(x_PD, inputs.grids_thw[0][1] // self.spec.shuffle, inputs.kept)
         return self.connector(x_PD)
+
+    def _run_layers(self, hidden: Tensor, context: Any, taps: list[Tensor]) -> Tensor:
+        """Run the layers; add the outputs of tapped ones to `taps`."""
+        for index, layer in self.indexed_layers():
+            hidden = self.family.run_layer(self.tower, index, layer, hidden, context)
+            if index in self.taps:
+                taps.append(hidden)
+        return hidden
+
+    def use_graphs(self) -> None:
+        """Launch the layers as CUDA graphs from now on; see `CompileConfig.uses_graphs`."""
+        self.graphs = EncoderGraphs(
+            self.name, self.layers, lambda hidden: self._run_layers(hidden, None, [])
+        )
 
     @property
     def _drops_class_token(self) -> bool:

@@ -16,7 +16,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.layered import LayeredModule
 from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel import fsdp
@@ -105,13 +108,28 @@ def parallelize(
         )
         compiler = compilation if compiles else None
         apply_activation_checkpoint(module, mode, compiler, is_eager_on_cuda=is_eager_on_cuda)
-        if fsdp.needs_fsdp(own.sizes):
-            expert_mesh = None if expert is None else own.expert_fsdp
-            reshards = reshards_after_forward(parallel)
-            fsdp.apply_fsdp(module, own.fsdp, dtype, reshards, expert_mesh)
-        elif dtype != torch.float32:
-            apply_mixed_precision(module, dtype)
+        _shard(module, own, expert, parallel, dtype)
+        graphs_problem = compile_config.reason_against_graphs(
+            module.describe(), device, mesh.world_size, compiled=compiles, recompute=mode
+        )
+        if isinstance(module, EncoderModule) and not graphs_problem:
+            module.use_graphs()
     return compilation
+
+
+def _shard(
+    module: LayeredModule,
+    own: ModuleMesh,
+    expert: DeviceMesh | None,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+) -> None:
+    """Apply FSDP2 or, on one rank, mixed precision."""
+    if fsdp.needs_fsdp(own.sizes):
+        expert_mesh = None if expert is None else own.expert_fsdp
+        fsdp.apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), expert_mesh)
+    elif dtype != torch.float32:
+        apply_mixed_precision(module, dtype)
 
 
 def reshards_after_forward(parallel: ParallelConfig) -> bool:

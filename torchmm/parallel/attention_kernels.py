@@ -1,8 +1,9 @@
-"""Which flash attention kernels torch calls on CUDA: its own, or those of FlashAttention 3 or 4.
+"""Attention kernels of a process on CUDA: those of torch, or of FlashAttention 3 or 4.
 
-Packed attention goes through torch's operators, into which `torch.nn.attention` puts other kernels
-where their packages are installed. Masks, windows and float32 that they do not know stay an error
-of theirs. No kernel but torch's own has been run.
+Packed attention calls operators of torch, for which `torch.nn.attention` can register the kernels
+of other packages. These packages raise errors for masks, windows and dtypes that they do not
+support. Only the kernels of torch have been run. Encoders with images of one size have a separate
+choice, by card and head width (`torchmm.models.layers.attention.image_kernels`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Literal
 
 import torch
 from torch.nn import attention
+
+from torchmm.models.layers.attention import image_kernels
 
 Kernels = Literal["default", "fa3", "fa4"]
 _PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}
@@ -33,13 +36,23 @@ def kernel_problems(kernels: Kernels, device: torch.device) -> list[str]:
     return []
 
 
-def use_kernels(kernels: Kernels) -> str:
-    """Lets torch call these kernels from now on; what attention runs on, for the log."""
-    if kernels == "default":
-        return "attention: torch's own kernels"
-    activate: Callable[[str], None] = attention.activate_flash_attention_impl
-    activate(kernels.upper())
-    return f"attention: kernels of FlashAttention {kernels[-1]}"
+def use_kernels(kernels: Kernels, device: torch.device) -> str:
+    """Let torch call these kernels from now on; return a line for the log."""
+    if kernels != "default":
+        activate: Callable[[str], None] = attention.activate_flash_attention_impl
+        activate(kernels.upper())
+    found = "torch" if kernels == "default" else f"FlashAttention {kernels[-1]}"
+    images = describe_image_kernels(device)
+    return f"attention: kernels of {found}" + (f"; images of one size: {images}" if images else "")
+
+
+def describe_image_kernels(device: torch.device) -> str:
+    """Return the attention kernels of encoders with images of one size on a GPU; "" on a CPU."""
+    if device.type != "cuda":
+        return ""
+    measured = image_kernels(torch.cuda.get_device_name(device)).items()
+    widths = [width for width, kernel in measured if kernel == "cudnn"]
+    return f"cuDNN for heads of {', '.join(widths)}" if widths else "flash"
 
 
 def _available() -> list[str]:

@@ -73,6 +73,26 @@ def recompute_mode(recipe: Recipe, module: ModuleDescription, device: str) -> Fi
     )
 
 
+def graphs_problem(run: Resolved, module: ModuleDescription, device: str) -> str:
+    """Return why the layers of a module are not launched as CUDA graphs, or "" if they are.
+
+    Args:
+        run: Recipe with resolved sizes.
+        module: Sizes of the module.
+        device: Type of the device that runs the module, "cuda" or "cpu".
+    """
+    recipe = run.recipe
+    compiled = recipe.compile.concerns(module, device, recipe.parallel)
+    recompute = recipe.activation_checkpoint.mode_of(
+        module.name,
+        bounded=recipe.parallel.bounds_encoders and module.kind == "encoder",
+        is_eager_on_cuda=device == "cuda" and not compiled,
+    )
+    return recipe.compile.reason_against_graphs(
+        module, device, run.world_size, compiled=compiled, recompute=recompute
+    )
+
+
 def module_executions(
     run: Resolved, modules: Sequence[ModuleDescription], device: str
 ) -> dict[str, Execution]:
@@ -92,6 +112,7 @@ def module_executions(
         own = run.units.get(module.name, run.llm)
         if parallel.placement == "colocated" and module.kind == "encoder":
             own = encoder_mesh_sizes(parallel, module.name, own)
+        recompute = recompute_mode(run.recipe, module, device)
         found[module.name] = Execution(
             tensor=own.tensor,
             sequence_parallel=parallel.sequence_parallel,
@@ -100,8 +121,9 @@ def module_executions(
             replicate=own.replicate,
             expert=parallel.expert if module.kind == "llm" else 1,
             context=parallel.context if module.kind == "llm" else 1,
-            recompute=recompute_mode(run.recipe, module, device),
+            recompute=recompute,
             compiled=run.recipe.compile.concerns(module, device, parallel),
+            graphs=not graphs_problem(run, module, device),
             states=parameter_states(run.recipe),
         )
     return found

@@ -12,7 +12,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.models.hf.pairs import exported_as
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.float8 import float8_linears
-from torchmm.planning.executions import parameter_states, recompute_mode
+from torchmm.planning.executions import graphs_problem, parameter_states, recompute_mode
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import show_sizes
 from torchmm.recipe.sizes import MeshSizes
@@ -124,7 +124,8 @@ def run_summary(
     )
     lines["memory per rank"] = _memory_line(memory, simulated)
     lines["exported as"] = exported_as(model)
-    return lines | _compiled_line(run, model, device) | _float8_line(run, model)
+    lines |= _compiled_line(run, model, device) | _graphs_line(run, model, device)
+    return lines | _float8_line(run, model)
 
 
 def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
@@ -145,6 +146,16 @@ def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[s
             part += ', so "selective" recomputation is "full"'
         parts.append(part)
     return {"compiled layers": ", ".join(parts)}
+
+
+def _graphs_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
+    """Return which encoders launch their layers as CUDA graphs, and why the others do not."""
+    if not run.recipe.compile.cuda_graphs:
+        return {}
+    encoders = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
+    reasons = {module.name: graphs_problem(run, module, device) for module in encoders}
+    parts = [f"{name} no ({why})" if why else f"{name} yes" for name, why in reasons.items()]
+    return {"CUDA graphs": ", ".join(parts) or "no encoders"}
 
 
 def _float8_line(run: Resolved, model: MultimodalModel) -> dict[str, str]:

@@ -475,7 +475,7 @@ def _prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) ->
     check_ranks(mesh, DTYPES[training.dtype], run.recipe.parallel.preflight, logger)
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    logger.info(use_kernels(training.attention))
+    logger.info(use_kernels(training.attention, mesh.device))
     seed_everything(training.seed, *_random_stream(mesh))
     if training.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,10 +18,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.one_gpu.rows import Recorder
+from support.one_gpu.rows import Recorder, Row
 from support.one_gpu.steps import Mark, synchronize
+from torchmm.common.files import replace_atomically
 from torchmm.common.processes import missing_compiler
-from torchmm.models.layers.attention import Segments, attention
+from torchmm.models.layers.attention import KERNELS_FILE, Segments, attention
 
 HOST_CALLS = 200
 SHAPES = {
@@ -59,7 +62,17 @@ HEADS = {
     "16 heads of 72, 40 x 256": Heads(16, 16, 72, 40, 256, False),
     "16 heads of 72, 11 x 729": Heads(16, 16, 72, 11, 729, False),
     "16 heads of 72, 16 x 1024": Heads(16, 16, 72, 16, 1024, False),
+    "16 heads of 64, 16 x 577": Heads(16, 16, 64, 16, 577, False),
 }
+IMAGE_KERNELS = {"flash": "sdpa flash", "cudnn": "sdpa cuDNN"}
+"""Kernels that encoders with images of one size may use, with their rows."""
+MIN_GAIN = 0.05
+"""Fraction of the flash time that cuDNN must save."""
+CALLS_PER_SHAPE = 27 * 50
+"""Calls with one number of images in a short run: 27 layers, and 50 of the 4,000 microbatches of
+1,000 steps if there are 80 different numbers of images. They pay for the plans of cuDNN."""
+MAX_ERROR = 1e-2
+"""Relative error of a bfloat16 kernel that is right."""
 
 
 def device_ms(run: Callable[[], object], device: torch.device, runs: int = 10) -> float:
@@ -283,6 +296,47 @@ def _measure_kernel(
         "attention", name, kernel, "backward", 2.5 * heads.flops / backward_ms / 1e9, "TFLOP/s"
     )
     recorder.add("attention", name, kernel, "difference", error, "relative to float32")
+
+
+def choose_image_kernels(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the kernel by head width for `attention_kernels.json`, from rows of "attention".
+
+    A width uses cuDNN if all its measured shapes are right, are faster by `MIN_GAIN`, and save the
+    time of a first call in `CALLS_PER_SHAPE` calls. Widths with missing rows are not in the result.
+    """
+    found = {
+        (row.case, row.side, row.metric): row.value
+        for row in rows
+        if row.part == "attention" and row.value is not None
+    }
+    wins: dict[str, bool] = {}
+    for case, heads in HEADS.items():
+        if heads.causal:
+            continue
+        ms = {}
+        for kernel, side in IMAGE_KERNELS.items():
+            speeds = [found.get((case, side, metric)) for metric in ("forward", "backward")]
+            if all(speeds):
+                ms[kernel] = sum(
+                    factor * heads.flops / (speed * 1e9)
+                    for factor, speed in zip((1.0, 2.5), speeds, strict=True)
+                    if speed
+                )
+        plan_ms = found.get((case, "sdpa cuDNN", "first call with a new shape"))
+        if len(ms) < len(IMAGE_KERNELS) or plan_ms is None:
+            continue
+        gain_ms = ms["flash"] - ms["cudnn"]
+        error = found.get((case, "sdpa cuDNN", "difference"), 1.0)
+        is_better = gain_ms >= MIN_GAIN * ms["flash"] and gain_ms * CALLS_PER_SHAPE >= plan_ms
+        width = str(heads.width)
+        wins[width] = wins.get(width, True) and is_better and error <= MAX_ERROR
+    return {width: "cudnn" if wins[width] else "flash" for width in sorted(wins)}
+
+
+def save_image_kernels(card: str, kernels: Mapping[str, str], path: Path = KERNELS_FILE) -> None:
+    """Store the kernels of a card in the table that torchmm reads."""
+    table = {**json.loads(path.read_text()), card: dict(kernels)}
+    replace_atomically(path, (json.dumps(table, indent=1, sort_keys=True) + "\n").encode())
 
 
 def _measure_flex(

@@ -61,6 +61,7 @@ class Bench:
         small: whether sizes are tiny.
         quick: whether only the first sides run.
         traces: whether the first side of "small" is traced.
+        saves_kernels: whether the part "attention" stores the faster kernels.
     """
 
     recorder: Recorder
@@ -69,6 +70,7 @@ class Bench:
     small: bool
     quick: bool = False
     traces: bool = True
+    saves_kernels: bool = False
     dtype: str = "bfloat16"
     measured: list[MeasuredStep] = field(default_factory=list)
     speed: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -135,6 +137,7 @@ def run_switches(bench: Bench) -> None:
     with bench.recorder.attempt("switches", case.name, "inputs", 300):
         model, batches = bench.inputs(case)
         _run_torchmm(bench, "switches", case, batches, "without compile", 30)
+        _run_torchmm(bench, "switches", case, batches, "with CUDA graphs", 40)
         if bench.device.type == "cuda":  # compiled code of a CPU takes minutes
             _run_torchmm(bench, "switches", case, batches, "all layers compiled", 45)
         _run_torchmm(bench, "switches", case, batches, "torchmm again", 30)

@@ -65,6 +65,7 @@ class Switch(NamedTuple):
 SWITCHES: Mapping[str, Switch] = {
     "without compile": Switch(settings={"compile": {"enabled": False}}),
     "all layers compiled": Switch(settings={"compile": {"enabled": True}}),
+    "with CUDA graphs": Switch(settings={"compile": {"cuda_graphs": True}}),
     "with FSDP2": Switch("torchmm.parallel.fsdp", "needs_fsdp", True),
     "without fused loss": Switch("torchmm.models.layers.loss", "uses_fused_loss"),
     "without fused update": Switch("torchmm.training.optimizers.compact", "fuses_updates"),

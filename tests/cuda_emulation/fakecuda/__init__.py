@@ -64,8 +64,9 @@ def install(devices: int = 8, name: str = "NVIDIA H200", memory: int = 141 << 30
     _patch_storage(torch, own)
     _patch_attention(torch)
     _patch_nccl(torch, own)
-    from fakecuda import flash, symmetric  # noqa: F401 - kernels of variable length attention
+    from fakecuda import flash, graphs, symmetric  # noqa: F401 - kernels of variable length attention
 
+    graphs.install()
     symmetric.install()
 
 
@@ -159,6 +160,9 @@ def _patch_cuda(torch, own, devices, name, memory):
     )  # fmt: skip
 
     def synchronize(device=None):
+        from fakecuda.graphs import refuse_while_capturing
+
+        refuse_while_capturing("cudaDeviceSynchronize")
         own.note("sync", "device.synchronize", "")
 
     def record_history(*args, **kwargs):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.one_gpu import cases, ours
+from support.one_gpu import cases, ceilings, ours
 from support.one_gpu.rows import LimitError, Recorder, Row
 from support.one_gpu.steps import Kernel, merged_ns
 from support.one_gpu.trace import class_of, find_gaps
 
 import torchmm.parallel.apply
+from torchmm.models.layers import attention
 from torchmm.recipe.read import check_recipe
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "one_gpu.py"
@@ -93,6 +94,48 @@ def test_markdown_lists_goals_losses_and_sides(recorder):
     assert "| case | torchmm | tokens/s | 15,000 | 12000 | 14000 | aim |" in text
     assert "1. idle GPU: 12 ms; 3 gaps" in text
     assert "no time left" in text
+
+
+def _attention_rows(case: str, **changes: float) -> list[Row]:
+    """Rows of a case in which cuDNN is twice as fast as flash."""
+    values = {
+        ("sdpa flash", "forward"): 300.0,
+        ("sdpa flash", "backward"): 300.0,
+        ("sdpa cuDNN", "forward"): 600.0,
+        ("sdpa cuDNN", "backward"): 600.0,
+        ("sdpa cuDNN", "first call with a new shape"): 60.0,
+        ("sdpa cuDNN", "difference"): 3e-3,
+    }
+    values |= {("sdpa cuDNN", metric.replace("_", " ")): v for metric, v in changes.items()}
+    return [Row("attention", case, *key, value) for key, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, "cudnn"),
+        ({"forward": 301.0, "backward": 301.0}, "flash"),
+        ({"first_call_with_a_new_shape": 1e4}, "flash"),
+        ({"difference": 0.5}, "flash"),
+    ],
+)
+def test_image_kernel_follows_times(changes, kernel):
+    first, *others = [name for name, heads in ceilings.HEADS.items() if heads.width == 72]
+    rows = _attention_rows(first, **changes) + [r for o in others for r in _attention_rows(o)]
+    assert ceilings.choose_image_kernels(rows) == {"72": kernel}
+    without_cudnn = [row for row in rows if row.side == "sdpa flash"]
+    assert ceilings.choose_image_kernels(without_cudnn) == {}
+
+
+def test_image_kernels_are_read_as_saved(tmp_path, monkeypatch):
+    path = tmp_path / "kernels.json"
+    path.write_text("{}")
+    ceilings.save_image_kernels("NVIDIA H100", {"72": "flash"}, path)
+    ceilings.save_image_kernels("NVIDIA H200", {"64": "flash", "72": "cudnn"}, path)
+    monkeypatch.setattr(attention, "KERNELS_FILE", path)
+    read = attention.image_kernels.__wrapped__
+    assert read("NVIDIA H200") == {"64": "flash", "72": "cudnn"}
+    assert read("NVIDIA H100") == {"72": "flash"} and read("other") == {}
 
 
 def test_gaps_name_host_work():

@@ -10,15 +10,22 @@ from torchmm.parallel.attention_kernels import kernel_problems, use_kernels
 CUDA = torch.device("cuda")
 
 
-def test_what_runs_is_said_and_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_kernels_switches_and_describes(monkeypatch: pytest.MonkeyPatch) -> None:
     switched: list[str] = []
     monkeypatch.setattr(attention, "activate_flash_attention_impl", switched.append)
-    assert use_kernels("default") == "attention: torch's own kernels" and not switched
-    assert use_kernels("fa3") == "attention: kernels of FlashAttention 3"
+    cpu = torch.device("cpu")
+    assert use_kernels("default", cpu) == "attention: kernels of torch" and not switched
+    assert use_kernels("fa3", cpu) == "attention: kernels of FlashAttention 3"
     assert switched == ["FA3"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
+    monkeypatch.setattr(
+        attention_kernels, "image_kernels", lambda _: {"64": "flash", "72": "cudnn"}
+    )
+    text = "attention: kernels of torch; images of one size: cuDNN for heads of 72"
+    assert use_kernels("default", CUDA) == text
 
 
-def test_kernels_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_problems("default", torch.device("cpu")) == []
     assert "needs a GPU" in kernel_problems("fa4", torch.device("cpu"))[0]
     monkeypatch.setattr(attention_kernels, "_available", lambda: ["FA3"])

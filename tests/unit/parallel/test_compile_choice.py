@@ -10,6 +10,7 @@ import torch
 from model_cases import (
     ENCODERS,
     LLMS,
+    ONE_SIZE_ENCODERS,
     build,
     make_inputs,
     microbatch,
@@ -24,6 +25,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from torchmm.common.batch import padded_images
+from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel import activation, compilation, torch_private
 from torchmm.parallel.activation import apply_activation_checkpoint, set_layer_modes
@@ -83,6 +86,44 @@ def test_enabled_and_modules_override_auto() -> None:
     assert not CompileConfig(enabled=False).concerns(llm, "cuda", ALONE)
     assert not CompileConfig(modules=["eye"]).concerns(llm, "cuda", ALONE)
     assert not CompileConfig(enabled=True, modules=["eye"]).concerns(llm, "cuda", ALONE)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_cuda_graphs_need_images_of_one_size(family: str) -> None:
+    encoder = build(pair_config("llama", family)).encoders["eye"]
+    config = CompileConfig(cuda_graphs=True)
+    reason = config.reason_against_graphs(
+        encoder.describe(), "cuda", 1, compiled=False, recompute="none"
+    )
+    assert bool(reason) == (family not in ONE_SIZE_ENCODERS)
+    if not reason:  # what a graph captures is all that changes
+        assert type(encoder.family).context is EncoderFamily.context and not encoder.taps
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": "cpu"}, "layers run on the cpu"),
+        ({"ranks": 2}, "2 ranks share the step"),
+        ({"compiled": True}, "layers are compiled"),
+        ({"recompute": "full"}, 'layers are recomputed ("full")'),
+    ],
+)
+def test_cuda_graphs_reason_names_the_setting(changes: dict, reason: str) -> None:
+    vision = build(pair_config("llama", "siglip")).encoders["eye"].describe()
+    fits = {"device": "cuda", "ranks": 1, "compiled": False, "recompute": "none"}
+    config = CompileConfig(cuda_graphs=True)
+    assert not config.reason_against_graphs(vision, **fits)
+    assert config.reason_against_graphs(vision, **(fits | changes)) == reason
+    assert AUTO.reason_against_graphs(vision, **fits) == "not in compile.cuda_graphs"
+    llm = text_model("llama").llm.describe()
+    assert config.reason_against_graphs(llm, **fits) == "not in compile.cuda_graphs"
+
+
+def test_padded_images_are_few_and_close() -> None:
+    padded = [padded_images(count) for count in range(1, 97)]
+    assert sorted(set(padded)) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
+    assert all(count <= own < 1.5 * count for count, own in enumerate(padded, 1))
 
 
 def test_selective_is_full_for_eager_layers_on_cuda() -> None:

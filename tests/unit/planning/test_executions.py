@@ -10,15 +10,18 @@ from torch import nn
 
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.orchestration.search import UnitSizes
-from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
+from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.planning import forecast
 from torchmm.planning.apart.problem import sized_recipe
 from torchmm.planning.executions import parameter_states, run_costs
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.resolved import resolve
+from torchmm.planning.step import plan_layout
 from torchmm.recipe import check
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -90,6 +93,38 @@ def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch
     of_run = run_costs(resolve(recipe, gpus), forecaster.modules, profile)
     assert set(of_run.executions) == {module.name for module in forecaster.modules}
     assert forecaster._costs(recipe.parallel).executions == of_run.executions
+
+
+def test_cuda_graphs_are_in_the_memory_model(monkeypatch):
+    monkeypatch.setattr(check, "_check_path", lambda *args: ())
+    one_rank = ["--parallel.pipeline=1", "--parallel.schedule=separated"]
+    images = (ImageMeta(64, 64, 16, 16),) * 5
+    meta = MicrobatchMeta((SampleMeta("a", 0, 200, images, "vision"),), 256)
+    monkeypatch.setattr(forecast, "first_microbatches", lambda *_: [[meta]])
+    found = {}
+    for graphs in (False, True):
+        settings = [*one_rank, f"--compile.cuda_graphs={str(graphs).lower()}"]
+        recipe = load_recipe(ROOT / "recipes/quickstart.toml", settings, 1).recipe
+        forecaster = Forecaster(recipe, 1, load_profile("h100"))
+        model = forecaster._costs(recipe.parallel)
+        assert {n: e.graphs for n, e in model.executions.items()} == {
+            "vision": graphs,
+            "llm": False,
+        }
+        layout = plan_layout(recipe.parallel, forecaster.modules, [meta])
+        parts = {name: (1,) for name in layout.sub_microbatched}
+        found[graphs] = plan_costs(StageGraph(layout, 1, parts), forecaster.modules, [meta], model)
+    vision = next(m for m in forecaster.modules if m.name == "vision")
+    of_weights = 4 * sum(layer.parameters for layer in vision.layers)
+    kept = max(found[False].kept_bytes.values())
+    static, update = (
+        found[True].static_bytes[0] - found[False].static_bytes[0],
+        found[True].update_bytes[0] - found[False].update_bytes[0],
+    )
+    states = 4 * 6 * 16 * 128 * 4
+    assert of_weights + states < static < of_weights + states + kept
+    assert of_weights + states < update - static <= update
+    assert found[True].kept_bytes == found[False].kept_bytes
 
 
 def test_executions_are_built_in_one_place():

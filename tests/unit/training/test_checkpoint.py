@@ -45,6 +45,22 @@ def test_resume_with_other_version_is_logged(manager, tmp_path, caplog, package)
     assert f"other versions of packages ({package} 0.1 -> {now})" in caplog.text
 
 
+@pytest.mark.parametrize("saved_kernel", ["flash", None])
+def test_resume_with_other_kernel_is_logged(manager, tmp_path, caplog, monkeypatch, saved_kernel):
+    first = manager()
+    saved(first, 1)
+    path = tmp_path / "checkpoints/step-1"
+    versions = read_manifest(path)["versions"]
+    if saved_kernel:
+        rewrite(path, versions={**versions, load.IMAGE_KERNELS: saved_kernel})
+    now = {**versions, load.IMAGE_KERNELS: "cuDNN for heads of 72"}
+    monkeypatch.setattr(load, "installed_versions", lambda: now)
+    first.resume(*build())
+    changed = "attention of images flash -> cuDNN for heads of 72"
+    assert (changed in caplog.text) == bool(saved_kernel)
+    assert ("other versions" in caplog.text) == bool(saved_kernel)
+
+
 def test_resume_without_package_is_logged(manager, tmp_path, caplog, monkeypatch):
     first = manager()
     saved(first, 1)

@@ -131,6 +131,7 @@ class Execution:
         shard, replicate: data-parallel ranks that share parameters, and copies of those groups.
         recompute: activation checkpointing.
         compiled: whether torch.compile compiles its layers.
+        graphs: whether its layers are launched as CUDA graphs.
         states: of its parameters.
     """
 
@@ -143,6 +144,7 @@ class Execution:
     context: int = 1
     recompute: Recompute = "none"
     compiled: bool = False
+    graphs: bool = False
     states: States = FLOAT32
 
     @property

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from operator import add
 
 import numpy as np
 
 from torchmm.balance.costs.components import TIME_WIDTH
 from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.operators import Work
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.balance.layer_pieces import layer_collectives, layer_pieces
 from torchmm.balance.step_costs import LayerPieces, PlanCosts
-from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.batch import MicrobatchMeta, padded_images
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM, VISION
 from torchmm.pipelining.plan.actions import Action, ActionType
@@ -61,6 +63,7 @@ def plan_costs(
     collected = _Collected()
     workspace = [0.0] * layout.rank_count
     static = [sum(map(_input_bytes, tasks.values()))] * layout.rank_count
+    graphs = [0] * layout.rank_count
     for stage in layout.stages:
         own = tasks[stage.module]
         span = own.module, stage.start, stage.stop
@@ -69,9 +72,13 @@ def plan_costs(
         collected.add_sharing(stage, own, model)
         found = _sharded(found, graph, stage, own, model) if layerwise else found
         collected.add(graph, stage, own, found, arrives_N)
+        graphs_bytes = _graph_bytes(own, found, model.execution(stage.module), model.element_bytes)
         for rank in stage.ranks:
             workspace[rank] = max(workspace[rank], found.workspace_bytes.max(initial=0.0))
             static[rank] += _static_bytes(stage, own, model, layerwise)
+            graphs[rank] += graphs_bytes
+            # Activations of a pass in flight are in the memory of the graphs.
+            static[rank] += max(0, graphs_bytes - round(found.kept_bytes.max(initial=0.0)))
     _keep_features(collected.kept, graph, tasks, model.element_bytes)
     sent = _sent(graph, tasks, model)
     _add_gathers(collected, graph, sent, model)
@@ -85,7 +92,7 @@ def plan_costs(
         kept_bytes=collected.kept,
         kept_for_weights_bytes=collected.kept_for_weights,
         static_bytes=tuple(a + round(b) for a, b in zip(static, workspace, strict=True)),
-        update_bytes=_update_bytes(layout, tasks, model),
+        update_bytes=tuple(map(add, _update_bytes(layout, tasks, model), graphs)),
         memory_limit_bytes=round(model.profile.device.memory_bytes),
         flops=collected.flops,
         runs_beside=model.profile.device.asynchronous,
@@ -117,6 +124,30 @@ def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerw
     if not layerwise or tasks.sizes.tasks > 1:
         return found
     return found - model.gradient_bytes(module, stage.start, stage.stop)
+
+
+def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, element: int) -> int:
+    """Return the memory of the CUDA graphs of a stage, see `torchmm.models.encoder_graphs`.
+
+    This is a count of the tensors of that module: activations, with those of padded images,
+    temporaries, a copy of the gradients of all trained parameters, and, for each number of images,
+    four copies of hidden states (input and output, and their gradients).
+
+    Args:
+        element: Bytes of a value of the compute dtype.
+    """
+    images_N = np.maximum(1, tasks.sizes.images_N)
+    if not execution.graphs or not tasks.sizes.tasks:
+        return 0
+    padded_N = np.array([padded_images(int(count)) for count in images_N])
+    kept_N = costs.kept_bytes * padded_N / images_N
+    width = tasks.module.layers[0].hidden_size * element
+    states_N = 4 * width * tasks.sizes.units_N * padded_N / images_N
+    by_graph = dict(zip(padded_N.tolist(), states_N.tolist(), strict=True))
+    layers = tasks.module.layers
+    trained = sum(layer.parameters for layer in layers) if tasks.module.trainable else 0
+    copies = element * trained
+    return round(kept_N.max() + costs.workspace_bytes.max() + sum(by_graph.values()) + copies)
 
 
 def _update_bytes(

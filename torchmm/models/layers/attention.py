@@ -5,8 +5,8 @@ is patched. `Segments` travels through the layers' keyword arguments as `cu_seq_
 Face's own name for it) or, where a layer forwards no keyword arguments, as its attention mask.
 
 - CUDA, bf16/fp16: `torch.nn.attention.varlen.varlen_attn`, one kernel for all segments.
-- Encoders with images of one size have no segments: scaled_dot_product_attention, on CUDA without
-  cuDNN (see `CUDNN_FOR_IMAGES`).
+- Encoders with images of one size have no segments: scaled_dot_product_attention, on CUDA with the
+  kernel that was measured to be faster (see `image_kernels`).
 - CPU: a custom operator that calls the flash kernel once per run of equally long segments. The
   loop stays out of autograd and out of torch.compile, so a layer compiles with fullgraph=True
   and the number of segments does not recompile it.
@@ -37,10 +37,13 @@ Shape legend: T tokens of a microbatch.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -67,14 +70,11 @@ _WIDEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 """What their number has to be a multiple of."""
 _UNSUPPORTED = ("position_bias",)
-CUDNN_FOR_IMAGES = False
-"""Whether encoders with images of one size may use cuDNN attention on CUDA.
-
-torch prefers cuDNN on Hopper and Blackwell. cuDNN builds a plan for every new number of images, in
-forward and in backward, and the host waits for it. The number of images changes per microbatch.
-`benchmarks/one_gpu.py` times both kernels and the plans; the result belongs here.
-"""
+KERNELS_FILE = Path(__file__).with_name("attention_kernels.json")
+"""Kernels of encoders with images of one size, by card and head width. Written by
+`benchmarks/one_gpu.py --parts attention --save-kernels`."""
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, *_WITHOUT_CUDNN]
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,31 @@ def _needed(window: int, segments: Segments) -> int:
     return window if torch.compiler.is_compiling() or window < segments.max_length else 0
 
 
+@cache
+def image_kernels(card: str) -> Mapping[str, str]:
+    """Return the kernel of encoders with images of one size by head width.
+
+    Values are "flash" and "cudnn". Head widths without a measurement use "flash": cuDNN builds a
+    plan for every new number of images, in forward and in backward, and the host waits for it.
+
+    Args:
+        card: name of the GPU, as `torch.cuda.get_device_name` returns it.
+    """
+    kernels: dict[str, dict[str, str]] = json.loads(KERNELS_FILE.read_text())
+    return kernels.get(card, {})
+
+
+@torch.compiler.assume_constant_result
+def _prefers_cudnn(head_width: int, device_index: int) -> bool:
+    """Return True if encoders with heads of this width use cuDNN on a GPU."""
+    return image_kernels(_card(device_index)).get(str(head_width)) == "cudnn"
+
+
+@cache
+def _card(device_index: int) -> str:
+    return torch.cuda.get_device_name(device_index)
+
+
 def _attend_images(
     query_BHTD: Tensor,
     key_BGTD: Tensor,
@@ -256,8 +281,11 @@ def _attend_images(
         scale=scale,
         enable_gqa=query_BHTD.shape[1] != key_BGTD.shape[1],
     )
-    if CUDNN_FOR_IMAGES or mask is not None or query_BHTD.device.type != "cuda":
+    if mask is not None or query_BHTD.device.type != "cuda":
         return attend()
+    if _prefers_cudnn(query_BHTD.shape[-1], query_BHTD.device.index):
+        with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+            return attend()
     if torch.compiler.is_compiling():
         with sdpa_kernel(_WITHOUT_CUDNN):
             return attend()

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError
+from torchmm.parallel.attention_kernels import describe_image_kernels
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.training.checkpoint.manifest import read_json, read_manifest
 from torchmm.training.checkpoint.state import (
@@ -41,6 +42,8 @@ from torchmm.training.optimizers.average import WeightAverage
 STATE_NAME = "state.json"
 PACKAGES = ("transformers", "tokenizers", "numpy", "pillow", "av", "soundfile", "scipy")
 """Packages, besides torch, that samples and random numbers depend on; some may be missing."""
+IMAGE_KERNELS = "attention of images"
+"""Entry for the attention kernels of encoders with images of one size, a part of torchmm."""
 _SHOWN_PROBLEMS = 20
 _LEFT_OUT = "averages of weights, which are left out: training.ema_decay is not set"
 _BEGUN = "no averages of weights; they begin as the weights after the next step"
@@ -134,11 +137,13 @@ def load_verified(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of `PACKAGES`, without those that are not installed."""
+    """Return the versions of `PACKAGES` that are installed, and on a GPU `IMAGE_KERNELS`."""
     found = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
+    if torch.cuda.is_available():
+        found[IMAGE_KERNELS] = describe_image_kernels(torch.device("cuda"))
     return found
 
 
@@ -152,6 +157,8 @@ def find_other_versions(manifest: dict[str, Any], state: dict[str, Any]) -> list
     now = {"torch": str(torch.__version__), **installed_versions()}
     if "versions" in manifest:
         saved = {name: manifest["versions"].get(name, "not installed") for name in PACKAGES}
+        if IMAGE_KERNELS in now and IMAGE_KERNELS in manifest["versions"]:
+            saved[IMAGE_KERNELS] = manifest["versions"][IMAGE_KERNELS]
     else:
         saved = {}
         with suppress(KeyError, TypeError):
