@@ -152,8 +152,11 @@ def fuse_loss() -> None:
         return (logits_LV,)
 
     loss.uses_fused_loss = lambda device: device.type == "cuda"
-    loss._compiled_loss = as_one(loss._loss_of_rows, "loss_of_rows")
-    loss._compiled_gradient = as_one(write_gradient, "write_gradient")
+    logged = {
+        loss._loss_of_rows: as_one(loss._loss_of_rows, "loss_of_rows"),
+        write: as_one(write_gradient, "write_gradient"),
+    }
+    loss._compiled = logged.__getitem__
 
 
 def main() -> None:

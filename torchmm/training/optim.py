@@ -113,18 +113,18 @@ class LocalAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         assert closure is None
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in parameters]
-            for parameter, state in zip(parameters, states, strict=True):
-                if not state:
-                    state["step"] = torch.zeros((), device=parameter.device)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+        updated = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
+        every = [parameter for parameters in updated for parameter in parameters]
+        for parameter in every:
+            if not (state := self.state[parameter]):
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        count_step([self.state[parameter]["step"] for parameter in every], self.found_inf)
+        for group, parameters in zip(self.param_groups, updated, strict=True):
             if not parameters:
                 continue
-            steps = [state["step"] for state in states]
-            count_step(steps, self.found_inf)
+            states = [self.state[p] for p in parameters]
             beta1, beta2 = group["betas"]
             torch._fused_adamw_(
                 local_tensors(parameters),
@@ -132,7 +132,7 @@ class LocalAdamW(torch.optim.AdamW):
                 local_tensors([state["exp_avg"] for state in states]),
                 local_tensors([state["exp_avg_sq"] for state in states]),
                 [],
-                steps,
+                [state["step"] for state in states],
                 lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,

@@ -149,7 +149,7 @@ def test_wrong_gradient_is_detected(on_cpu):
     logits_LV, targets_L = logits_and_targets(40, torch.float32)
     wrong = fused._write_gradient
     with patch.object(
-        fused, "_compiled_gradient", lambda x, t, *rest: wrong(x, torch.zeros_like(t), *rest)
+        fused, "_write_gradient", lambda x, t, *rest: wrong(x, torch.zeros_like(t), *rest)
     ):
         _, gradient_LV = loss_and_gradient(logits_LV, targets_L)
     assert relative_error(gradient_LV, exact(logits_LV, targets_L)[1]) > 0.1

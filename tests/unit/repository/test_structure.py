@@ -279,7 +279,7 @@ def test_every_folder_has_a_face(file):
     [
         ("torchmm", "torch pydantic numpy transformers rich"),
         ("torchmm.recipe.read", "torch numpy"),
-        ("torchmm.training.run", "wandb matplotlib"),
+        ("torchmm.training.run", "wandb matplotlib torch._inductor.compile_fx"),
     ],
 )
 def test_importing_is_light(module, heavy):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -219,7 +220,8 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_LV: Tensor, targets_L: Tensor) -> Tensor:
         # Without history, so that training and validation share a graph.
-        loss, max_L1, sum_L1 = _compiled_loss(_dynamic(logits_LV.detach()), _dynamic(targets_L))
+        compute = _compiled(_loss_of_rows)
+        loss, max_L1, sum_L1 = compute(_dynamic(logits_LV.detach()), _dynamic(targets_L))
         ctx.save_for_backward(logits_LV, targets_L, max_L1, sum_L1)
         return loss
 
@@ -229,7 +231,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         # Raises an error if the logits were overwritten already.
         logits_LV, targets_L, max_L1, sum_L1 = ctx.saved_tensors
         gradient_LV = _dynamic(logits_LV.detach())
-        _compiled_gradient(
+        _compiled(_write_gradient)(
             gradient_LV, _dynamic(targets_L), _dynamic(max_L1), _dynamic(sum_L1), factor
         )
         return gradient_LV, None
@@ -257,8 +259,10 @@ def _write_gradient(
     logits_LV.copy_((probability_LV - (words_V == targets_L[:, None]).float()) * factor)
 
 
-_compiled_loss = torch.compile(_loss_of_rows)
-_compiled_gradient = torch.compile(_write_gradient)
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` for torch.compile, whose compiler takes most of a second to import."""
+    return torch.compile(function)
 
 
 def _dynamic(tensor: Tensor) -> Tensor:

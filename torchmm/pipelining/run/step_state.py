@@ -336,10 +336,13 @@ class StepState:
         self._waiting.pop(task, None)  # the graph holds it until it has run
         roots, gradients = self._roots(kept, action)
         leaves = [leaf for _, leaves in kept.leaves for leaf in leaves]
-        if isinstance(sharding := self._stages[task.stage].sharding, LayerSharding):
+        sharding = self._stages[task.stage].sharding
+        if isinstance(sharding, LayerSharding):
             sharding.before_backward()
         if roots:  # else nothing that is trained was used
             torch.autograd.backward(roots, gradients)
+        if isinstance(sharding, MixedPrecision):
+            sharding.accumulate_gradients()
         self._return_gradients(kept, [leaf.grad for leaf in leaves])
 
     def _roots(self, kept: _Kept, action: Action) -> tuple[list[Any], list[Tensor]]:

@@ -137,11 +137,11 @@ class CompactOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient."""
         assert closure is None
         fused_groups: dict[nn.Parameter, dict[str, Any]] = {}
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+        updated = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
+        self._count_step(updated)
+        for group, parameters in zip(self.param_groups, updated, strict=True):
             if not parameters:
                 continue
-            self._count_step(parameters, group["rule"])
             if group["rule"] == "muon":
                 for portion, states in self._at_hand([*_rounds(parameters)], "muon"):
                     self._muon(group, portion, states)
@@ -156,12 +156,18 @@ class CompactOptimizer(torch.optim.Optimizer):
             for portion, states in self._at_hand([*_portions([*fused_groups], size)], "adamw"):
                 self._adamw_fused(fused_groups, portion, states)
 
-    def _count_step(self, parameters: Sequence[nn.Parameter], rule: Rule) -> None:
-        """Create missing states and count the step, unless it is skipped."""
-        for parameter in parameters:
-            if parameter not in self.state:
-                self.state[parameter] = self.new_state(parameter, rule)
-        count_step([self.state[p]["step"] for p in parameters], self.found_inf)
+    def _count_step(self, updated: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Create missing states and count the step, unless it is skipped.
+
+        Args:
+            updated: parameters with a gradient, by group.
+        """
+        for group, parameters in zip(self.param_groups, updated, strict=True):
+            for parameter in parameters:
+                if parameter not in self.state:
+                    self.state[parameter] = self.new_state(parameter, group["rule"])
+        every = (parameter for parameters in updated for parameter in parameters)
+        count_step([self.state[parameter]["step"] for parameter in every], self.found_inf)
 
     def _at_hand(
         self, portions: list[list[_Piece]], rule: Rule
@@ -346,6 +352,8 @@ def _gradient(piece: _Piece) -> Tensor:
 
 def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
     """Add 1 to the step counters, or 0 if `found_inf` is 1."""
+    if not steps:
+        return
     if found_inf is None:
         torch._foreach_add_(steps, 1.0)
     else:  # without alpha, torch reads the scalar on the host
