@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from torchmm.balance.costs.components import TIME_WIDTH
-from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.devices import NETWORK, NODE, Link
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.operators import Work
 from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
@@ -427,7 +427,7 @@ def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) ->
     alike = ends[0].module == ends[1].module  # a pipeline hands on to itself
     pairs = zip(*ranks, strict=True) if alike else product(*ranks)
     links = {model.pipeline_link(*pair) for pair in pairs if pair[0] != pair[1]}
-    return ("network" if "network" in links else "node") if links else None
+    return (NETWORK if NETWORK in links else NODE) if links else None
 
 
 def _sized_by(layout: StageLayout, edge: tuple[int, int]) -> str:
