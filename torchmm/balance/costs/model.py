@@ -69,6 +69,11 @@ UPDATE_CALLS = 0.4
 135 parameters took 0.95 ms of CPU time where an operator takes 19 us."""
 
 
+COLLECTIVE_SHARE = 20 / 132
+"""Fraction of the multiprocessors that collectives occupy while layers compute: 20 of 132 on an H800
+(DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
+
+
 class BlockWork(NamedTuple):
     """Work of one of equal blocks, by pass."""
 
@@ -114,6 +119,8 @@ class StageCosts(NamedTuple):
         def longer(times: Times, own: Work) -> Times:
             alone_ms = own.network_ms / pieces if hides else own.network_ms
             device_ms = times.device_ms + own.compute_ms
+            overlapped_ms = np.minimum(device_ms, own.network_ms - alone_ms)
+            device_ms = device_ms + COLLECTIVE_SHARE * overlapped_ms
             device_ms = np.maximum(device_ms, own.network_ms - alone_ms) + alone_ms
             runs = times.total_ms > 0
             return times._replace(

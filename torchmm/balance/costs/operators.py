@@ -361,18 +361,37 @@ def matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting)
 
 
 def rounded_matmul(
-    rows: Array | float, inputs: float, outputs: float, rounded: Rounded, setting: Setting
+    rows: Array | float,
+    inputs: float,
+    outputs: float,
+    rounded: Rounded,
+    setting: Setting,
+    *,
+    has_cast_input: bool = False,
 ) -> Operators:
-    """The three products of a linear that rounds, each behind casts of what it reads.
+    """Return the three matmuls of a float8 linear, with the casts of their operands.
 
     A cast takes the largest magnitude of each row or of all, scales in float32, limits and casts:
-    six operators on all values, others on scales.
+    six operators on all values, others on scales. Compiled code casts a tensor once for all matmuls
+    of a pass and of the backward that read it.
+
+    Args:
+        rows: Rows of the input.
+        inputs: Features of the input.
+        outputs: Features of the output.
+        rounded: Properties of the float8 linears.
+        setting: Execution of the layer.
+        has_cast_input: Whether another linear has cast the input for both.
     """
     size = setting.element_bytes
     elements = {"x": rows * inputs, "w": inputs * outputs, "y": rows * outputs}
     passes = []
     for read, written in (("xw", "y"), ("yw", "x"), ("yx", "w")):
         cast = sum(elements[name] for name in read)
+        once = [name for name in read if name != "x" or not has_cast_input]
+        if setting.execution.compiled and written == "w":
+            once = [name for name in once if name != "y"]
+        values = sum(elements[name] for name in once) if setting.execution.compiled else cast
         cast_bytes = (4 * size + 25) if size < 4 else (3 * size + 21)
         calls = 2 * (rounded.calls - (size == 4))
         if setting.execution.compiled:  # read for the magnitudes, and again to be cast
@@ -387,7 +406,7 @@ def rounded_matmul(
                     memory_bytes=moved,
                     dtype="float8" if rounded.products else "",
                 ),
-                Operator("elementwise", memory_bytes=cast_bytes * cast, calls=calls),
+                Operator("elementwise", memory_bytes=cast_bytes * values, calls=calls),
             ]
         )
     forward, of_inputs, of_weights = passes

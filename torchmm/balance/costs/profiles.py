@@ -14,8 +14,8 @@ A profile file is JSON or TOML:
     [factors.llm]                     # corrections learned from steps, by module and action type
     F = 1.04
 
-What is assumed for GPUs: large matrix products reach about 0.75 to 0.85 of the data sheet (780 of
-989 TFLOP/s measured on an H100, gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405);
+What is assumed for GPUs: large matmuls reach 0.68 of the data sheet on Hopper (0.66 to 0.70
+measured on an H200, benchmarks/results/gpu_check_h200.md) and 0.85 on Ampere;
 FlashAttention-2, which torch's varlen attention is, reaches up to 0.73 forward and 0.63 backward
 on A100 (arXiv 2307.08691), and 0.35 to 0.40 on H100 (arXiv 2407.08608); streams reach 0.9 of
 memory bandwidth, collectives of 100 MB 0.65 of NVLink (Calculon's A100 system file,
@@ -122,7 +122,7 @@ def save_profile(path: Path, profile: Profile) -> None:
 def assumed_profile(device: Device) -> Profile:
     """A device that nobody has measured; see the module's docstring."""
     hopper = device.name.startswith("h")
-    ceiling = {"matmul": 0.77, "attention": 0.37, "attention_backward": 0.32}
+    ceiling = {"matmul": 0.68, "attention": 0.37, "attention_backward": 0.32}
     if not hopper:
         ceiling = {"matmul": 0.85, "attention": 0.65, "attention_backward": 0.55}
     if not device.asynchronous:
@@ -147,7 +147,10 @@ def assumed_profile(device: Device) -> Profile:
             top = (0.85, 480 / 450) if in_switch else (0.65, 370 / 450)
             curves[kind] = Curve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *top))
         else:
-            curves[kind] = Curve((1e5, 1e7, 1e8), (0.3, 0.75, 0.9))
+            # Eager norms reached 0.64 of 4.8 TB/s on an H200, see gpu_check_h200.md.
+            limited = kind == "norm" and hopper
+            top = min(0.9, 0.64 * 4800e9 / device.memory_bytes_per_s) if limited else 0.9
+            curves[kind] = Curve((1e5, 1e7, 1e8), (0.3, min(top, 0.75), top))
     overhead = 2.0 if device.asynchronous else 3.0
     network = 15.0 if device.asynchronous else 100.0
     calls: dict[Kind, float] = {k: network if k in NETWORK_KINDS else overhead for k in KINDS}
