@@ -77,7 +77,7 @@ class Measurements:
 
     Attributes:
         operators: of all sizes that matter.
-        tiny: by class: seconds of a call that does next to nothing.
+        tiny: by class: seconds of a call that does next to nothing; of the host, if it only queues.
         layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
         compiled: operators and seconds of compiled layers that are all overhead. None if nothing
             compiles for the device.
@@ -85,6 +85,8 @@ class Measurements:
             whose code other calls have driven out of caches.
         split: by how layers are on several ranks ("whole", "tensor", "sequence", "shard"); empty:
             there is one.
+        tiny_device: Seconds on the device of a call that does next to nothing, by class, if the
+            host only queues calls.
     """
 
     operators: Sequence[Measured]
@@ -93,6 +95,7 @@ class Measurements:
     working: Sequence[WorkingLayers] = ()
     split: Mapping[str, SplitLayers] = field(default_factory=dict)
     compiled: SplitLayers | None = None
+    tiny_device: Mapping[Kind, float] = field(default_factory=dict)
 
 
 def fit_profile(
@@ -117,7 +120,8 @@ def fit_profile(
     host_us: dict[Kind, float] = {}
     if base.device.asynchronous:  # a call that does nothing shows what the host takes to queue it
         host_us = {k: us for k, us in tiny_us.items() if k not in NETWORK_KINDS}
-        tiny_us |= {kind: base.call_us.get(kind, 0.0) for kind in host_us}
+        own_us = {kind: seconds * 1e6 for kind, seconds in found.tiny_device.items()}
+        tiny_us |= {kind: own_us.get(kind, base.call_us.get(kind, 0.0)) for kind in host_us}
     rates = [_Rate.of(m, tiny_us) for m in found.operators]
     device = _with_peaks(base.device, rates, dtype) if own_peaks else base.device
     measured = {

@@ -70,8 +70,8 @@ UPDATE_CALLS = 0.4
 
 
 COLLECTIVE_SHARE = 20 / 132
-"""Fraction of the multiprocessors that collectives occupy while layers compute: 20 of 132 on an H800
-(DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
+"""Fraction of the multiprocessors that collectives occupy while layers compute: 20 of 132 on an
+H800 (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
 
 
 class BlockWork(NamedTuple):
