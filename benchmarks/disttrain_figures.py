@@ -42,7 +42,7 @@ from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "papers"
-PROFILE = load_profile("a800")
+PROFILE = load_profile("a800_disttrain")
 MODELS = {"9b": 1, "15b": 2, "72b": 10}
 """Pipeline ranks of the LLM under Megatron-LM."""
 LARGE = 1296, dict.fromkeys(MODELS, 1920)

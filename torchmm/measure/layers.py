@@ -26,7 +26,7 @@ from torchmm.balance.costs.blocks import Layers, stage_blocks
 from torchmm.balance.costs.calibration import SplitLayers, WorkingLayers
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.model import gather_operators
+from torchmm.balance.costs.model import ShardLinks, gather_operators
 from torchmm.balance.costs.operators import HOST_KINDS, Operator, Operators
 from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
@@ -214,7 +214,8 @@ def _split_case(
     calls = sum(float(np.sum(o.calls)) for o in forward if o.kind not in HOST_KINDS)
     operators = [*forward, Operator("forward_call", calls=calls), *backward]
     if split == "shard":  # gathered for both
-        operators += 2 * gather_operators(module, 0, SPLIT_DEPTH, execution, 4, link)
+        links = ShardLinks(link)
+        operators += 2 * gather_operators(module, 0, SPLIT_DEPTH, execution, 4, links)
         apply_fsdp(model.llm, mesh, torch.float32)
     elif tensor > 1:
         apply_tensor_parallel(model.llm, mesh, execution.sequence_parallel)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
 
-from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.devices import NETWORK, NODE, Link
 from torchmm.balance.costs.operators import Kind, Operator, all_reduce_bytes
 
 RUNS = 7
@@ -58,10 +58,11 @@ def measure_network(
 
 
 def world_link() -> Link:
-    """What connects all ranks; collective."""
+    """Return the placement of all ranks on hosts; collective."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    return "node" if len(set(hosts)) == 1 else "network"
+    nodes = len(set(hosts))
+    return Link(nodes, len(hosts) // nodes)
 
 
 def _seconds(case: NetworkCase, device: torch.device) -> float:
@@ -94,6 +95,7 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
     world = dist.group.WORLD
     assert world is not None
     link = world_link()
+    neighbors = NODE if link.local > 1 else NETWORK
     for elements in ELEMENTS[: 3 if quick else None]:
         whole = torch.ones(elements * ranks, device=device)
         share = torch.ones(elements, device=device)
@@ -123,5 +125,6 @@ def _cases(device: torch.device, quick: bool) -> Iterator[NetworkCase]:
             ("p2p", 2 * nbytes, 2.0, message, whole),
         ]
         for kind, bytes_, calls, run, buffer in runs:
-            operator = Operator(kind, network_bytes=bytes_, calls=calls, link=link)
+            placed = neighbors if kind == "p2p" else link
+            operator = Operator(kind, network_bytes=bytes_, calls=calls, link=placed)
             yield NetworkCase(operator, run, buffer, elements == 1)

@@ -13,8 +13,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, pairwise, product
-from math import prod
+from math import ceil, prod
 from statistics import median
 from typing import NamedTuple
 
@@ -42,6 +43,10 @@ ROUNDS = 5
 LONGEST_S = 80.0
 """After which no further round is begun: calibration is to take less than two minutes."""
 MOST_TURNS = 64
+MOST_QUEUED = 100
+"""Runs in the queue of a GPU, which has room for 1024 kernels."""
+DELAY_WIDTH = 8192
+"""Width of float32 matmuls that keep a GPU busy: 1.1 TFLOP, some 20 ms on an H100."""
 SMALL_HEADS = (8, 8, 64)
 """Heads of queries and of keys, and features of a head."""
 LARGE_HEADS = (32, 8, 128)
@@ -109,13 +114,16 @@ def measure(
     cases = list(_compute_cases(device, dtype, quick))
     times = _time_all(cases, device, seconds, rounds)
     tiny: dict[Kind, float] = {}
+    tiny_device: dict[Kind, float] = {}
     operators = []
     for case, took in zip(cases, times, strict=True):
         if case.tiny:
-            tiny[case.operator.kind] = took / float(case.operator.calls)
+            tiny[case.operator.kind] = took.host_s / float(case.operator.calls)
+            tiny_device[case.operator.kind] = took.device_s / float(case.operator.calls)
         else:
-            operators.append(Measured(case.operator, took))
-    tiny["norm"] = tiny["elementwise"]  # of which an RMSNorm consists
+            operators.append(Measured(case.operator, took.device_s))
+    for found in (tiny, tiny_device):
+        found["norm"] = found["elementwise"]  # of which an RMSNorm consists
     for sent, took in measure_network(device, rounds, quick=quick) if ranks > 1 else ():
         if sent.tiny:
             tiny[sent.operator.kind] = took / float(sent.operator.calls)
@@ -134,7 +142,8 @@ def measure(
     if device.type == "cpu" and dtype == torch.float32:
         working = working_layers(device, rounds, quick=quick)
     split = split_layers(device, rounds, quick=quick) if ranks > 1 else {}
-    return Measurements(operators, tiny, layers, working, split, compiled)
+    queued = tiny_device if device.type == "cuda" else {}
+    return Measurements(operators, tiny, layers, working, split, compiled, queued)
 
 
 def machine(device: torch.device) -> str:
@@ -180,16 +189,85 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class CallTimes(NamedTuple):
+    """Seconds of a run on the device, and of the host to queue it; on CPUs both are the same."""
+
+    device_s: float
+    host_s: float
+
+
+def queued_times(
+    run: Callable[[], object],
+    delay: Callable[[], object],
+    budget_s: float,
+    *,
+    make_event: Callable[[], torch.cuda.Event],
+    synchronize: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+) -> CallTimes:
+    """Return the device time and the host time of a run on a device that executes a queue.
+
+    The device is busy with `delay` until the host has queued all runs, so that they follow each
+    other without gaps. Otherwise the time of a small kernel is that of the host that queues it, and
+    a slow host looks like a slow device.
+
+    Args:
+        run: Queues the work to time.
+        delay: Queues long work.
+        budget_s: Approximate time to spend.
+        make_event: Creates an event with timing.
+        synchronize: Waits for the device.
+        clock: Time of the host in seconds.
+    """
+
+    def timed(function: Callable[[], object], runs: int, before: int) -> CallTimes:
+        synchronize()
+        for _ in range(before):
+            delay()
+        first, last = make_event(), make_event()
+        first.record()
+        begin_s = clock()
+        for _ in range(runs):
+            function()
+        host_s = clock() - begin_s
+        last.record()
+        synchronize()
+        return CallTimes(first.elapsed_time(last) / 1e3 / runs, host_s / runs)
+
+    run()
+    once = timed(run, 1, 0)
+    runs = max(1, min(MOST_QUEUED, int(budget_s / max(*once, 1e-6))))
+    delay_s = timed(delay, 1, 0).device_s
+    delays = ceil(2 * runs * once.host_s / max(delay_s, 1e-6))
+    return timed(run, runs, min(MOST_QUEUED, delays))
+
+
+def _call_times(
+    run: Callable[[], object], device: torch.device, budget_s: float, delay: Callable[[], object]
+) -> CallTimes:
+    """Return the times of a run within about `budget_s`, after a run that is not timed."""
+    if device.type != "cuda":
+        return CallTimes(*(2 * (seconds_per_run(run, device, budget_s),)))
+    return queued_times(
+        run,
+        delay,
+        budget_s,
+        make_event=partial(torch.cuda.Event, enable_timing=True),
+        synchronize=partial(torch.cuda.synchronize, device),
+    )
+
+
 def _time_all(
     cases: Sequence[Case], device: torch.device, seconds: float, repeats: int
-) -> list[float]:
-    """Each case's time, of several rounds; the mean over ranks.
+) -> list[CallTimes]:
+    """Return the median times of each case over rounds, as means over ranks.
 
     On a machine that others use, where rounds take longer than they should, there are fewer.
     """
     budget_s = seconds / (len(cases) * repeats)
+    square = torch.ones(DELAY_WIDTH if device.type == "cuda" else 1, device=device).diag()
     begin_s = time.perf_counter()
-    rounds: list[list[float]] = []
+    rounds: list[list[CallTimes]] = []
     while len(rounds) < repeats and _mean_over_ranks(
         [(time.perf_counter() - begin_s) * (len(rounds) + 1)], device
     )[0] <= LONGEST_S * max(1, len(rounds)):
@@ -197,9 +275,13 @@ def _time_all(
         for case in cases:
             if dist.is_initialized():
                 dist.barrier()
-            times.append(seconds_per_run(case.run, device, budget_s))
+            times.append(_call_times(case.run, device, budget_s, lambda: square @ square))
         rounds.append(times)
-    return _mean_over_ranks([median(times) for times in zip(*rounds, strict=True)], device)
+    medians = [
+        median(own) for times in zip(*rounds, strict=True) for own in zip(*times, strict=True)
+    ]
+    means = iter(_mean_over_ranks(medians, device))
+    return [CallTimes(device_s, next(means)) for device_s in means]
 
 
 def _mean_over_ranks(values: list[float], device: torch.device) -> list[float]:

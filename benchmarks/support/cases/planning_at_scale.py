@@ -63,7 +63,8 @@ def job() -> _Job:
     """The recipe in these sizes."""
     given = load_recipe(RECIPE, []).recipe
     recipe = sized_recipe(given, SIZES, schedule=SCHEDULE, recompute=RECOMPUTE)
-    forecaster = Forecaster(recipe, sum(s.devices for s in SIZES.values()), load_profile("a800"))
+    devices = sum(s.devices for s in SIZES.values())
+    forecaster = Forecaster(recipe, devices, load_profile("a800_disttrain"))
     parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
     metas = tuple(forecaster.workload.microbatches)
     model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)

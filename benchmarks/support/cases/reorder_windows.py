@@ -83,7 +83,7 @@ def window_rows(case: Case, windows: tuple[int, ...]) -> list[Row]:
     schedule = "interleaved_1f1b" if case.stages > 1 else "1f1b"
     recipe = sized_recipe(given, case.sizes, schedule=schedule, stages=case.stages)
     devices = sum(sizes.devices for sizes in case.sizes.values())
-    forecaster = Forecaster(recipe, devices, load_profile("a800"))
+    forecaster = Forecaster(recipe, devices, load_profile("a800_disttrain"))
     many = recipe.training.model_copy(update={"global_batch_size": STEPS * case.batch})
     packs = StepSample(recipe.model_copy(update={"training": many}), forecaster.model).packs
     parallel = recipe.parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})

@@ -26,7 +26,7 @@ PAPER = {4: (1.10, 1.17), 8: (1.15, 1.17)}
 BACKBONES = {"7B": "disttrain_mllm_9b", "13B": "disttrain_mllm_15b", "70B": "disttrain_mllm_72b"}
 
 
-def prediction_rows(device: str = "a800") -> list[Row]:
+def prediction_rows(device: str = "a800_disttrain") -> list[Row]:
     """Speed-ups of forward and backward of a backbone's layers."""
     rows = []
     for size, recipe in BACKBONES.items():

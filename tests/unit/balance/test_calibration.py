@@ -92,6 +92,10 @@ def test_overhead_of_calls_is_that_of_calls_in_layers() -> None:
     assert queued.launch_us == pytest.approx(20.0)
     assert queued.host_us["matmul"] == pytest.approx(5.0)
     assert queued.call_us["matmul"] == load_profile("h100").call_us["matmul"]
+    measured = replace(found, tiny_device=dict.fromkeys(KINDS, 3e-6))
+    queued = fit_profile(measured, load_profile("h100"), "float32", "", own_peaks=False)
+    assert (queued.host_us["matmul"], queued.call_us["matmul"]) == pytest.approx((5.0, 3.0))
+    assert "all_gather" not in queued.host_us
 
 
 def test_fit_profile_on_gpu_finds_cost_of_compiled_call() -> None:

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchmm.balance.costs import blocks
 from torchmm.balance.costs.blocks import Head
-from torchmm.balance.costs.devices import DEVICES
+from torchmm.balance.costs.devices import DEVICES, NODE
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.layers import layer_kept_bytes, layer_operators
-from torchmm.balance.costs.model import UPDATE_CALLS, CostModel, gather_operators
+from torchmm.balance.costs.model import UPDATE_CALLS, CostModel, ShardLinks, gather_operators
 from torchmm.balance.costs.operators import (
     ASSUMED_LAUNCHES,
     HOST_KINDS,
@@ -216,7 +216,7 @@ def test_fsdp_copies_match_counted_traffic() -> None:
     # The counter adds what `copy_` writes twice, as argument and as result.
     copied = count.nbytes["_to_copy"] + count.nbytes["copy_"] * 2 / 3
     operators = gather_operators(
-        model.llm.describe(), 0, len(model.llm.layers), Execution(), 2, "node"
+        model.llm.describe(), 0, len(model.llm.layers), Execution(), 2, ShardLinks(NODE)
     )
     predicted = sum(float(o.memory_bytes) for o in operators)
     assert predicted == pytest.approx(10 * parameters, rel=0.02)

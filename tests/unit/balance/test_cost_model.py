@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchmm.balance.costs.blocks import stage_blocks
-from torchmm.balance.costs.devices import Device
+from torchmm.balance.costs.devices import NETWORK, NODE, Device
 from torchmm.balance.costs.execution import Execution, Setting, States
 from torchmm.balance.costs.layers import layer_parameters, shared_bytes, stage_parameters
 from torchmm.balance.costs.model import CostModel, StageCosts
@@ -259,9 +259,9 @@ def test_the_update_by_hand() -> None:
 
 def test_links_between_pipeline_ranks() -> None:
     model = CostModel(PROFILE, "float32", {"llm": Execution(tensor=2)})  # two ranks to a node
-    assert model.pipeline_link(0, 1) == "node"
-    assert model.pipeline_link(1, 2) == "network"
-    assert model.transfers_ms([5e9, 5e9], ["node", "network"]) == pytest.approx([1e3, 1e4])
+    assert model.pipeline_link(0, 1) == NODE
+    assert model.pipeline_link(1, 2) == NETWORK
+    assert model.transfers_ms([5e9, 5e9], [NODE, NETWORK]) == pytest.approx([1e3, 1e4])
 
 
 def test_kept_bytes_of_the_ends_by_hand() -> None:

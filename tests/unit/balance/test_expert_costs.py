@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 from model_cases import LLMS, build
 
+from torchmm.balance.costs.devices import NODE, Device
 from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.layers import expert_parameters, layer_parameters, stage_parameters
-from torchmm.balance.costs.model import CostModel, gather_operators
+from torchmm.balance.costs.model import CostModel, ShardLinks, gather_operators
+from torchmm.balance.costs.operators import KINDS, Curve, Profile
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.models.layers.experts import expert_parts
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
@@ -38,7 +40,7 @@ def test_a_rank_gathers_only_its_own_experts(llm) -> None:
     sent = {
         execution.expert: next(
             o.network_bytes
-            for o in gather_operators(module, 0, count, execution, 2, "node")
+            for o in gather_operators(module, 0, count, execution, 2, ShardLinks(NODE))
             if o.kind == "all_gather"
         )
         for execution in (shared, divided)
@@ -54,3 +56,23 @@ def test_a_rank_gathers_only_its_own_experts(llm) -> None:
     }
     # Gathered weights (2 bytes) and gradients (4 bytes) of three quarters of the experts.
     assert bytes_of[1] - bytes_of[4] == pytest.approx(6 * experts * 3 / 4, rel=1e-6)
+
+
+def test_experts_over_nodes_use_one_card(llm) -> None:
+    module = llm.describe()
+    count = len(module.layers)
+    experts = sum(expert_parameters(layer) for layer in module.layers)
+    dense = stage_parameters(module, 0, count).all - experts
+    device = Device("toy", {"float32": 1e12}, 1e11, 1e9, 400e9, 50e9, 8, False, "8 cards")
+    profile = Profile(device, dict.fromkeys(KINDS, Curve((1.0,), (1.0,))))
+
+    def gather_ms(expert: int) -> float:
+        execution = Execution(shard=16, expert=expert)
+        work = CostModel(profile, "float32", {"llm": execution}).gather_work(module, 0, count)
+        return float(work.network_ms[0])
+
+    # 16 ranks on two nodes gather over eight cards.
+    assert gather_ms(1) == pytest.approx(4e3 * (dense + experts) * 15 / 16 / 400e9)
+    # Two ranks on different nodes have the same eighth of the experts, and one card each.
+    dense_ms = 4e3 * dense * 15 / 16 / 400e9
+    assert gather_ms(8) == pytest.approx(dense_ms + 4e3 * experts / 8 / 2 / 50e9)

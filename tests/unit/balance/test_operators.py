@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchmm.balance.costs.devices import DEVICES, Device
+from torchmm.balance.costs.devices import DEVICES, NETWORK, Device, Link
 from torchmm.balance.costs.operators import (
     COMPUTE_KINDS,
     KINDS,
@@ -35,8 +35,8 @@ def profile(asynchronous: bool = False, **call_us: float) -> Profile:
         (Operator("matmul", flops=1e9, memory_bytes=1e9), 20e-3),
         (Operator("attention", flops=2e9, memory_bytes=1e6), 4e-3),
         (Operator("norm", memory_bytes=1e8), 2e-3),
-        (Operator("all_gather", network_bytes=1e8, link="node"), 20e-3),
-        (Operator("all_gather", network_bytes=1e8, link="network"), 200e-3),
+        (Operator("all_gather", network_bytes=1e8, link=Link(1, 4)), 20e-3),
+        (Operator("all_gather", network_bytes=1e8, link=NETWORK), 200e-3),
     ],
     ids=str,
 )
@@ -105,7 +105,8 @@ def test_classes_of_operators_do_not_overlap() -> None:
 
 
 def test_the_table_has_the_devices_with_their_sources() -> None:
-    assert set(DEVICES) == {"h100", "h200", "h800", "a100", "a800", "cpu"}
+    testbeds = {"h100_grand_teton", "h800_pipeweaver", "a800_disttrain"}
+    assert set(DEVICES) == {"h100", "h200", "h800", "a100", "a800", "cpu"} | testbeds
     for device in DEVICES.values():
         assert device.source
         assert device.node_bytes_per_s > device.network_bytes_per_s > 0

@@ -10,6 +10,7 @@ import torch
 from pipeline_cases import KINDS, Case, step_of
 from random_orders import random_order
 
+from torchmm.balance.costs.devices import NODE
 from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.flops import microbatch_flops, module_layers
 from torchmm.balance.costs.model import CostModel
@@ -103,7 +104,7 @@ def test_transfers_take_as_long_as_the_messages_of_the_runtime(encoder) -> None:
             leaves = ranks(producer) != ranks(consumer)
             assert (key in costs.transfer_ms) == leaves
             if leaves:
-                assert costs.transfer_ms[key] == MODEL.transfers_ms([nbytes], ["node"])[0]
+                assert costs.transfer_ms[key] == MODEL.transfers_ms([nbytes], [NODE])[0]
 
 
 @pytest.mark.parametrize("encoder", KINDS)
@@ -122,7 +123,7 @@ def test_sliced_messages_take_as_long_as_what_the_runtime_sends(encoder) -> None
         sent = sum(spec.on_rank(source=True).nbytes for spec in specs[message])
         exact = sum(spec.nbytes for spec in specs[message]) / 2
         assert exact <= sent
-        wanted_ms, whole_ms = model.transfers_ms([exact, 2 * exact], ["node"] * 2)
+        wanted_ms, whole_ms = model.transfers_ms([exact, 2 * exact], [NODE] * 2)
         assert costs.transfer_ms[message, backward] == pytest.approx(wanted_ms)
         assert before.transfer_ms[message, backward] == pytest.approx(whole_ms)
     longer = {a for a, ms in costs.compute_ms.items() if ms > before.compute_ms[a]}

@@ -32,6 +32,7 @@ from torchmm.balance.costs.operators import (
     Work,
     main_quantity,
     operator_ms,
+    stage_shares,
 )
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.common.layers import ModuleDescription
@@ -76,7 +77,7 @@ class Measurements:
 
     Attributes:
         operators: of all sizes that matter.
-        tiny: by class: seconds of a call that does next to nothing.
+        tiny: by class: seconds of a call that does next to nothing; of the host, if it only queues.
         layers: (calls, seconds) of forward and backward of whole layers that are all overhead.
         compiled: operators and seconds of compiled layers that are all overhead. None if nothing
             compiles for the device.
@@ -84,6 +85,8 @@ class Measurements:
             whose code other calls have driven out of caches.
         split: by how layers are on several ranks ("whole", "tensor", "sequence", "shard"); empty:
             there is one.
+        tiny_device: Seconds on the device of a call that does next to nothing, by class, if the
+            host only queues calls.
     """
 
     operators: Sequence[Measured]
@@ -92,6 +95,7 @@ class Measurements:
     working: Sequence[WorkingLayers] = ()
     split: Mapping[str, SplitLayers] = field(default_factory=dict)
     compiled: SplitLayers | None = None
+    tiny_device: Mapping[Kind, float] = field(default_factory=dict)
 
 
 def fit_profile(
@@ -116,12 +120,18 @@ def fit_profile(
     host_us: dict[Kind, float] = {}
     if base.device.asynchronous:  # a call that does nothing shows what the host takes to queue it
         host_us = {k: us for k, us in tiny_us.items() if k not in NETWORK_KINDS}
-        tiny_us |= {kind: base.call_us.get(kind, 0.0) for kind in host_us}
+        own_us = {kind: seconds * 1e6 for kind, seconds in found.tiny_device.items()}
+        tiny_us |= {kind: own_us.get(kind, base.call_us.get(kind, 0.0)) for kind in host_us}
     rates = [_Rate.of(m, tiny_us) for m in found.operators]
     device = _with_peaks(base.device, rates, dtype) if own_peaks else base.device
-    curves = dict(base.efficiency)
-    for kind in kinds:
-        curves[kind] = _curve([r for r in rates if r.kind == kind], _peak(device, kind, dtype))
+    measured = {
+        kind: _curve(own, _peak(device, kind, dtype))
+        for kind in kinds
+        if (own := [r for r in rates if r.kind == kind and not r.between])
+    }
+    curves = {**base.efficiency, **measured}
+    between = [r for r in rates if r.between]
+    network = _curve(between, device.network_bytes_per_s) if between else base.network
     call_us = {**base.call_us, **tiny_us}
     launch_us = base.launch_us
     if found.layers:
@@ -143,9 +153,9 @@ def fit_profile(
                 call_us["forward_call"] = max(0.0, forward_us - per_call_us)
             call_us |= {k: per_call_us for k in KINDS if k not in NETWORK_KINDS}
     if found.split:
-        whole = Profile(device, curves, call_us, launch_us)
+        whole = Profile(device, curves, call_us, launch_us, network=network)
         call_us |= _host_us(found.split, whole, dtype)
-    profile = Profile(device, curves, call_us, launch_us, {}, measured_on, host_us)
+    profile = Profile(device, curves, call_us, launch_us, {}, measured_on, host_us, network)
     if found.compiled is not None:
         call_us["compiled_call"] = _compiled_call_us(found.compiled, profile, dtype)
     return profile
@@ -200,17 +210,19 @@ class _Rate(NamedTuple):
     kind: Kind
     size: float
     per_s: float
-    link: str
+    between: bool
+    """Whether bytes are those that pass the network between nodes, per device."""
 
     @classmethod
     def of(cls, measured: Measured, overhead_us: Mapping[Kind, float]) -> _Rate:
         operator, seconds = measured
         calls = float(operator.calls)
-        amount = float(main_quantity(operator))
+        between = stage_shares(operator.kind, operator.link)[1]
+        amount = float(main_quantity(operator)) * (between or 1.0)
         overhead = overhead_us.get(operator.kind, 0.0) * 1e-6 * calls
         # Never more than half: where overhead is nearly all, what is left is noise.
         own = max(seconds - overhead, seconds / 2)
-        return cls(operator.kind, amount / calls, amount / own, operator.link)
+        return cls(operator.kind, amount / calls, amount / own, between > 0)
 
 
 def _with_peaks(device: Device, rates: Sequence[_Rate], dtype: str) -> Device:
@@ -218,8 +230,8 @@ def _with_peaks(device: Device, rates: Sequence[_Rate], dtype: str) -> Device:
     products = max(r.per_s for r in rates if r.kind == "matmul")
     # Of the largest copies, which no cache holds.
     copies = sorted((r for r in rates if r.kind == "copy"), key=lambda r: r.size)
-    node = [r.per_s for r in rates if r.kind in NETWORK_KINDS and r.link == "node"]
-    network = [r.per_s for r in rates if r.kind in NETWORK_KINDS and r.link == "network"]
+    node = [r.per_s for r in rates if r.kind in NETWORK_KINDS and not r.between]
+    network = [r.per_s for r in rates if r.between]
     return replace(
         device,
         peak_flops={**device.peak_flops, dtype: products},
@@ -229,16 +241,14 @@ def _with_peaks(device: Device, rates: Sequence[_Rate], dtype: str) -> Device:
     )
 
 
-def _peak(device: Device, kind: Kind, dtype: str) -> dict[str, float]:
-    """By link: what efficiency is a share of."""
+def _peak(device: Device, kind: Kind, dtype: str) -> float:
+    """Return the peak rate of a class of operators, without the network between nodes."""
     if kind in COMPUTE_KINDS:
-        return dict.fromkeys(("node", "network"), device.peak_flops[dtype])
-    if kind in NETWORK_KINDS:
-        return {"node": device.node_bytes_per_s, "network": device.network_bytes_per_s}
-    return dict.fromkeys(("node", "network"), device.memory_bytes_per_s)
+        return device.peak_flops[dtype]
+    return device.node_bytes_per_s if kind in NETWORK_KINDS else device.memory_bytes_per_s
 
 
-def _curve(rates: Sequence[_Rate], peak: Mapping[str, float]) -> Curve:
+def _curve(rates: Sequence[_Rate], peak: float) -> Curve:
     """Efficiency by size: of sizes that are near each other, the median."""
     bins: dict[int, list[_Rate]] = {}
     for rate in rates:
@@ -247,7 +257,7 @@ def _curve(rates: Sequence[_Rate], peak: Mapping[str, float]) -> Curve:
     for index in sorted(bins):
         own = bins[index]
         size = exp(sum(log(r.size) for r in own) / len(own))
-        points.append((size, median(r.per_s / peak[r.link] for r in own)))
+        points.append((size, median(r.per_s / peak for r in own)))
     sizes, values = zip(*points, strict=True)
     return Curve(sizes, values)
 

@@ -474,14 +474,16 @@ def round_products(
     """Puts products in float8 in place of others of `components`, in the same order, and casts
     behind all of them."""
     tensor = setting.execution.tensor
-    named = [(c, name) for c in components for name in c.local_linears(tensor)]
-    for place, (component, name) in enumerate(named):
+    named = [(c, i, name) for c in components for i, name in enumerate(c.local_linears(tensor))]
+    for place, (component, index, name) in enumerate(named):
         if not _rounds(component, name, rounded):
             continue
         own = component.local_linears(tensor)[name]
-        found = rounded_matmul(component.rows_N(name, sizes), *own, rounded, setting)
+        shares = 0 < index <= component.extra_readers()
+        rows_N = component.rows_N(name, sizes)
+        found = rounded_matmul(rows_N, *own, rounded, setting, has_cast_input=shares)
         for each, (product, casts) in zip(passes, found[:3], strict=False):
-            each[place] = product
+            each[place] = product._replace(calls=each[place].calls)
             each.append(casts)
 
 

@@ -1,20 +1,33 @@
-"""What devices can do at most, from their makers' data sheets.
+"""Peak rates and sizes of devices, from data sheets and from the testbed sections of papers.
 
-Numbers per device: dense matrix products by dtype (no sparsity), memory bandwidth and size, one
-direction of the fast link inside a node (NVLink), of the network between nodes and of the way to
-the host's memory (PCIe), and how much of that memory there is per device. How much of it
-an operator reaches is another matter: see `torchmm.balance.costs.operators` and
-`scripts/calibrate.py`.
+Values are per device: dense matmuls by dtype (no sparsity), memory bandwidth and size, one
+direction of the fast link inside a node (NVLink), of the network between nodes and of the link to
+host memory (PCIe), and host memory. `torchmm.balance.costs.operators` and `scripts/calibrate.py`
+have the fraction of these rates that an operator reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Link = Literal["node", "network"]
-"""Between devices of one node, or of several."""
+
+class Link(NamedTuple):
+    """Placement of the ranks that communicate: number of nodes, and ranks on each node."""
+
+    nodes: int = 1
+    local: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.local
+
+
+NODE = Link()
+NETWORK = Link(nodes=2)
+"""Two devices of the same node, and of different nodes."""
 
 
 MEMORY_SHARE = 0.9
@@ -54,7 +67,9 @@ class Device:
         memory_bytes_per_s: bandwidth of its own memory.
         memory_bytes: size of its own memory.
         node_bytes_per_s: to other devices of its node, one direction.
-        network_bytes_per_s: to devices of other nodes, one direction, per device.
+        network_bytes_per_s: Network bandwidth of a node, one direction, divided by its devices. A
+            group of ranks may use the network cards of its own ranks only, because other groups
+            on the node communicate at the same time: n cards on g devices give each rank n / g.
         devices_per_node: how many share the fast link.
         asynchronous: whether the host queues kernels and goes on (GPUs); if not, every call's
             overhead adds to its time.
@@ -79,10 +94,6 @@ class Device:
     def type(self) -> Literal["cuda", "cpu"]:
         """Type of the torch device."""
         return "cuda" if self.asynchronous else "cpu"
-
-    def bytes_per_s(self, link: Link) -> float:
-        """Bandwidth of a link, one direction."""
-        return self.node_bytes_per_s if link == "node" else self.network_bytes_per_s
 
 
 _HOPPER_NETWORK = (
@@ -122,6 +133,19 @@ _A100 = replace(
     source="NVIDIA A100 80GB SXM data sheet; " + _AMPERE_NETWORK,
     host_bytes_per_s=64e9 / 2,
 )
+_H800 = replace(
+    _H100,
+    name="h800",
+    node_bytes_per_s=400e9 / 2,
+    source="H100 SXM5 with NVLink cut to 400 GB/s (DeepSeek-V3, arXiv 2412.19437, and "
+    "2505.09343, section 4.1); network as DGX H100",
+)
+_A800 = replace(
+    _A100,
+    name="a800",
+    node_bytes_per_s=400e9 / 2,
+    source="NVIDIA A800 80GB data sheet: A100 with NVLink cut to 400 GB/s; " + _AMPERE_NETWORK,
+)
 
 DEVICES: dict[str, Device] = {
     device.name: device
@@ -136,18 +160,38 @@ DEVICES: dict[str, Device] = {
         ),
         replace(
             _H100,
-            name="h800",
-            node_bytes_per_s=400e9 / 2,
-            source="H100 SXM5 with NVLink cut to 400 GB/s (DeepSeek-V3, arXiv 2412.19437, and "
-            "2505.09343, section 4.1); network as DGX H100",
+            name="h100_grand_teton",
+            # The mean of the H100 SXM and the H100 NVL, see the source.
+            peak_flops={
+                "bfloat16": (BF16_TFLOPS["H100"] + BF16_TFLOPS["H100 NVL"]) / 2 * 1e12,
+                "float32": 66.9e12,
+                "float8": (BF16_TFLOPS["H100"] + BF16_TFLOPS["H100 NVL"]) * 1e12,
+            },
+            memory_bytes_per_s=2400e9,
+            memory_bytes=96e9,
+            source="Testbed of torchtitan: H100 with 96 GB of HBM2e, 2.4 TB/s, a power limit of "
+            "500 W, 400 Gb/s of network per GPU; peak FLOP/s 'between SXM and NVL' "
+            "(github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)",
+        ),
+        _H800,
+        replace(
+            _H800,
+            name="h800_pipeweaver",
+            network_bytes_per_s=8 * 25e9 / 8,
+            host_memory_bytes=256e9 / 8,
+            source="Testbed of PipeWeaver (arXiv 2504.14145, section 8): 8 H800, 200 GB/s of "
+            "NVLink, 8 x 200 Gb/s RoCEv2 and 256 GB of host memory per node",
         ),
         _A100,
+        _A800,
         replace(
-            _A100,
-            name="a800",
-            node_bytes_per_s=400e9 / 2,
-            source="NVIDIA A800 80GB data sheet: A100 with NVLink cut to 400 GB/s; "
-            + _AMPERE_NETWORK,
+            _A800,
+            name="a800_disttrain",
+            node_bytes_per_s=300e9 / 2,
+            network_bytes_per_s=4 * 25e9 / 8,
+            host_memory_bytes=1e12 / 8,
+            source="Testbed of DistTrain (arXiv 2408.04275, section 8): 8 A800, 300 GB/s "
+            "(bidirectional) of NVLink, 4 x 200 Gb/s RoCEv2 and 1 TB of host memory per node",
         ),
         Device(
             name="cpu",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal, NamedTuple
 
-from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.devices import NODE, Link
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -169,9 +169,9 @@ class Setting(NamedTuple):
     execution: Execution
     element_bytes: int
     """Of the compute dtype."""
-    tensor_link: Link = "node"
-    expert_link: Link = "node"
-    context_link: Link = "node"
+    tensor_link: Link = NODE
+    expert_link: Link = NODE
+    context_link: Link = NODE
     segment_calls: bool = True
     """Whether attention makes a call per run of equally long segments (CPU), or one for all."""
     accumulated: float = 1.0

@@ -257,7 +257,10 @@ def _linears(layer: LayerDescription, sizes: TaskSizes, setting: Setting) -> Ope
     """Matrix products with weights: those for the layer's own positions, then the others."""
     components = sorted(components_of(layer), key=lambda c: c.reads_context)
     every = [product for component in components for product in component.products(sizes, setting)]
-    passes = Operators(every, list(every), list(every), [])
+    blocks = setting.execution.tensor if setting.execution.async_tensor else 1
+    # A block of rows per rank: smaller matmuls are less efficient. Weight gradients stay whole.
+    split = [product._replace(calls=blocks * product.calls) for product in every]
+    passes = Operators(split, list(split), list(every), [])
     if layer.rounded is not None:
         round_products(passes, layer.rounded, components, sizes, setting)
     weights = passes.weights
@@ -311,6 +314,7 @@ def _communication(layer: LayerDescription, sizes: TaskSizes, setting: Setting) 
     if execution.async_tensor:  # gathered inputs are not kept
         again = whole * (tensor - 1) / tensor
         weights.append(Operator("all_gather", network_bytes=again, calls=regions, link=link))
+        weights.append(Operator("copy", memory_bytes=2 * again, calls=0))
     replicated = 0
     for component in components_of(layer):
         linears = component.linears()
@@ -335,6 +339,9 @@ def _reduction(whole: Array, calls: int, setting: Setting) -> Iterator[Operator]
     yield Operator("reduce_scatter", network_bytes=sent, calls=calls, link=link)
     yield Operator("all_gather", network_bytes=sent, calls=calls, link=link)
     if execution.async_tensor:
+        # Blocks are read and written while matmuls run, and take memory bandwidth from them. A
+        # scatter adds up the blocks of all ranks at the end.
+        yield Operator("copy", memory_bytes=2 * 2 * sent + whole, calls=calls)
         return
     yield Operator("sequence_exchange", calls=2 * calls)
     if setting.segment_calls:

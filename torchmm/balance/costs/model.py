@@ -26,7 +26,7 @@ from torchmm.balance.costs.blocks import (
     stage_blocks,
 )
 from torchmm.balance.costs.components import around_generator_bytes
-from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.devices import NETWORK, NODE, Link
 from torchmm.balance.costs.execution import Execution, Setting
 from torchmm.balance.costs.flops import PassFlops, pass_flops
 from torchmm.balance.costs.layers import (
@@ -39,6 +39,7 @@ from torchmm.balance.costs.layers import (
 )
 from torchmm.balance.costs.operators import (
     HOST_KINDS,
+    Kind,
     Operator,
     Profile,
     Times,
@@ -66,6 +67,11 @@ through Python. In calls of an operator, as measured on layers too small to comp
 UPDATE_CALLS = 0.4
 """Host time of a fused update and its norm, in launches of an eager operator for each parameter:
 135 parameters took 0.95 ms of CPU time where an operator takes 19 us."""
+
+
+COLLECTIVE_SHARE = 20 / 132
+"""Fraction of the multiprocessors that collectives occupy while layers compute: 20 of 132 on an
+H800 (DeepSeek-V3, arXiv 2412.19437, section 3.2.2)."""
 
 
 class BlockWork(NamedTuple):
@@ -113,6 +119,8 @@ class StageCosts(NamedTuple):
         def longer(times: Times, own: Work) -> Times:
             alone_ms = own.network_ms / pieces if hides else own.network_ms
             device_ms = times.device_ms + own.compute_ms
+            overlapped_ms = np.minimum(device_ms, own.network_ms - alone_ms)
+            device_ms = device_ms + COLLECTIVE_SHARE * overlapped_ms
             device_ms = np.maximum(device_ms, own.network_ms - alone_ms) + alone_ms
             runs = times.total_ms > 0
             return times._replace(
@@ -166,6 +174,10 @@ class _Moved(NamedTuple):
     """What it sends to the others, or receives gradients of."""
     units: int
     """In how many pieces."""
+    expert_sent: float
+    """Parameters of `sent` that belong to experts, if ranks divide the experts."""
+    expert_units: int
+    """Number of pieces with experts, if ranks divide the experts."""
 
 
 def _moved(module: ModuleDescription, start: int, stop: int, execution: Execution) -> _Moved:
@@ -180,8 +192,37 @@ def _moved(module: ModuleDescription, start: int, stop: int, execution: Executio
     kept = every.divided(shards)
     sent = Parameters(whole.all - kept.all, whole.trained - kept.trained)
     layers = module.layers[start:stop]
-    with_experts = sum(bool(layer.experts) for layer in layers) if expert > 1 else 0
-    return _Moved(whole, kept, sent, len(layers) + 1 + with_experts)
+    experts, with_experts = 0.0, 0
+    if expert > 1:
+        experts = (every.all - whole.all) / (1 - 1 / expert) * (1 / expert - 1 / shards)
+        with_experts = sum(bool(layer.experts) for layer in layers)
+    return _Moved(whole, kept, sent, len(layers) + 1 + with_experts, experts, with_experts)
+
+
+def _collective(kind: Kind, sent: float, moved: _Moved, links: ShardLinks) -> list[Operator]:
+    """Return the collectives over the ranks that share parameters.
+
+    Args:
+        kind: "all_gather" or "reduce_scatter".
+        sent: Bytes that a rank sends, of experts too.
+        moved: Parameters that are communicated.
+        links: Placement of the ranks.
+    """
+    of_experts = sent * moved.expert_sent / moved.sent.all if moved.sent.all else 0.0
+    units = moved.units - moved.expert_units
+    found = [Operator(kind, network_bytes=sent - of_experts, calls=units, link=links.shard)]
+    if of_experts:
+        own = Operator(kind, network_bytes=of_experts, calls=moved.expert_units, link=links.expert)
+        found.append(own)
+    return found
+
+
+class ShardLinks(NamedTuple):
+    """Placement of the ranks that share the parameters of a module."""
+
+    shard: Link
+    expert: Link = NODE
+    """Ranks that have the same experts."""
 
 
 def gather_operators(
@@ -190,12 +231,11 @@ def gather_operators(
     stop: int,
     execution: Execution,
     element_bytes: int,
-    link: Link,
+    links: ShardLinks,
 ) -> list[Operator]:
-    """Of gathering the parameters of layers [start, stop) and of what stands around them.
+    """Return the operators that gather the parameters of layers [start, stop).
 
-    Args:
-        link: between the shards' ranks.
+    The embedding and the head of the module are included if the stage has them.
     """
     moved = _moved(module, start, stop, execution)
     calls = moved.units
@@ -204,7 +244,7 @@ def gather_operators(
     copied = 4 * moved.sharded.all + 3 * element_bytes * moved.whole.all
     return [
         Operator("copy", memory_bytes=copied, calls=2 * calls),
-        Operator("all_gather", network_bytes=sent, calls=calls, link=link),
+        *_collective("all_gather", sent, moved, links),
         Operator("shard_unit", calls=calls),
     ]
 
@@ -341,8 +381,8 @@ class CostModel:
             execution,
             self.element_bytes,
             self._link(execution.tensor),
-            self._link(execution.expert),
-            self._link(execution.tensor * execution.context),
+            self._link(execution.expert, execution.tensor),
+            self._link(execution.context, execution.tensor),
             segment_calls=not self.profile.device.asynchronous,
             accumulated=1 - 1 / max(1, tasks),
         )
@@ -354,16 +394,28 @@ class CostModel:
         found = work.times(self.profile, hidden)
         return Times(*(factor * own_ms for own_ms in found))
 
-    def _link(self, ranks: int) -> Link:
-        """What connects this many neighbouring ranks."""
-        return "node" if ranks <= self.profile.device.devices_per_node else "network"
+    def _link(self, ranks: int, stride: int = 1) -> Link:
+        """Return the placement of a group of ranks on nodes.
+
+        Args:
+            ranks: Number of ranks of the group.
+            stride: Distance between neighbors of the group, in global ranks.
+        """
+        local = max(1, min(ranks, self.profile.device.devices_per_node // stride))
+        return Link(-(-ranks // local), local)
+
+    def _shard_links(self, execution: Execution) -> ShardLinks:
+        """Return the placement of the ranks that share parameters."""
+        expert = execution.expert
+        own = self._link(max(1, execution.shard // expert), execution.tensor * expert)
+        return ShardLinks(self._link(execution.shard, execution.tensor), own)
 
     def gather_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
         """Return the work to gather the parameters of a stage from all shards (UNSHARD)."""
         execution = self.execution_of(module)
-        link = self._link(execution.tensor * execution.shard)
+        links = self._shard_links(execution)
         return self._work(
-            *gather_operators(module, start, stop, execution, self.element_bytes, link)
+            *gather_operators(module, start, stop, execution, self.element_bytes, links)
         )
 
     def gather_ms(self, module: ModuleDescription, start: int, stop: int) -> float:
@@ -382,15 +434,14 @@ class CostModel:
         calls = moved.units
         shards = execution.shard
         copies = execution.replicate
-        inner = self._link(execution.tensor * shards)
-        outer = self._link(execution.tensor * shards * copies)
+        outer = self._link(copies, execution.tensor * shards)
         if not whole:
             return Work.none(1)
         scattered = moved.sent.gradient_bytes
         summed = all_reduce_bytes(moved.sharded.gradient_bytes, copies)
         return self._work(
             Operator("copy", memory_bytes=3 * whole, calls=calls),
-            Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
+            *_collective("reduce_scatter", scattered, moved, self._shard_links(execution)),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
             Operator("shard_unit", calls=calls),
         )
@@ -458,7 +509,7 @@ class CostModel:
         """What connects two ranks of a plan."""
         stride = self._pipeline_stride
         size = self.profile.device.devices_per_node
-        return "node" if source * stride // size == destination * stride // size else "network"
+        return NODE if source * stride // size == destination * stride // size else NETWORK
 
     @cached_property
     def _pipeline_stride(self) -> int:

@@ -7,6 +7,10 @@ efficiency of a class is a function of how much one call does of what the class 
 a matrix product, bytes of a copy), because small calls reach much less of the peak. Overheads are
 what a call costs however little it does.
 
+A collective over several nodes has a stage inside the nodes (NVLink) and a stage between them. The
+stages are pipelined, so the slower one sets the time. The ranks of a node use the network cards of
+their own devices together (`stage_shares`).
+
 Where the host only queues work (GPUs), it takes `launch_us` per call, and whoever is slower, host
 or device, sets the time of an action; elsewhere calls follow each other.
 
@@ -20,11 +24,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import log2
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from torchmm.balance.costs.devices import Device, Link
+from torchmm.balance.costs.devices import NODE, Device, Link
 from torchmm.balance.costs.execution import Setting
 from torchmm.balance.costs.sizes import Array, TaskSizes
 from torchmm.common.layers import LatentSizes, Rounded
@@ -88,7 +93,7 @@ class Operator(NamedTuple):
     network_bytes: Array | float = 0.0
     """Sent by each device."""
     calls: Array | float = 1.0
-    link: Link = "node"
+    link: Link = NODE
     dtype: str = ""
     """Of matrix products, where it is not the compute dtype."""
     in_layer: bool = True
@@ -138,6 +143,8 @@ class Profile:
         factors: by module and action type ("F", "B", "I", "W"): measured over predicted time, as
             learned from recorded steps; 1 where missing.
         measured_on: where and how it was measured; empty: assumed.
+        network: Fraction of the network bandwidth that communication between nodes reaches, by
+            bytes per device and call. If None, the efficiency of the class applies.
     """
 
     device: Device
@@ -147,6 +154,7 @@ class Profile:
     factors: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     measured_on: str = ""
     host_us: Mapping[Kind, float] = field(default_factory=dict)
+    network: Curve | None = None
 
     def factor(self, module: str, action_type: str) -> float:
         """Learned correction of a module's actions."""
@@ -186,10 +194,49 @@ def operator_ms(operator: Operator, profile: Profile, dtype: str) -> Array:
             operator.memory_bytes / (beside * memory),
         )
     elif kind in NETWORK_KINDS:
-        seconds = main / (reached * device.bytes_per_s(operator.link))
+        inside, between = stage_shares(kind, operator.link)
+        seconds = inside * main / (reached * device.node_bytes_per_s)
+        if between:
+            if profile.network is not None:
+                reached = profile.network.at(between * main * per_call)
+            sent_s = between * main / (reached * device.network_bytes_per_s)
+            seconds = np.maximum(seconds, sent_s) + calls * hops_s(kind, operator.link, device)
     else:
         seconds = main / (reached * memory)
     return calls * profile.call_us.get(kind, 0.0) * 1e-3 + seconds * 1e3
+
+
+def stage_shares(kind: Kind, link: Link) -> tuple[float, float]:
+    """Return the bytes per device inside the nodes and between them, relative to the bytes sent.
+
+    All-gathers and reduce-scatters are rings: what a device sends passes the network once per node,
+    divided over the cards of all ranks on the node. All-reduces are hierarchical (NCCL trees):
+    reduce-scatter on each node, all-reduce between nodes, all-gather on each node. Messages go from
+    each rank to all others evenly, each through the cards of its sender.
+    """
+    if link.nodes == 1:
+        return 1.0, 0.0
+    others = link.ranks - 1
+    if kind == "p2p":
+        return (link.local - 1) / others, (link.ranks - link.local) / others
+    if kind == "all_reduce":
+        inside = link.nodes * (link.local - 1) / others
+        return inside, (link.nodes - 1) / others
+    return float(link.local > 1), 1 / link.local
+
+
+def hops_s(kind: Kind, link: Link, device: Device) -> float:
+    """Return the latency that nodes beyond the first add to a call, in seconds.
+
+    Rings pass all ranks, trees have a depth of log2(nodes) in both directions. Latencies per hop
+    are those of NCCL for LL128 (github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc): ring
+    1.9 us over NVLink and 4 us over the network, tree 8.5 us.
+    """
+    if not device.asynchronous or kind == "p2p":
+        return 0.0
+    if kind == "all_reduce":
+        return 2 * log2(link.nodes) * 8.5e-6
+    return (link.nodes - 1) * ((link.local - 1) * 1.9e-6 + 4e-6)
 
 
 def _peak_flops(device: Device, own: str, dtype: str) -> float:
@@ -314,18 +361,37 @@ def matmul(rows: Array | float, inputs: float, outputs: float, setting: Setting)
 
 
 def rounded_matmul(
-    rows: Array | float, inputs: float, outputs: float, rounded: Rounded, setting: Setting
+    rows: Array | float,
+    inputs: float,
+    outputs: float,
+    rounded: Rounded,
+    setting: Setting,
+    *,
+    has_cast_input: bool = False,
 ) -> Operators:
-    """The three products of a linear that rounds, each behind casts of what it reads.
+    """Return the three matmuls of a float8 linear, with the casts of their operands.
 
     A cast takes the largest magnitude of each row or of all, scales in float32, limits and casts:
-    six operators on all values, others on scales.
+    six operators on all values, others on scales. Compiled code casts a tensor once for all matmuls
+    of a pass and of the backward that read it.
+
+    Args:
+        rows: Rows of the input.
+        inputs: Features of the input.
+        outputs: Features of the output.
+        rounded: Properties of the float8 linears.
+        setting: Execution of the layer.
+        has_cast_input: Whether another linear has cast the input for both.
     """
     size = setting.element_bytes
     elements = {"x": rows * inputs, "w": inputs * outputs, "y": rows * outputs}
     passes = []
     for read, written in (("xw", "y"), ("yw", "x"), ("yx", "w")):
         cast = sum(elements[name] for name in read)
+        once = [name for name in read if name != "x" or not has_cast_input]
+        if setting.execution.compiled and written == "w":
+            once = [name for name in once if name != "y"]
+        values = sum(elements[name] for name in once) if setting.execution.compiled else cast
         cast_bytes = (4 * size + 25) if size < 4 else (3 * size + 21)
         calls = 2 * (rounded.calls - (size == 4))
         if setting.execution.compiled:  # read for the magnitudes, and again to be cast
@@ -340,7 +406,7 @@ def rounded_matmul(
                     memory_bytes=moved,
                     dtype="float8" if rounded.products else "",
                 ),
-                Operator("elementwise", memory_bytes=cast_bytes * cast, calls=calls),
+                Operator("elementwise", memory_bytes=cast_bytes * values, calls=calls),
             ]
         )
     forward, of_inputs, of_weights = passes

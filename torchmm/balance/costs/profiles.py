@@ -10,15 +10,18 @@ A profile file is JSON or TOML:
     [call_us]                         # overhead of a call on the device, by operator class
     [host_us]                         # host time of a call by compiled code, by operator class
     attention = 120.0
+    network = [[1e6, 0.4], [1e8, 0.94]]  # of the network bandwidth, by bytes per device and call
     [factors.llm]                     # corrections learned from steps, by module and action type
     F = 1.04
 
-What is assumed for GPUs: large matrix products reach about 0.75 to 0.85 of the data sheet (780 of
-989 TFLOP/s measured on an H100, gist.github.com/Chillee/2ec89696db8b7ed1c24461159e325405);
+What is assumed for GPUs: large matmuls reach 0.68 of the data sheet on Hopper (0.66 to 0.70
+measured on an H200, benchmarks/results/gpu_check_h200.md) and 0.85 on Ampere;
 FlashAttention-2, which torch's varlen attention is, reaches up to 0.73 forward and 0.63 backward
 on A100 (arXiv 2307.08691), and 0.35 to 0.40 on H100 (arXiv 2407.08608); streams reach 0.9 of
-memory bandwidth, collectives 0.65 of NVLink (Calculon's A100 system file,
-github.com/calculon-ai/calculon).
+memory bandwidth, collectives of 100 MB 0.65 of NVLink (Calculon's A100 system file,
+github.com/calculon-ai/calculon) and of 1 GB 0.82: 370 of 450 GB/s on H100, where all-reduces inside
+the NVLink switches reach 480 (github.com/NVIDIA/nccl-tests/issues/212). Network cards reach 46 to
+48 of 50 GB/s (github.com/NVIDIA/nccl-tests/issues/290).
 How fast small calls fall off, and overheads, are guesses. Calibrate before you trust milliseconds.
 """
 
@@ -26,7 +29,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +57,13 @@ _KEYS = (
     "host_us",
     "factors",
     "measured_on",
+    "network",
 )
 _ACTION_TYPES = ("F", "B", "I", "W")
+SWITCH_REDUCES = ("h100", "h200", "h100_grand_teton")
+"""Devices whose NVLink switches add (NVLink SHARP)."""
+NETWORK_CURVE = Curve((1e4, 1e6, 1e8), (0.05, 0.4, 47 / 50))
+"""Fraction of the network bandwidth; small sizes are assumed to fall off like NVLink."""
 HOST_US: dict[Kind, float] = {
     "tensor_linear": 300.0,
     "sequence_exchange": 300.0,
@@ -105,13 +113,16 @@ def save_profile(path: Path, profile: Profile) -> None:
         "factors": {name: dict(own) for name, own in profile.factors.items()},
         "measured_on": profile.measured_on,
     }
+    if profile.network is not None:
+        points = zip(profile.network.sizes, profile.network.values, strict=True)
+        content["network"] = [list(point) for point in points]
     replace_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def assumed_profile(device: Device) -> Profile:
     """A device that nobody has measured; see the module's docstring."""
     hopper = device.name.startswith("h")
-    ceiling = {"matmul": 0.77, "attention": 0.37, "attention_backward": 0.32}
+    ceiling = {"matmul": 0.68, "attention": 0.37, "attention_backward": 0.32}
     if not hopper:
         ceiling = {"matmul": 0.85, "attention": 0.65, "attention_backward": 0.55}
     if not device.asynchronous:
@@ -132,14 +143,20 @@ def assumed_profile(device: Device) -> Profile:
                 ),
             )
         elif kind in NETWORK_KINDS:
-            curves[kind] = Curve((1e4, 1e6, 1e8), (0.05, 0.4, 0.65))
+            in_switch = kind == "all_reduce" and device.name in SWITCH_REDUCES
+            top = (0.85, 480 / 450) if in_switch else (0.65, 370 / 450)
+            curves[kind] = Curve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *top))
         else:
-            curves[kind] = Curve((1e5, 1e7, 1e8), (0.3, 0.75, 0.9))
+            # Eager norms reached 0.64 of 4.8 TB/s on an H200, see gpu_check_h200.md.
+            limited = kind == "norm" and hopper
+            top = min(0.9, 0.64 * 4800e9 / device.memory_bytes_per_s) if limited else 0.9
+            curves[kind] = Curve((1e5, 1e7, 1e8), (0.3, min(top, 0.75), top))
     overhead = 2.0 if device.asynchronous else 3.0
     network = 15.0 if device.asynchronous else 100.0
     calls: dict[Kind, float] = {k: network if k in NETWORK_KINDS else overhead for k in KINDS}
     calls |= {} if device.asynchronous else HOST_US
-    return Profile(device, curves, calls, launch_us=5.0 if device.asynchronous else 0.0)
+    launch_us = 5.0 if device.asynchronous else 0.0
+    return Profile(device, curves, calls, launch_us, network=NETWORK_CURVE)
 
 
 def profile_from(content: Mapping[str, Any], where: str) -> Profile:
@@ -176,6 +193,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
                 problems.append(f"{section}.{key} = {value!r}: needs an operator class and >= 0")
             else:
                 found[key] = float(value)
+    network = _network(content, base, problems)
     factors = _factors(content.get("factors", {}), problems)
     launch_us = content.get("launch_us", base.launch_us if base else 0.0)
     if not _is_number(launch_us) or launch_us < 0:
@@ -190,6 +208,7 @@ def profile_from(content: Mapping[str, Any], where: str) -> Profile:
         {**(base.factors if base else {}), **factors},
         str(content.get("measured_on", base.measured_on if base else "")),
         host_us,
+        network,
     )
 
 
@@ -223,18 +242,31 @@ def _device(given: Mapping[str, Any], base: Device | None, problems: list[str]) 
     return replace(base, **given) if base else Device(**given)
 
 
-def _read_curves(given: Mapping[str, Any], curves: dict[Kind, Curve], problems: list[str]) -> None:
+def _read_curves(
+    given: Mapping[str, Any],
+    curves: dict[Any, Curve],
+    problems: list[str],
+    known: Sequence[str] = KINDS,
+) -> None:
     for key, value in given.items():
-        if key not in KINDS:
-            known = ", ".join(KINDS)
-            problems.append(f"efficiency.{key}: no operator class; known: {known}")
+        if key not in known:
+            problems.append(f"efficiency.{key}: no operator class; known: {', '.join(known)}")
             continue
         points = [[1.0, value]] if _is_number(value) else value
         try:
             sizes, values = zip(*((float(a), float(b)) for a, b in points), strict=True)
             curves[key] = Curve(sizes, values)
         except (TypeError, ValueError) as error:
-            problems.append(f"efficiency.{key} = {value!r}: {error}")
+            name = key if key == "network" else f"efficiency.{key}"
+            problems.append(f"{name} = {value!r}: {error}")
+
+
+def _network(content: Mapping[str, Any], base: Profile | None, problems: list[str]) -> Curve | None:
+    """Return the efficiency of the network of a file, or of its base."""
+    found: dict[str, Curve] = {}
+    if "network" in content:
+        _read_curves({"network": content["network"]}, found, problems, ("network",))
+    return found.get("network", base.network if base else None)
 
 
 def _factors(given: Mapping[str, Any], problems: list[str]) -> dict[str, dict[str, float]]:

@@ -15,7 +15,7 @@ from operator import add
 import numpy as np
 
 from torchmm.balance.costs.components import TIME_WIDTH
-from torchmm.balance.costs.devices import Link
+from torchmm.balance.costs.devices import NETWORK, NODE, Link
 from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
 from torchmm.balance.costs.operators import Work
@@ -98,6 +98,8 @@ def plan_costs(
         runs_beside=model.profile.device.asynchronous,
         pieces=_pieces(tasks, model),
         collectives=layer_collectives(model.execution(LLM)),
+        device_ms=collected.device_ms,
+        host_ms=collected.host_ms,
     )
 
 
@@ -207,6 +209,8 @@ class _Collected:
 
     compute_ms: dict[Action, float] = field(default_factory=dict)
     tensor_ms: dict[Action, float] = field(default_factory=dict)
+    device_ms: dict[Action, float] = field(default_factory=dict)
+    host_ms: dict[Action, float] = field(default_factory=dict)
     flops: dict[Action, float] = field(default_factory=dict)
     kept: dict[Task, int] = field(default_factory=dict)
     kept_for_weights: dict[Task, int] = field(default_factory=dict)
@@ -245,6 +249,9 @@ class _Collected:
             actions = [Action(kind, *t) for t, p in zip(keys, present, strict=False) if p]
             chosen = [i for i, p in enumerate(present) if p]
             self.compute_ms.update(zip(actions, times.total_ms[chosen].tolist(), strict=True))
+            if times.host_ms.any():
+                self.device_ms.update(zip(actions, times.device_ms[chosen].tolist(), strict=True))
+                self.host_ms.update(zip(actions, times.host_ms[chosen].tolist(), strict=True))
             shares_N = flops_N[chosen] / len(graph.layout.mirrored[index])
             self.flops.update(zip(actions, shares_N.tolist(), strict=True))
             if times.tensor_ms.any():
@@ -391,6 +398,8 @@ def _add_gathers(
             for action in actions:
                 if action in found.compute_ms:
                     found.compute_ms[action] += ms
+                    if action in found.device_ms:
+                        found.device_ms[action] += ms
                     found.tensor_ms[action] = found.tensor_ms.get(action, 0.0) + ms
 
 
@@ -458,7 +467,7 @@ def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) ->
     alike = ends[0].module == ends[1].module  # a pipeline hands on to itself
     pairs = zip(*ranks, strict=True) if alike else product(*ranks)
     links = {model.pipeline_link(*pair) for pair in pairs if pair[0] != pair[1]}
-    return ("network" if "network" in links else "node") if links else None
+    return (NETWORK if NETWORK in links else NODE) if links else None
 
 
 def _sized_by(layout: StageLayout, edge: tuple[int, int]) -> str:

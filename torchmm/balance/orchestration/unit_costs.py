@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.compiled import Float64s
+from torchmm.balance.costs.devices import NETWORK
 from torchmm.balance.costs.execution import FLOAT32, Execution, Recompute, States
 from torchmm.balance.costs.flops import gradients_arrive, microbatch_flops
 from torchmm.balance.costs.layers import stage_parameters
@@ -274,4 +275,4 @@ class Profiler:
         model = CostModel(self.profile, self.dtype, {module.name: Execution(shard=shards)})
         layers = len(module.layers)
         sync_ms = model.gather_ms(module, 0, layers) + model.reduce_ms(module, 0, layers)
-        return model.transfers_ms([sent_bytes], ["network"])[0] / 1e3, sync_ms / 1e3
+        return model.transfers_ms([sent_bytes], [NETWORK])[0] / 1e3, sync_ms / 1e3
