@@ -96,6 +96,22 @@ class StageCosts(NamedTuple):
     layer that is recomputed or has no backward."""
     flops: PassFlops
 
+    def slowest(self, ranks: int) -> StageCosts:
+        """Return the costs of the slowest rank, by task: maximum times and maximum bytes.
+
+        Args:
+            ranks: Number of ranks whose tasks the arrays list, rank by rank.
+        """
+        if ranks == 1:
+            return self
+
+        def most(own: Array) -> Array:
+            return own.reshape(ranks, -1).max(0)
+
+        return StageCosts(
+            *(_slowest(own, ranks) for own in self[:4]), *map(most, self[4:7]), self.flops
+        )
+
     def sharded(self, gather: Work, reduce_N: Work, pieces: int, hides: bool) -> StageCosts:
         """Return the costs with FSDP2 that gathers parameters in every forward and backward.
 
@@ -146,6 +162,14 @@ def _workspace(held: Sequence[tuple[Array, Array]]) -> Array:
         most_N = np.maximum(most_N, temporary_N - later_N)
         later_N = later_N + kept_N
     return np.asarray(most_N)
+
+
+def _slowest(times: Times, ranks: int) -> Times:
+    """Return the times of the slowest of `ranks` ranks, by task."""
+    device_RN, tensor_RN, host_RN = (own.reshape(ranks, -1) for own in times)
+    slowest_N = device_RN.argmax(0)
+    tasks = np.arange(device_RN.shape[1])
+    return Times(device_RN[slowest_N, tasks], tensor_RN[slowest_N, tasks], host_RN.max(0))
 
 
 class UpdateBytes(NamedTuple):
@@ -259,18 +283,27 @@ class CostModel:
         arrives: Flag,
         useful: TaskSizes | None = None,
         cache: BlockCache | None = None,
+        ranks: int = 1,
     ) -> StageCosts:
-        """Costs of the stage with layers [start, stop).
+        """Return the costs of the stage with layers [start, stop).
 
         Args:
-            module: whole.
-            sizes: of the stage's tasks, as computed.
-            arrives: whether a gradient goes back to the stage before; an array: by task.
-            useful: the same without padding, for FLOPs; None: there is none.
-            cache: for other stages of the module with the same sizes.
+            module: Complete module.
+            sizes: Sizes of the tasks of the stage, as computed. With several ranks, those of each
+                rank, rank by rank.
+            arrives: Whether a gradient goes back to the preceding stage; an array has one flag for
+                each task.
+            useful: Sizes without padding, for FLOPs, of the first rank. Required with several
+                ranks; by default, there is no padding.
+            cache: Cache for other stages of the module with the same sizes.
+            ranks: Number of ranks that run the layers in lockstep. Costs are those of the slowest
+                rank in each task, FLOPs those of the first rank.
         """
         blocks = stage_blocks(module, start, stop)
-        setting = self.setting(module, sizes.tasks)
+        setting = self.setting(module, sizes.tasks // ranks)
+        flops = pass_flops(blocks, useful or sizes, arrives)
+        if ranks > 1 and not isinstance(arrives, bool):
+            arrives = np.tile(arrives, ranks)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros((2, sizes.tasks))
         split = setting.execution.recompute == "none"
@@ -308,8 +341,8 @@ class CostModel:
             kept_bytes=kept_N,
             kept_for_weights_bytes=waiting_N * split,
             workspace_bytes=_workspace(held),
-            flops=pass_flops(blocks, useful or sizes, arrives),
-        )
+            flops=flops,
+        ).slowest(ranks)
 
     def _block_work(
         self, block: Block, sizes: TaskSizes, setting: Setting, cache: BlockCache
