@@ -103,6 +103,7 @@ def module_executions(
             recompute=recompute_mode(run.recipe, module, device),
             compiled=run.recipe.compile.concerns(module, device, parallel),
             states=parameter_states(run.recipe),
+            reduces_each=parallel.gradient_reduction == "microbatch",
         )
     return found
 

@@ -132,6 +132,7 @@ class Execution:
         recompute: activation checkpointing.
         compiled: whether torch.compile compiles its layers.
         states: of its parameters.
+        reduces_each: whether FSDP2 reduces gradients in every backward, not once per step.
     """
 
     tensor: int = 1
@@ -144,6 +145,7 @@ class Execution:
     recompute: Recompute = "none"
     compiled: bool = False
     states: States = FLOAT32
+    reduces_each: bool = False
 
     @property
     def uses_fsdp(self) -> bool:

@@ -377,7 +377,7 @@ class CostModel:
             self._link(execution.expert),
             self._link(execution.tensor * execution.context),
             segment_calls=not self.profile.device.asynchronous,
-            accumulated=1 - 1 / max(1, tasks),
+            accumulated=0.0 if execution.reduces_each else 1 - 1 / max(1, tasks),
         )
 
     def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
@@ -407,8 +407,14 @@ class CostModel:
         """Return the time of `reduce_work` if nothing hides it."""
         return self._alone_ms(self.reduce_work(module, start, stop))
 
-    def reduce_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
-        """Return the work to average float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
+    def reduce_work(
+        self, module: ModuleDescription, start: int, stop: int, *, replicas: bool = True
+    ) -> Work:
+        """Return the work to sum float32 gradients over data-parallel ranks (REDUCE_GRAD).
+
+        Args:
+            replicas: Whether to include the all-reduce over the replicas of the shards (HSDP).
+        """
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
         whole = moved.whole.gradient_bytes
@@ -420,9 +426,11 @@ class CostModel:
         if not whole:
             return Work.none(1)
         scattered = moved.sent.gradient_bytes
-        summed = all_reduce_bytes(moved.sharded.gradient_bytes, copies)
+        own = moved.sharded.gradient_bytes
+        summed = all_reduce_bytes(own, copies) if replicas else 0.0
+        added = 3 * own if execution.reduces_each else 0.0  # to the sharded sums
         return self._work(
-            Operator("copy", memory_bytes=3 * whole, calls=calls),
+            Operator("copy", memory_bytes=3 * whole + added, calls=calls),
             Operator("reduce_scatter", network_bytes=scattered, calls=calls, link=inner),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
             Operator("shard_unit", calls=calls),
@@ -541,18 +549,30 @@ class CostModel:
         """Return the time of work that runs alone: of the device or, if longer, of the host."""
         return float(work.times(self.profile).total_ms[0])
 
-    def gradient_bytes(self, module: ModuleDescription, start: int, stop: int) -> int:
-        """Of them, gradients."""
-        moved = _moved(module, start, stop, self.execution_of(module))
-        return round(moved.whole.gradient_bytes)
+    def gradient_bytes(
+        self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
+    ) -> int:
+        """Return the bytes of gradients in `static_bytes`.
+
+        If every backward reduces them: the sharded sums, the gradients of a layer and the float32
+        buffer of its reduce-scatter, and the same of the parameters outside of the layers. FSDP2
+        has one unit for these and releases its buffer in the next backward.
+        """
+        execution = self.execution_of(module)
+        moved = _moved(module, start, stop, execution)
+        if not (layerwise and execution.reduces_each and execution.uses_fsdp):
+            return round(moved.whole.gradient_bytes)
+        outside = moved.whole.trained - moved.whole.in_layers
+        unit = moved.whole.in_layers / max(1, stop - start) + outside
+        return round(moved.sharded.gradient_bytes + (4 + self.element_bytes) * unit)
 
     def static_bytes(
         self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
     ) -> int:
         """Weights, gradients and optimizer state of a stage on one rank, while it computes.
 
-        Weights and moments as `States` says, and gradients that stay whole during a step; besides,
-        where parameters are sharded or computing is not in float32, the gathered ones.
+        Weights and moments as `States` defines them, gradients (`gradient_bytes`) and, if
+        parameters are sharded or computing is not in float32, the gathered parameters.
 
         Args:
             layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.
@@ -566,4 +586,5 @@ class CostModel:
         elif self.element_bytes < execution.states.weight:  # copies that are computed with
             gathered = moved.whole.all * self.element_bytes
         state = moved.sharded.weight_bytes + moved.sharded.optimizer_bytes
-        return round(state + moved.whole.gradient_bytes + gathered)
+        gradients = self.gradient_bytes(module, start, stop, layerwise=layerwise)
+        return round(state + gathered) + gradients

@@ -53,8 +53,7 @@ def plan_costs(
         model: of the device all stages run on; its memory is the limit.
         targets: positions that are included in the loss, by microbatch. By default, all text.
         layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
-            in the last backward, not once per step; overlapped with computing if devices queue
-            work.
+            in the last or every backward; overlapped with computing if devices queue work.
         peers: microbatches of the other ranks that run the layers in lockstep (`lockstep_tasks`).
 
     Raises:
@@ -159,7 +158,7 @@ def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerw
     found = model.static_bytes(module, stage.start, stage.stop, layerwise=layerwise)
     if not layerwise or tasks.sizes.tasks > 1:
         return found
-    return found - model.gradient_bytes(module, stage.start, stage.stop)
+    return found - model.gradient_bytes(module, stage.start, stage.stop, layerwise=True)
 
 
 def _update_bytes(
@@ -204,13 +203,16 @@ def _sharded(
     gather = Work.none(1)
     if execution.shard > 1 or model.element_bytes < execution.states.weight:
         gather = model.gather_work(tasks.module, stage.start, stage.stop)
-    reduces_N = np.zeros(len(tasks.keys))
+    last_N, others_N = np.zeros((2, len(tasks.keys)))
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
-    reduces_N[back[-1:]] = 1.0  # the step's last backward
-    reduce = model.reduce_work(tasks.module, stage.start, stage.stop)
+    last_N[back[-1:]] = 1.0
+    others_N[back[:-1]] = float(execution.reduces_each)
+    span = tasks.module, stage.start, stage.stop
+    reduce = Work.none(1).plus(model.reduce_work(*span), last_N)
+    reduce = reduce.plus(model.reduce_work(*span, replicas=False), others_N)
     hides = model.profile.device.asynchronous
     pieces = stage.stop - stage.start + 1
-    return costs.sharded(gather, Work(*(own * reduces_N for own in reduce)), pieces, hides)
+    return costs.sharded(gather, reduce, pieces, hides)
 
 
 @dataclass
