@@ -215,6 +215,7 @@ class LayerSharding:
         self._root = module
         self._units = _units(module)
         self._reduces_each = reduces_each
+        self._has_buffer = False
         self._backwards = 0
 
     def begin_step(self, backwards: int) -> None:
@@ -222,11 +223,18 @@ class LayerSharding:
         self._backwards = backwards
         self._set_last(False)
 
+    def before_forward(self) -> None:
+        """Free the buffer of the last reduction, which overlapped with other modules until now."""
+        if self._has_buffer:
+            torch_private.release_reduced(self._root)
+            self._has_buffer = False
+
     def before_backward(self) -> None:
         """Prepare for a backward pass of the step."""
         self._backwards -= 1
         if self._backwards == 0:
             self._set_last(True)
+        self._has_buffer = self._reduces_each and self._backwards > 0
 
     def _set_last(self, is_last: bool) -> None:
         # Other backward passes do not wait for the end of their reductions.

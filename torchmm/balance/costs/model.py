@@ -554,17 +554,18 @@ class CostModel:
     ) -> int:
         """Return the bytes of gradients in `static_bytes`.
 
-        If every backward reduces them: the sharded sums, the gradients of a layer and the float32
-        buffer of its reduce-scatter, and the same of the parameters outside of the layers. FSDP2
-        has one unit for these and releases its buffer in the next backward.
+        If every backward reduces them: the sharded sums, the gradients of a layer, the float32
+        buffer of the reduce-scatter of the preceding layer, and the gradients of the parameters
+        outside of the layers, which FSDP2 reduces at the end of the backward pass.
         """
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
         if not (layerwise and execution.reduces_each and execution.uses_fsdp):
             return round(moved.whole.gradient_bytes)
         outside = moved.whole.trained - moved.whole.in_layers
-        unit = moved.whole.in_layers / max(1, stop - start) + outside
-        return round(moved.sharded.gradient_bytes + (4 + self.element_bytes) * unit)
+        layer = moved.whole.in_layers / max(1, stop - start)
+        passing = (4 + self.element_bytes) * layer + self.element_bytes * outside
+        return round(moved.sharded.gradient_bytes + passing)
 
     def static_bytes(
         self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
