@@ -127,11 +127,21 @@ def _interleaved(rng: Random, shape: Shape) -> tuple[Table, int]:
                 parallel.setdefault(name, {})["segments"] = segments
     if schedule == "searched":
         parallel["search"] = _search(rng)
-    if pipeline == 1 and rng.random() < 0.3:
-        parallel["reshard_after_forward"] = rng.choice(("always", "never"))
+    if pipeline == 1:
+        parallel |= _fsdp(rng)
     parallel |= _experts(rng, shape, sizes)
     context = _context(rng, parallel, sizes["shard"])
     return parallel, sizes["replicate"] * sizes["shard"] // context
+
+
+def _fsdp(rng: Random) -> Table:
+    """Draw when FSDP2 gathers and reduces, without a pipeline."""
+    found: Table = {}
+    if rng.random() < 0.3:
+        found["reshard_after_forward"] = rng.choice(("always", "never"))
+    if found.get("reshard_after_forward") != "never" and rng.random() < 0.5:
+        found["gradient_reduction"] = "microbatch"
+    return found
 
 
 def _experts(rng: Random, shape: Shape, sizes: dict[str, int]) -> Table:
@@ -307,6 +317,7 @@ def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
                     ("sequence_parallel", True),
                     ("async_tensor_parallel", True),
                     ("reshard_after_forward", "always"),
+                    ("gradient_reduction", "microbatch"),
                     ("tensor_bubbles", 0.2),
                     ("bubbles", "coarse"),
                     ("orchestrate", True),

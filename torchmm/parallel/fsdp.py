@@ -12,11 +12,11 @@ another factor, and torch applies a given divisor twice where the shard dimensio
 A stage that is on one rank only has no FSDP2 (`needs_fsdp`). It computes in the same precision with
 `torchmm.parallel.precision`.
 
-Without a pipeline, FSDP gathers layer by layer and reduces in the last microbatch's backward
-(`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas run plans of
-their own, with other numbers of forwards or none at all. FSDP's automatic collectives would then
-differ in number and order, so `StepSharding` gathers once before all computation and reduces once
-after a stage's last backward, at the turn that the plan says
+Without a pipeline, FSDP gathers layer by layer and reduces in the last backward of the step or in
+every backward (`LayerSharding`). In a pipeline every stage is a root, and data-parallel replicas
+run plans of their own, with other numbers of forwards or none at all. FSDP's automatic collectives
+would then differ in number and order, so `StepSharding` gathers once before all computation and
+reduces once after a stage's last backward, at the turn that the plan says
 (`torchmm.pipelining.plan.reductions`). Rejected: gathering per forward (as many collectives as
 forwards, which replicas do not agree on), and FSDP's own reductions in a stage's last backward
 (which is the last differs between replicas).
@@ -197,37 +197,51 @@ class StepSharding:
 
 
 class LayerSharding:
-    """Lets FSDP2 gather and free one stage's layers as they run, in forward and backward.
+    """Lets FSDP2 gather and free the layers of a stage as they run, in forward and backward.
 
-    Gradients add up and are reduced in the step's last backward, while it runs. All data-parallel
-    replicas must run the same forwards and backwards. Memory for gathered parameters is that of a
-    layer, not of the stage; in return, every microbatch gathers all of them twice.
+    Gradients are reduced during backward, either in the last backward of the step or in every
+    backward. All data-parallel replicas must run the same forwards and backwards. Only one layer is
+    gathered at a time, and every microbatch gathers every layer twice.
 
     Args:
-        module: a root of FSDP2 (see `apply_fsdp`).
+        module: Root of FSDP2 (see `apply_fsdp`).
+        reduces_each: Whether every backward reduce-scatters its gradients into sharded float32
+            sums. Replicas (HSDP) all-reduce these sums in the last backward only. If False, float32
+            sums of unsharded gradients are reduced once, in the last backward.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, reduces_each: bool = False) -> None:
         assert isinstance(module, FSDPModule), f"{type(module).__name__}: call apply_fsdp first"
         self._root = module
         self._units = _units(module)
+        self._reduces_each = reduces_each
+        self._has_buffer = False
         self._backwards = 0
 
     def begin_step(self, backwards: int) -> None:
-        """Says how many backwards are to come; all but the last keep their gradients local."""
+        """Set the number of backward passes of the step."""
         self._backwards = backwards
-        self._set_reducing(False)
+        self._set_last(False)
+
+    def before_forward(self) -> None:
+        """Free the buffer of the last reduction, which overlapped with other modules until now."""
+        if self._has_buffer:
+            torch_private.release_reduced(self._root)
+            self._has_buffer = False
 
     def before_backward(self) -> None:
-        """To be called before each backward of the step."""
+        """Prepare for a backward pass of the step."""
         self._backwards -= 1
         if self._backwards == 0:
-            self._set_reducing(True)
+            self._set_last(True)
+        self._has_buffer = self._reduces_each and self._backwards > 0
 
-    def _set_reducing(self, reducing: bool) -> None:
-        self._root.set_is_last_backward(reducing)
+    def _set_last(self, is_last: bool) -> None:
+        # Other backward passes do not wait for the end of their reductions.
+        self._root.set_is_last_backward(is_last)
         for unit in self._units:
-            unit.set_requires_gradient_sync(reducing, recurse=False)
+            unit.set_requires_gradient_sync(is_last or self._reduces_each, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:

@@ -65,6 +65,7 @@ __all__ = [
     "is_view",
     "local_tensors",
     "placed_like",
+    "release_reduced",
     "stage_backward_input",
     "stage_backward_weight",
     "start_all_gather",
@@ -199,6 +200,25 @@ def finish_reducing(module: FSDPModule, held: list[Any]) -> None:
     """Lets the current stream wait for all reductions of `start_reducing`; ends the backward."""
     module._get_fsdp_state()._root_post_backward_final_callback()
     held.clear()  # what this stream allocates from here on is written after the reductions
+
+
+def release_reduced(module: FSDPModule) -> None:
+    """Let the current stream wait for reduce-scatters that read buffers, and free the buffers.
+
+    FSDP does so at the end of the last backward, and in other backward passes before a layer is
+    reduced. Until then, the buffer of the last unit occupies memory.
+    """
+    communication: Any = module._get_fsdp_state()._comm_ctx
+    # A list since 2.13; before, one state or none.
+    held = getattr(communication, "reduce_scatter_states", None)
+    if held is None:
+        own = communication.reduce_scatter_state
+        held = [] if own is None else [own]
+        communication.reduce_scatter_state = None
+    for state in held:
+        if state.event is not None:
+            communication.device_handle.current_stream().wait_event(state.event)
+    held.clear()
 
 
 def end_of_reducing(module: FSDPModule) -> torch.cuda.Event | None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError
+from torchmm.parallel.fsdp import needs_fsdp
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import orchestrated_units
@@ -47,7 +48,9 @@ def describe_run(
     run = resolve(recipe, world_size)
     lines = run_summary(run, forecaster.model, profile.device.type, simulated=True)
     lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
-    lines |= _step_lines(forecast, profile.device.name, profile.device.memory_bytes)
+    other = _with_other_reduction(forecaster, recipe)
+    lines |= _step_lines(forecast, other, profile.device.name, profile.device.memory_bytes)
+    lines |= _reduction_line(recipe, forecast, other)
     if picture is not None and forecast.step is not None:
         write_picture(picture, recipe.name, forecast)
         lines["plan"] = str(picture)
@@ -76,9 +79,63 @@ def _launch_lines(arguments: Sequence[str], world_size: int, per_node: int) -> d
     return lines
 
 
-def _step_lines(forecast: Forecast, device: str, memory_bytes: float) -> dict[str, str]:
-    """What is predicted of the first step."""
+def _with_other_reduction(forecaster: Forecaster, recipe: Recipe) -> Forecast | None:
+    """Return the forecast with the other `parallel.gradient_reduction`, if the recipe may set it.
+
+    None if FSDP2 is not used or does not gather layer by layer, if parameters are bfloat16, or if a
+    step has one microbatch, for which both settings are the same.
+    """
+    run = forecaster.run
+    if recipe.parallel.placement != "interleaved" or not run.gathers_by_layer:
+        return None
+    if not needs_fsdp(run.llm):
+        return None
+    if recipe.training.parameter_dtype != "float32" or len(forecaster.workload.microbatches) == 1:
+        return None
+    other = "step" if recipe.parallel.gradient_reduction == "microbatch" else "microbatch"
+    return forecaster.forecast_parallel(
+        recipe.parallel.model_copy(update={"gradient_reduction": other})
+    )
+
+
+def _fits(forecast: Forecast | None) -> bool:
+    return forecast is not None and forecast.step is not None and forecast.step.fits
+
+
+def _reduction_line(recipe: Recipe, forecast: Forecast, other: Forecast | None) -> dict[str, str]:
+    """When gradients are reduced, and the step and memory with the other setting."""
+    if other is None or other.step is None:
+        return {}
+    names = {"step": "once per step", "microbatch": "in every microbatch"}
+    own = recipe.parallel.gradient_reduction
+    alternative = "step" if own == "microbatch" else "microbatch"
+    line = (
+        f'reduced {names[own]}; with parallel.gradient_reduction = "{alternative}": '
+        f"{other.iteration_ms:,.1f} ms, {max(other.step.peak_bytes) / 2**30:.2f} GiB"
+    )
+    if not other.step.fits:
+        line += ", does not fit"
+    elif other.iteration_ms < forecast.iteration_ms:
+        line += ", faster: set it"
+    return {"gradients": line}
+
+
+def _step_lines(
+    forecast: Forecast, other: Forecast | None, device: str, memory_bytes: float
+) -> dict[str, str]:
+    """Return the lines of the predicted first step.
+
+    Args:
+        forecast: first step.
+        other: first step with the other `parallel.gradient_reduction`.
+        device: name of the device.
+        memory_bytes: memory of the device.
+
+    Raises:
+        ConfigError: the step cannot be planned, or does not fit into memory.
+    """
     step = forecast.step
+    hint = 'parallel.gradient_reduction = "microbatch", ' if _fits(other) else ""
     if step is None:
         raise ConfigError(f"parallel: {forecast.problem}")
     peak_bytes = max(step.peak_bytes)
@@ -86,8 +143,9 @@ def _step_lines(forecast: Forecast, device: str, memory_bytes: float) -> dict[st
         rank = step.peak_bytes.index(peak_bytes)
         raise ConfigError(
             f"parallel: pipeline rank {rank} would need {peak_bytes / 2**30:.1f} GiB, {device} has "
-            f"{memory_bytes / 2**30:.1f} ({forecast.memory_words}); use more ranks (shard, tensor, "
-            "pipeline), smaller microbatches or activation_checkpoint, or set simulation.device"
+            f"{memory_bytes / 2**30:.1f} ({forecast.memory_words}); use {hint}more ranks (shard, "
+            "tensor, pipeline), smaller microbatches or activation_checkpoint, or set "
+            "simulation.device"
         )
     timeline = step.timeline
     return {

@@ -125,6 +125,7 @@ def module_executions(
             compiled=run.recipe.compile.concerns(module, device, parallel),
             graphs=not graphs_problem(run, module, device),
             states=parameter_states(run.recipe),
+            reduces_each=parallel.gradient_reduction == "microbatch",
         )
     return found
 

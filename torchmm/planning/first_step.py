@@ -10,25 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.sizes import module_tasks, text_tokens
+from torchmm.balance.costs.step_costs import Peers
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.simulation_section import sizes_vary
 
 
 class Workload(NamedTuple):
-    """Microbatches of the data-parallel rank with the most to compute."""
+    """Microbatches of the data-parallel rank with the most to compute.
+
+    If ranks run layers in lockstep, microbatch i is the one that takes longest among the
+    microbatches i of the slowest group.
+    """
 
     microbatches: list[MicrobatchMeta]
     mean_share: float
-    """FLOPs of the mean data-parallel rank as a share of this one's, 0..1."""
+    """FLOPs of the mean data-parallel rank as a fraction of those of `microbatches`, 0..1."""
+    peers: Peers = ()
+    """Microbatches of every rank of the group that runs layers in lockstep, rank by rank."""
 
 
 def first_microbatches(
@@ -106,6 +117,49 @@ def one_by_one(recipe: Recipe) -> Recipe:
 def total_flops(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> float:
     """Of all modules for a microbatch, forward and backward."""
     return sum(f.forward + f.backward for f in microbatch_flops(modules, meta).values())
+
+
+def slowest_group(
+    modules: Sequence[ModuleDescription],
+    shares: Sequence[list[MicrobatchMeta]],
+    ranks: int,
+    model: CostModel,
+    graph: StageGraph,
+) -> Workload:
+    """Return the microbatches of the slowest group of ranks that run layers in lockstep.
+
+    A group takes the sum over its microbatches of the slowest rank, separately for every module in
+    forward and backward. Different groups only wait for each other at the end of a step.
+
+    Args:
+        modules: complete modules.
+        shares: microbatches of each share of the global batch.
+        ranks: shares of a group, which are consecutive.
+        model: costs of the modules.
+        graph: tasks of the microbatches of all shares, with complete modules as stages.
+    """
+    metas = [meta for share in shares for meta in share]
+    targets = [text_tokens(meta) for meta in metas]
+    by_name = {module.name: module for module in modules}
+    shape = len(shares) // ranks, ranks, len(shares[0])
+    rank_ms_GRM, flops_GRM = np.zeros((2, *shape))
+    group_ms_G = np.zeros(shape[0])
+    for stage in graph.layout.stages:
+        tasks = module_tasks(graph, by_name[stage.module], metas, targets)
+        arrives_N = tasks.gradient_arrives_N(graph, stage.index)
+        span = tasks.module, stage.start, stage.stop
+        costs = model.stage_costs(*span, tasks.sizes, arrives_N, tasks.useful)
+        flops_GRM += sum(costs.flops).reshape(shape)
+        for times in (costs.forward, costs.backward):
+            own_GRM = times.total_ms.reshape(shape)
+            rank_ms_GRM += own_GRM
+            group_ms_G += own_GRM.max(1).sum(1)
+    group = int(group_ms_G.argmax())
+    slowest_M = rank_ms_GRM[group].argmax(0)
+    peers = shares[group * ranks : (group + 1) * ranks]
+    longest = [peers[rank][index] for index, rank in enumerate(slowest_M)]
+    flops = sum(flops_GRM[group, rank, index] for index, rank in enumerate(slowest_M))
+    return Workload(longest, flops_GRM.sum() / len(shares) / flops if flops else 1.0, peers)
 
 
 def heaviest(

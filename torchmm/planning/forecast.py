@@ -2,9 +2,12 @@
 
 The recipe's modules are described on the meta device, its first step's microbatches come from its
 data or are drawn from `[simulation]`, the plan is the one a run would execute, and the simulator
-times it with a device's profile. Only one pipeline is simulated, that of the data-parallel rank
-with the most work, because all others are like it and wait for it at the end of the step.
-PipeWeaver §4.
+times it with a device's profile. PipeWeaver §4.
+
+One plan is simulated. In a pipeline it is that of the data-parallel rank with the most work, which
+the other ranks wait for at the end of the step. If ranks run layers in lockstep (FSDP2 that gathers
+layer by layer, expert parallelism), every action takes as long as on the slowest rank of its group.
+The simulated plan and its timeline are then those of the slowest group, not of a single rank.
 """
 
 from __future__ import annotations
@@ -40,13 +43,14 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import Durations, Gathering
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import encoder_names
-from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
 from torchmm.planning.first_step import (
     Workload,
     first_microbatches,
     heaviest,
     one_by_one,
+    slowest_group,
     total_flops,
 )
 from torchmm.planning.reordering import dealt
@@ -201,13 +205,36 @@ class Forecaster:
             shares = self._shares = self._dealt(parallel)
             if leaves_segments_open(parallel):  # they choose, and are dealt again for the choice
                 shares = self._dealt(self._divided(parallel))
+        self.shares: list[list[MicrobatchMeta]] = shares
+        """Microbatches of the first step, by share of the global batch."""
         if self.run.units:
             busiest = _busiest(self.modules, shares, self.run.units, costs)
             own = sum(total_flops(self.modules, meta) for meta in shares[busiest])
             mean = self.sample.flops / len(shares)
             self.workload = Workload(shares[busiest], mean / own if own else 1.0)
         else:
-            self.workload = heaviest(self.modules, shares)
+            self.workload = self._slowest(self.run.lockstep_shares, costs)
+
+    def _slowest(self, ranks: int, costs: CostModel) -> Workload:
+        """Return the microbatches that decide how long a step takes.
+
+        Args:
+            ranks: consecutive shares of the global batch whose ranks run layers in lockstep.
+            costs: of the modules.
+        """
+        if ranks == 1:
+            return heaviest(self.modules, self.shares)
+        metas = [meta for share in self.shares for meta in share]
+        layout = megatron_layout(module_layers(self.modules, metas[:1]), 1)  # one stage per module
+        graph = step_graph(layout, self.recipe.parallel, metas, "layer")
+        return slowest_group(self.modules, self.shares, ranks, costs, graph)
+
+    def workload_of(self, parallel: ParallelConfig) -> Workload:
+        """Return the workload of another section, whose ranks may not run layers in lockstep."""
+        run = self.run.with_parallel(parallel)
+        if run.lockstep_shares == self.run.lockstep_shares:
+            return self.workload
+        return self._slowest(run.lockstep_shares, self._costs(parallel))
 
     def _dealt(self, parallel: ParallelConfig) -> list[list[MicrobatchMeta]]:
         """The first step's microbatches where reordering for a section puts them, by share."""
@@ -272,13 +299,16 @@ class Forecaster:
         """
         name = parallel.schedule
         parallel = self._divided(parallel)
-        metas = self.workload.microbatches
+        workload = self.workload_of(parallel)
+        metas, peers = workload.microbatches, workload.peers
         dtype = DTYPES[self.recipe.training.dtype]
         specs = partial(message_specs, modules=self.sample.layered, microbatches=metas, dtype=dtype)
         model = self._costs(parallel)
         sharding, layerwise = self._gathering(parallel, model)
         recipe = self.recipe.model_copy(update={"parallel": parallel})
         tuning = layer_tuning(recipe, self.modules, model, layerwise=layerwise)
+        if tuning is not None:
+            tuning = replace(tuning, peers=peers)
         search = None
         if parallel.schedule in PLANNERS and parallel.pipeline * parallel.mirrors > 1:
 
@@ -303,9 +333,9 @@ class Forecaster:
             )
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))
-        costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
+        costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise, peers=peers)
         costs = self._as_measured(costs, plan.graph.layout)
-        return self.rate(name, simulate(plan, costs), model)
+        return self.rate(name, simulate(plan, costs), model, workload)
 
     @without_collection()
     def promised_ms(self, parallel: ParallelConfig) -> float:
@@ -336,8 +366,7 @@ class Forecaster:
 
     def _gathering(self, parallel: ParallelConfig, model: CostModel) -> tuple[Gathering, bool]:
         """When parameters are gathered, and whether FSDP2 is the one to do it, layer by layer."""
-        alone = self.run.llm.pipeline * parallel.mirrors == 1 and not self.run.units
-        layerwise = alone and parallel.reshard_after_forward != "never"
+        layerwise = self.run.with_parallel(parallel).gathers_by_layer
         if all(model.execution(module.name).shard == 1 for module in self.modules):
             return "none", layerwise
         return ("layer" if layerwise else "step"), layerwise
@@ -377,18 +406,27 @@ class Forecaster:
             costs, compute_ms=scaled(costs.compute_ms), tensor_ms=scaled(costs.tensor_ms)
         )
 
-    def rate(self, name: str, step: SimulatedStep, model: CostModel | None = None) -> Forecast:
-        """MFU and throughput of a step of the workload, and what the optimizer adds to it.
+    def rate(
+        self,
+        name: str,
+        step: SimulatedStep,
+        model: CostModel | None = None,
+        workload: Workload | None = None,
+    ) -> Forecast:
+        """Return the forecast of a simulated step: MFU, throughput and optimizer time.
 
         Args:
             name: of the schedule.
-            model: of the plan; None: of the recipe's [parallel].
+            step: simulated step of the workload.
+            model: costs of the plan. By default, those of [parallel] of the recipe.
+            workload: microbatches of the step. By default, those of the recipe.
         """
+        workload = workload or self.workload
         model = model or self._costs(self.recipe.parallel)
         update_ms = slowest_update_ms(step.plan.graph.layout, self.modules, model)
         seconds = (step.makespan_ms + update_ms) / 1e3
         peak = self.profile.device.peak_flops[self.recipe.training.dtype]
-        flops_per_s = step.model_flops * self.workload.mean_share / seconds
+        flops_per_s = step.model_flops * workload.mean_share / seconds
         training = self.recipe.training
         tokens = training.global_batch_size * training.sequence_length
         mfu = flops_per_s / (self.run.world_size / self.run.shares * peak)

@@ -54,6 +54,24 @@ class Resolved:
         """Whether the model is cut into stages on several ranks of a plan."""
         return self.llm.pipeline * self.recipe.parallel.mirrors > 1 or bool(self.units)
 
+    @property
+    def gathers_by_layer(self) -> bool:
+        """Whether FSDP2 gathers parameters layer by layer in every forward and backward."""
+        return not self.is_cut and self.recipe.parallel.reshard_after_forward != "never"
+
+    @property
+    def lockstep_shares(self) -> int:
+        """Number of consecutive shares of the global batch whose ranks run layers in lockstep.
+
+        The ranks of a shard group wait for each other in the all-gather of every layer, and
+        expert-parallel ranks in the exchange of tokens. In a pipeline, FSDP2 gathers once per step.
+        """
+        if self.units:
+            return 1
+        parallel = self.recipe.parallel
+        ranks = self.llm.shard if self.gathers_by_layer else parallel.expert
+        return -(-ranks // parallel.context)
+
     def with_parallel(self, parallel: ParallelConfig) -> Resolved:
         """The same sizes with another section, whose LLM has as many ranks."""
         return replace(self, recipe=self.recipe.model_copy(update={"parallel": parallel}))

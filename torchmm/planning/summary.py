@@ -78,6 +78,7 @@ def _memory(
         own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
         in_flight=in_flight,
         states=parameter_states(recipe),
+        reduces_each=recipe.parallel.gradient_reduction == "microbatch",
     )
 
 

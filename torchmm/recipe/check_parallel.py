@@ -71,6 +71,8 @@ def _check_schedule(recipe: Recipe) -> Problems:
     if parallel.reshard_after_forward == "always" and pipeline > 1:
         text = 'would gather all parameters for every microbatch of a pipeline; use "default"'
         yield Problem("parallel.reshard_after_forward", "always", text, (PIPELINE,))
+    if parallel.gradient_reduction == "microbatch":
+        yield from _check_reduction(recipe)
     if parallel.splits_backward and recipe.compile.enabled is True:
         text = "splits backwards in two, which compiled layers cannot; set compile.enabled = false"
         yield Problem(order_key, order, text, ("compile.enabled", PIPELINE))
@@ -106,6 +108,24 @@ def _check_modules(recipe: Recipe) -> Problems:
         if module.sub_microbatch_images is not None and name == "llm":
             text = "the LLM processes whole microbatches; set it for an encoder, or see training"
             yield Problem(f"{key}.sub_microbatch_images", module.sub_microbatch_images, text)
+
+
+def _check_reduction(recipe: Recipe) -> Problems:
+    """Check that FSDP2 can reduce gradients in every backward: all ranks run the same ones."""
+    parallel = recipe.parallel
+    key = "parallel.gradient_reduction"
+    if parallel.placement != "interleaved":
+        text = 'requires ranks that run all modules together; use "step" or "interleaved"'
+        yield Problem(key, "microbatch", text, ("parallel.placement",))
+    elif parallel.pipeline > 1:
+        text = 'requires ranks that run the same backward passes, without a pipeline; use "step"'
+        yield Problem(key, "microbatch", text, (PIPELINE,))
+    if parallel.reshard_after_forward == "never":
+        text = 'gathers and reduces once per step; use "default", or gradient_reduction = "step"'
+        yield Problem("parallel.reshard_after_forward", "never", text, (key,))
+    if recipe.training.parameter_dtype != "float32":
+        text = 'would sum the gradients of microbatches in bfloat16; use "step"'
+        yield Problem(key, "microbatch", text, ("training.parameter_dtype",))
 
 
 def _check_experts(recipe: Recipe) -> Problems:

@@ -128,6 +128,12 @@ class ParallelConfig(Section):
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP2 frees gathered parameters after each forward and gathers them again for
     backward; "default": only without a pipeline, which gathers them once per step."""
+    gradient_reduction: Literal["step", "microbatch"] = "step"
+    """When FSDP2 reduces gradients. "step": once per step, in the last backward; until then every
+    rank accumulates unsharded gradients, 4 bytes per trained parameter (gradient accumulation with
+    `no_sync`). "microbatch": in every backward, into sharded gradients (gradient accumulation
+    without `no_sync`), which uses less memory and sends more; replicas are all-reduced once per
+    step in both cases. Requires `pipeline` = 1 and float32 parameters."""
     tensor: int = Field(default=1, ge=1)
     """Tensor-parallel ranks that split every layer."""
     expert: int = Field(default=1, ge=1)

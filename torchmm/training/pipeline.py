@@ -136,7 +136,9 @@ class Pipeline:
     def _sharding_of(self, module: LayeredModule) -> Sharding | None:
         if not isinstance(module, FSDPModule):
             return mixed_precision(module)  # other modules of this rank may have FSDP2
-        return LayerSharding(module) if self.sharding == "layer" else StepSharding(module)
+        if self.sharding == "layer":
+            return LayerSharding(module, self.config.gradient_reduction == "microbatch")
+        return StepSharding(module)
 
     def plan(
         self,

@@ -82,6 +82,28 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
             'use "default"',
         ),
         (
+            "--parallel.pipeline 2 --parallel.gradient_reduction microbatch",
+            "parallel.gradient_reduction",
+            'use "step"',
+        ),
+        (
+            "--parallel.gradient_reduction microbatch --parallel.reshard_after_forward never",
+            "parallel.reshard_after_forward",
+            'use "default"',
+        ),
+        (
+            "--parallel.gradient_reduction microbatch --training.dtype bfloat16 "
+            "--training.parameter_dtype bfloat16",
+            "parallel.gradient_reduction",
+            "in bfloat16",
+        ),
+        (
+            "--parallel.gradient_reduction microbatch --parallel.placement colocated "
+            "--parallel.schedule optimus",
+            "parallel.gradient_reduction",
+            '"interleaved"',
+        ),
+        (
             "--parallel.pipeline 2 --parallel.schedule zero_bubble --compile.enabled true",
             "parallel.schedule",
             "compile.enabled = false",

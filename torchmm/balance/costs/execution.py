@@ -133,6 +133,7 @@ class Execution:
         compiled: whether torch.compile compiles its layers.
         graphs: whether its layers are launched as CUDA graphs.
         states: of its parameters.
+        reduces_each: whether FSDP2 reduces gradients in every backward, not once per step.
     """
 
     tensor: int = 1
@@ -146,6 +147,7 @@ class Execution:
     compiled: bool = False
     graphs: bool = False
     states: States = FLOAT32
+    reduces_each: bool = False
 
     @property
     def uses_fsdp(self) -> bool:

@@ -102,6 +102,22 @@ class StageCosts(NamedTuple):
     layer that is recomputed or has no backward."""
     flops: PassFlops
 
+    def slowest(self, ranks: int) -> StageCosts:
+        """Return the costs of the slowest rank, by task: maximum times and maximum bytes.
+
+        Args:
+            ranks: Number of ranks whose tasks the arrays list, rank by rank.
+        """
+        if ranks == 1:
+            return self
+
+        def most(own: Array) -> Array:
+            return own.reshape(ranks, -1).max(0)
+
+        return StageCosts(
+            *(_slowest(own, ranks) for own in self[:4]), *map(most, self[4:7]), self.flops
+        )
+
     def sharded(self, gather: Work, reduce_N: Work, pieces: int, hides: bool) -> StageCosts:
         """Return the costs with FSDP2 that gathers parameters in every forward and backward.
 
@@ -154,6 +170,14 @@ def _workspace(held: Sequence[tuple[Array, Array]]) -> Array:
         most_N = np.maximum(most_N, temporary_N - later_N)
         later_N = later_N + kept_N
     return np.asarray(most_N)
+
+
+def _slowest(times: Times, ranks: int) -> Times:
+    """Return the times of the slowest of `ranks` ranks, by task."""
+    device_RN, tensor_RN, host_RN = (own.reshape(ranks, -1) for own in times)
+    slowest_N = device_RN.argmax(0)
+    tasks = np.arange(device_RN.shape[1])
+    return Times(device_RN[slowest_N, tasks], tensor_RN[slowest_N, tasks], host_RN.max(0))
 
 
 class UpdateBytes(NamedTuple):
@@ -299,18 +323,27 @@ class CostModel:
         arrives: Flag,
         useful: TaskSizes | None = None,
         cache: BlockCache | None = None,
+        ranks: int = 1,
     ) -> StageCosts:
-        """Costs of the stage with layers [start, stop).
+        """Return the costs of the stage with layers [start, stop).
 
         Args:
-            module: whole.
-            sizes: of the stage's tasks, as computed.
-            arrives: whether a gradient goes back to the stage before; an array: by task.
-            useful: the same without padding, for FLOPs; None: there is none.
-            cache: for other stages of the module with the same sizes.
+            module: Complete module.
+            sizes: Sizes of the tasks of the stage, as computed. With several ranks, those of each
+                rank, rank by rank.
+            arrives: Whether a gradient goes back to the preceding stage; an array has one flag for
+                each task.
+            useful: Sizes without padding, for FLOPs, of the first rank. Required with several
+                ranks; by default, there is no padding.
+            cache: Cache for other stages of the module with the same sizes.
+            ranks: Number of ranks that run the layers in lockstep. Costs are those of the slowest
+                rank in each task, FLOPs those of the first rank.
         """
         blocks = stage_blocks(module, start, stop)
-        setting = self.setting(module, sizes.tasks)
+        setting = self.setting(module, sizes.tasks // ranks)
+        flops = pass_flops(blocks, useful or sizes, arrives)
+        if ranks > 1 and not isinstance(arrives, bool):
+            arrives = np.tile(arrives, ranks)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros((2, sizes.tasks))
         split = setting.execution.recompute == "none"
@@ -348,8 +381,8 @@ class CostModel:
             kept_bytes=kept_N,
             kept_for_weights_bytes=waiting_N * split,
             workspace_bytes=_workspace(held),
-            flops=pass_flops(blocks, useful or sizes, arrives),
-        )
+            flops=flops,
+        ).slowest(ranks)
 
     def _block_work(
         self, block: Block, sizes: TaskSizes, setting: Setting, cache: BlockCache
@@ -384,7 +417,7 @@ class CostModel:
             self._link(execution.expert, execution.tensor),
             self._link(execution.context, execution.tensor),
             segment_calls=not self.profile.device.asynchronous,
-            accumulated=1 - 1 / max(1, tasks),
+            accumulated=0.0 if execution.reduces_each else 1 - 1 / max(1, tasks),
         )
 
     def _times(self, module: ModuleDescription, action_type: str, work: Work) -> Times:
@@ -426,8 +459,14 @@ class CostModel:
         """Return the time of `reduce_work` if nothing hides it."""
         return self._alone_ms(self.reduce_work(module, start, stop))
 
-    def reduce_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
-        """Return the work to average float32 gradients over data-parallel ranks (REDUCE_GRAD)."""
+    def reduce_work(
+        self, module: ModuleDescription, start: int, stop: int, *, replicas: bool = True
+    ) -> Work:
+        """Return the work to sum float32 gradients over data-parallel ranks (REDUCE_GRAD).
+
+        Args:
+            replicas: Whether to include the all-reduce over the replicas of the shards (HSDP).
+        """
         execution = self.execution_of(module)
         moved = _moved(module, start, stop, execution)
         whole = moved.whole.gradient_bytes
@@ -438,9 +477,11 @@ class CostModel:
         if not whole:
             return Work.none(1)
         scattered = moved.sent.gradient_bytes
-        summed = all_reduce_bytes(moved.sharded.gradient_bytes, copies)
+        own = moved.sharded.gradient_bytes
+        summed = all_reduce_bytes(own, copies) if replicas else 0.0
+        added = 3 * own if execution.reduces_each else 0.0  # to the sharded sums
         return self._work(
-            Operator("copy", memory_bytes=3 * whole, calls=calls),
+            Operator("copy", memory_bytes=3 * whole + added, calls=calls),
             *_collective("reduce_scatter", scattered, moved, self._shard_links(execution)),
             Operator("all_reduce", network_bytes=summed, calls=calls, link=outer),
             Operator("shard_unit", calls=calls),
@@ -559,18 +600,31 @@ class CostModel:
         """Return the time of work that runs alone: of the device or, if longer, of the host."""
         return float(work.times(self.profile).total_ms[0])
 
-    def gradient_bytes(self, module: ModuleDescription, start: int, stop: int) -> int:
-        """Of them, gradients."""
-        moved = _moved(module, start, stop, self.execution_of(module))
-        return round(moved.whole.gradient_bytes)
+    def gradient_bytes(
+        self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
+    ) -> int:
+        """Return the bytes of gradients in `static_bytes`.
+
+        If every backward reduces them: the sharded sums, the gradients of a layer, the float32
+        buffer of the reduce-scatter of the preceding layer, and the gradients of the parameters
+        outside of the layers, which FSDP2 reduces at the end of the backward pass.
+        """
+        execution = self.execution_of(module)
+        moved = _moved(module, start, stop, execution)
+        if not (layerwise and execution.reduces_each and execution.uses_fsdp):
+            return round(moved.whole.gradient_bytes)
+        outside = moved.whole.trained - moved.whole.in_layers
+        layer = moved.whole.in_layers / max(1, stop - start)
+        passing = (4 + self.element_bytes) * layer + self.element_bytes * outside
+        return round(moved.sharded.gradient_bytes + passing)
 
     def static_bytes(
         self, module: ModuleDescription, start: int, stop: int, *, layerwise: bool = False
     ) -> int:
         """Weights, gradients and optimizer state of a stage on one rank, while it computes.
 
-        Weights and moments as `States` says, and gradients that stay whole during a step; besides,
-        where parameters are sharded or computing is not in float32, the gathered ones.
+        Weights and moments as `States` defines them, gradients (`gradient_bytes`) and, if
+        parameters are sharded or computing is not in float32, the gathered parameters.
 
         Args:
             layerwise: whether FSDP2 gathers layer by layer, so that a layer and the next are there.
@@ -584,4 +638,5 @@ class CostModel:
         elif self.element_bytes < execution.states.weight:  # copies that are computed with
             gathered = moved.whole.all * self.element_bytes
         state = moved.sharded.weight_bytes + moved.sharded.optimizer_bytes
-        return round(state + moved.whole.gradient_bytes + gathered)
+        gradients = self.gradient_bytes(module, start, stop, layerwise=layerwise)
+        return round(state + gathered) + gradients

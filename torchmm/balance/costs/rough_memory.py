@@ -65,8 +65,9 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
     own: Mapping[str, OwnSizes] | None = None,
     in_flight: int | None = None,
     states: States = FLOAT32,
+    reduces_each: bool = False,
 ) -> MemoryEstimate:
-    """Peak bytes of one rank.
+    """Return the estimated peak bytes of one rank.
 
     Args:
         modules: what the model consists of.
@@ -83,6 +84,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         in_flight: microbatches whose activations a module's first rank keeps, where modules have
             ranks of their own, which gather weights once per step; None: as many as pipeline ranks.
         states: of parameters.
+        reduces_each: whether every backward reduces gradients into their shards.
     """
     once_per_step = pipeline > 1 or in_flight is not None
     weights = gradients = optimizer = 0.0
@@ -98,7 +100,7 @@ def estimate_memory(  # noqa: PLR0913 - what memory depends on
         state = Parameters(parameters, trained, min(trained, sum(of_layers)), states)
         gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
         weights += state.weight_bytes // shards + (gathered * compute_bytes if shards > 1 else 0)
-        held_by = shards if microbatches == 1 and not once_per_step else 1
+        held_by = shards if (microbatches == 1 or reduces_each) and not once_per_step else 1
         gradients += state.gradient_bytes // held_by
         optimizer += state.optimizer_bytes // shards
         execution = Execution(

@@ -83,6 +83,18 @@ class TaskSizes:
         """N."""
         return len(self.inputs_N)
 
+    def joined(self, others: Sequence[TaskSizes]) -> TaskSizes:
+        """Return the sizes of these tasks, followed by the tasks of `others`."""
+        every = (self, *others)
+        arrays = {
+            name: np.concatenate([getattr(own, name) for own in every])
+            for name in ("inputs_N", "outputs_N", "images_N", "lengths_S", "contexts_S", "given_N")
+        }
+        first = np.cumsum([0, *(own.tasks for own in every)])
+        tasks = [own.task_S + start for own, start in zip(every, first[:-1], strict=True)]
+        frames = tuple(frames for own in every for frames in own.frames)
+        return replace(self, **arrays, task_S=np.concatenate(tasks), frames=frames)
+
     @cached_property
     def units_N(self) -> Array:
         """Positions in the layers, on a rank."""
@@ -304,12 +316,24 @@ class ModuleTasks:
         keys: (microbatch, sub-microbatch) of each of the N tasks.
         sizes: what is computed, padding included; where ranks share rows, by the one with most.
         useful: without padding, by all of them together.
+        others: sizes of the same tasks on each of the other ranks that run the layers in lockstep.
     """
 
     module: ModuleDescription
     keys: list[tuple[int, int]]
     sizes: TaskSizes
     useful: TaskSizes
+    others: tuple[TaskSizes, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that run the layers in lockstep."""
+        return 1 + len(self.others)
+
+    @cached_property
+    def of_ranks(self) -> TaskSizes:
+        """Sizes of the tasks of all these ranks, rank by rank; those of `sizes` are the first."""
+        return self.sizes.joined(self.others) if self.others else self.sizes
 
     def gradient_arrives_N(self, graph: StageGraph, stage: int) -> NDArray[np.bool_]:
         """By task: whether a gradient goes back from this stage to the one before."""

@@ -8,7 +8,7 @@ costs by hand. PipeWeaver §4 (SEMU): operator costs first, then the simulation 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import add
 
@@ -30,6 +30,8 @@ from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, Stag
 from torchmm.pipelining.plan.slices import MessageSlices, Slices
 from torchmm.pipelining.plan.transfers import tied_stages, transfers
 
+Peers = Sequence[Sequence[MicrobatchMeta]]
+"""Microbatches of other ranks, rank by rank."""
 TOKEN_BYTES = 40
 """Of a token of a microbatch: id, target, position, places of targets and of images."""
 
@@ -42,23 +44,28 @@ def plan_costs(
     *,
     targets: Sequence[int] | None = None,
     layerwise: bool = False,
+    peers: Peers = (),
 ) -> PlanCosts:
-    """Costs of all actions that a step can consist of.
+    """Return the costs of all actions that a step can consist of.
 
     Args:
         graph, microbatches: of the step.
-        modules: encoders, LLM and generator, whole.
+        modules: encoders, LLM and generator, complete.
         model: of the device all stages run on; its memory is the limit.
-        targets: positions that count in the loss, by microbatch; None: all text.
+        targets: positions that are included in the loss, by microbatch. By default, all text.
         layerwise: whether FSDP2 gathers layer by layer, in every forward and backward, and reduces
-            in the last backward, not once per step; while computing where devices queue work.
+            in the last or every backward; overlapped with computing if devices queue work.
+        peers: microbatches of the other ranks that run the layers in lockstep (`lockstep_tasks`).
 
     Raises:
         ValueError: the graph has other microbatches, more parts than images, or a module more.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
     layout = _checked(graph.layout, modules)
-    tasks = {m.name: module_tasks(graph, m, microbatches, counts) for m in modules}
+    tasks = {
+        m.name: lockstep_tasks(graph, m, microbatches, counts, model.execution(m.name), peers)
+        for m in modules
+    }
     caches: dict[str, BlockCache] = {name: {} for name in tasks}
     collected = _Collected()
     workspace = [0.0] * layout.rank_count
@@ -68,7 +75,8 @@ def plan_costs(
         own = tasks[stage.module]
         span = own.module, stage.start, stage.stop
         arrives_N = own.gradient_arrives_N(graph, stage.index)
-        found = model.stage_costs(*span, own.sizes, arrives_N, own.useful, caches[stage.module])
+        cache = caches[stage.module]
+        found = model.stage_costs(*span, own.of_ranks, arrives_N, own.useful, cache, own.ranks)
         collected.add_sharing(stage, own, model)
         found = _sharded(found, graph, stage, own, model) if layerwise else found
         collected.add(graph, stage, own, found, arrives_N)
@@ -103,6 +111,39 @@ def plan_costs(
     )
 
 
+def lockstep_tasks(
+    graph: StageGraph,
+    module: ModuleDescription,
+    microbatches: Sequence[MicrobatchMeta],
+    targets: Sequence[int],
+    execution: Execution,
+    peers: Peers,
+) -> ModuleTasks:
+    """Return the tasks of a module and the same tasks on all ranks that run them in lockstep.
+
+    Ranks run layers in lockstep if FSDP2 gathers parameters layer by layer, because every
+    all-gather waits for the last rank of the shard group, and prefetching is limited to one layer.
+    Expert-parallel ranks exchange tokens in every layer. So every task takes as long as on the
+    slowest rank. In a pipeline, this is only true of the modules with experts.
+
+    Args:
+        graph: of the step.
+        module: complete module.
+        microbatches: of the graph.
+        targets: positions that are included in the loss, by microbatch.
+        execution: how the module is run.
+        peers: microbatches of the other ranks of the group, rank by rank.
+    """
+    own = module_tasks(graph, module, microbatches, targets)
+    if graph.layout.rank_count > 1 and execution.expert == 1:
+        return own
+    others = tuple(
+        module_tasks(graph, module, metas, [text_tokens(meta) for meta in metas]).sizes
+        for metas in peers
+    )
+    return replace(own, others=others)
+
+
 def _checked(layout: StageLayout, modules: Sequence[ModuleDescription]) -> StageLayout:
     if missing := {s.module for s in layout.stages} - {m.name for m in modules}:
         raise ValueError(f"no descriptions of the layout's modules {sorted(missing)}")
@@ -125,7 +166,7 @@ def _static_bytes(stage: StageSpec, tasks: ModuleTasks, model: CostModel, layerw
     found = model.static_bytes(module, stage.start, stage.stop, layerwise=layerwise)
     if not layerwise or tasks.sizes.tasks > 1:
         return found
-    return found - model.gradient_bytes(module, stage.start, stage.stop)
+    return found - model.gradient_bytes(module, stage.start, stage.stop, layerwise=True)
 
 
 def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, element: int) -> int:
@@ -194,13 +235,16 @@ def _sharded(
     gather = Work.none(1)
     if execution.shard > 1 or model.element_bytes < execution.states.weight:
         gather = model.gather_work(tasks.module, stage.start, stage.stop)
-    reduces_N = np.zeros(len(tasks.keys))
+    last_N, others_N = np.zeros((2, len(tasks.keys)))
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
-    reduces_N[back[-1:]] = 1.0  # the step's last backward
-    reduce = model.reduce_work(tasks.module, stage.start, stage.stop)
+    last_N[back[-1:]] = 1.0
+    others_N[back[:-1]] = float(execution.reduces_each)
+    span = tasks.module, stage.start, stage.stop
+    reduce = Work.none(1).plus(model.reduce_work(*span), last_N)
+    reduce = reduce.plus(model.reduce_work(*span, replicas=False), others_N)
     hides = model.profile.device.asynchronous
     pieces = stage.stop - stage.start + 1
-    return costs.sharded(gather, Work(*(own * reduces_N for own in reduce)), pieces, hides)
+    return costs.sharded(gather, reduce, pieces, hides)
 
 
 @dataclass

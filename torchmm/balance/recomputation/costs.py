@@ -38,8 +38,8 @@ from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.costs.execution import Recompute
 from torchmm.balance.costs.layers import layer_kept_bytes, received_bytes
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
-from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.costs.sizes import ModuleTasks, text_tokens
+from torchmm.balance.costs.step_costs import Peers, lockstep_tasks, plan_costs
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import LayerDescription, ModuleDescription
@@ -150,14 +150,16 @@ def stage_choices(
     names: frozenset[str],
     offloads: frozenset[str] = frozenset(),
     targets: Sequence[int] | None = None,
+    peers: Peers = (),
 ) -> dict[int, StageRecompute]:
-    """What recomputing would cost and save, by stage; none for stages without backwards.
+    """Return the costs and savings of recomputation by stage, for stages with backward passes.
 
     Args:
-        modules: encoders, LLM and generator, whole.
+        modules: encoders, LLM and generator, complete.
         names: modules whose tasks may choose.
-        offloads: of them, those that may use the host's memory.
-        targets: positions that count in the loss, by microbatch; None: all text.
+        offloads: modules among them that may use host memory.
+        targets: positions that are included in the loss, by microbatch. By default, all text.
+        peers: as for `plan_costs`.
     """
     counts = [text_tokens(meta) for meta in microbatches] if targets is None else targets
     tables: _Tables = {}
@@ -165,7 +167,8 @@ def stage_choices(
     for module in modules:
         if module.name not in names:
             continue
-        own = module_tasks(graph, module, microbatches, counts)
+        execution = model.execution(module.name)
+        own = lockstep_tasks(graph, module, microbatches, counts, execution, peers)
         modes: Modes = ALL_MODES if module.name in offloads else LAYER_MODES
         for stage in graph.layout.stages:
             if stage.module == module.name:
@@ -219,7 +222,7 @@ def _layer(
     """Of one layer, by mode and task: time added to forward and backward, communication of the
     latter, bytes kept, and bytes of a received input beside them."""
     module = own.module
-    sizes = own.sizes
+    sizes = own.of_ranks
     index = module.layers.index(layer)
     trained = module.trainable or bool(layer.adapters)
     has_backward_N = arrives_N | trained
@@ -227,15 +230,18 @@ def _layer(
     for mode in LAYER_MODES:
         execution = replace(model.execution(module.name), recompute=mode)
         changed = replace(model, executions={**model.executions, module.name: execution})
-        costs = changed.stage_costs(module, index, index + 1, sizes, arrives_N)
+        costs = changed.stage_costs(
+            module, index, index + 1, sizes, arrives_N, own.useful, ranks=own.ranks
+        )
         forward.append(costs.forward.total_ms)
         again.append(costs.backward.total_ms)
         tensor.append(costs.backward.tensor_ms)
-        setting = changed.setting(module, sizes.tasks)
+        setting = changed.setting(module, own.sizes.tasks)
         kept_N = layer_kept_bytes(layer, sizes, setting, weights=trained)
-        kept.append(has_backward_N * kept_N)
         received_N = received_bytes(layer, sizes, setting, weights=trained)
-        received.append(has_backward_N * received_N)
+        for found, own_N in ((kept, kept_N), (received, received_N)):
+            of_ranks_RN = np.broadcast_to(own_N, sizes.tasks).reshape(own.ranks, -1)
+            found.append(has_backward_N * of_ranks_RN.max(0))
     if "offload" in modes:
         for times in (forward, again):
             times.append(_beside_copy_ms(times[-1], kept[-1], model))
@@ -271,17 +277,24 @@ def costs_of_plan(
     *,
     targets: Sequence[int] | None = None,
     layerwise: bool = False,
+    peers: Peers = (),
 ) -> PlanCosts:
-    """Return the costs of a plan: with its recomputation, and the host ahead of the device.
+    """Return the costs of a plan, with its recomputation and with the host ahead of the device.
 
     Args:
-        model: modules whose tasks choose keep everything in it.
+        model: modules whose tasks choose keep all activations in it.
 
     Raises:
         ValueError: as `plan_costs`.
     """
     costs = plan_costs(
-        plan.graph, modules, microbatches, model, targets=targets, layerwise=layerwise
+        plan.graph,
+        modules,
+        microbatches,
+        model,
+        targets=targets,
+        layerwise=layerwise,
+        peers=peers,
     )
     if not plan.recompute:
         return costs.with_host_ahead(plan)
@@ -292,7 +305,14 @@ def costs_of_plan(
         if "offload" in modes
     )
     choices = stage_choices(
-        plan.graph, modules, microbatches, model, names=names, offloads=offloads, targets=targets
+        plan.graph,
+        modules,
+        microbatches,
+        model,
+        names=names,
+        offloads=offloads,
+        targets=targets,
+        peers=peers,
     )
     return charged(costs, plan.recompute, choices).with_host_ahead(plan)
 

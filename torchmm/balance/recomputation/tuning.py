@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.costs.step_costs import Peers, plan_costs
 from torchmm.balance.recomputation.costs import (
     MOST_CANDIDATES,
     Modes,
@@ -63,6 +63,7 @@ class LayerTuning:
         names: modules whose tasks may choose; all others stay as `model` has them.
         memory_limit_bytes: of every rank.
         layerwise: whether FSDP2 gathers layer by layer.
+        peers: microbatches of the ranks that run the layers in lockstep, as for `plan_costs`.
         candidates: most of them for a task.
         solver: of one rank.
         offloads: modules whose layers' inputs may wait in the host's memory; none on devices that
@@ -75,6 +76,7 @@ class LayerTuning:
     names: frozenset[str]
     memory_limit_bytes: int
     layerwise: bool = False
+    peers: Peers = ()
     candidates: int = MOST_CANDIDATES
     solver: Solver = solve_quickly
     offloads: frozenset[str] = frozenset()
@@ -102,6 +104,7 @@ class LayerTuning:
             names=self.names,
             offloads=frozenset() if shares else self.names & self.offloads,
             targets=targets,
+            peers=self.peers,
         )
 
 
@@ -179,6 +182,7 @@ class Tuner:
                 tuning.model,
                 targets=targets,
                 layerwise=tuning.layerwise,
+                peers=tuning.peers,
             ),
             memory_limit_bytes=tuning.memory_limit_bytes,
         )

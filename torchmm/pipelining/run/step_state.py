@@ -235,6 +235,8 @@ class StepState:
         inputs = [_take(inbox, message, action) for message in incoming]
         microbatch = self._microbatches[task.microbatch]
         stage = self._stages[task.stage]
+        if isinstance(stage.sharding, LayerSharding):
+            stage.sharding.before_forward()
         waiting = stage.recompute(self._plan.recompute.get(task))
         output = stage.run(task, inputs, microbatch, graph, self._specs)
         if waiting is not None:

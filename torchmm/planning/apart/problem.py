@@ -282,6 +282,7 @@ def sized_recipe(
     parallel |= {"placement": "disaggregated", "schedule": schedule, "virtual_stages": stages}
     if parallel["reshard_after_forward"] == "always":
         parallel["reshard_after_forward"] = "default"
+    parallel["gradient_reduction"] = "step"
     if sizes[LLM].tensor == 1:
         parallel |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
     table = recipe.model_dump(exclude_none=True)
