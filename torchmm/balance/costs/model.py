@@ -269,8 +269,10 @@ class CostModel:
             useful: the same without padding, for FLOPs; None: there is none.
             cache: for other stages of the module with the same sizes.
         """
-        blocks = stage_blocks(module, start, stop)
         setting = self.setting(module, sizes.tasks)
+        if setting.execution.tensor > 1 and not module.loss_rows:
+            module = replace(module, loss_rows=module.sharded_loss_rows)
+        blocks = stage_blocks(module, start, stop)
         forward, inputs, weights, again = (Work.none(sizes.tasks) for _ in range(4))
         kept_N, waiting_N = np.zeros((2, sizes.tasks))
         split = setting.execution.recompute == "none"
