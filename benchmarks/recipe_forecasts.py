@@ -4,9 +4,11 @@ Each recipe of recipes/zoo and recipes/papers is built without weights at the si
 its first step is planned for the GPUs that it names and simulated; the exit code, the step's time,
 its MFU and its memory are the rows. All but the exit code is predicted, nothing of it was measured.
 `--table` writes the figures into the tables of a Markdown file that have a line for each recipe.
+`--candidates` also plans the recipes of recipes/zoo for several GPUs with other settings, such as
+HSDP instead of a pipeline; the baseline of these rows is the recipe as it is.
 
     python benchmarks/recipe_forecasts.py [--quick] [--json FILE] [--recipes NAME ...]
-        [--table FILE]
+        [--table FILE] [--candidates]
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +45,18 @@ COLUMNS = {
     "memory": (MEMORY, "{:.0f} GiB", 1.0),
 }
 """Of tables: metric, form, and what a unit of the metric is there."""
+NO_PIPELINE = ("--parallel.pipeline=1", "--parallel.schedule=separated")
+TUNED = ("--activation_checkpoint.mode=tuned", "--activation_checkpoint.modules={}")
+HSDP = (*NO_PIPELINE, "--parallel.shard=8", "--parallel.replicate=-1")
+CANDIDATES = {
+    "tuned": TUNED,
+    "FSDP2": NO_PIPELINE,
+    "FSDP2, tuned": (*NO_PIPELINE, *TUNED),
+    "HSDP": HSDP,
+    "HSDP, tuned": (*HSDP, *TUNED),
+    "HSDP, 2 sequences, tuned": (*HSDP, *TUNED, "--training.microbatch_size=2"),
+}
+"""Options by setting. FSDP2 shards over all GPUs that are not used otherwise."""
 FIRST_STEP = re.compile(r"^first step +([\d,.]+) ms on .*MFU ([\d.]+) %", re.MULTILINE)
 PEAK = re.compile(r"^peak memory +([\d.]+) GiB", re.MULTILINE)
 
@@ -51,12 +66,15 @@ def main() -> int:
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="NAME", help="only these")
     parser.add_argument("--table", type=Path, metavar="FILE", help="Markdown to bring up to date")
+    parser.add_argument("--candidates", action="store_true", help="plan other settings, too")
     arguments = parser.parse_args()
     names = arguments.recipes or (["smolvlm"] if arguments.quick else list(RECIPES))
     print(f"machine: {describe_machine(torch.device('cpu'))}")
     found: list[Row] = []
     for name in names:
         rows = forecast(RECIPES[name])
+        if arguments.candidates and RECIPES[name].parent.name == "zoo":
+            rows += candidate_rows(RECIPES[name], rows)
         report(f"{name}, simulated", rows, None)
         found += rows
         if arguments.json is not None:
@@ -66,14 +84,38 @@ def main() -> int:
     return 0
 
 
-def forecast(path: Path) -> list[Row]:
-    """Rows of one recipe, on the GPUs that it names; if it cannot be planned, the exit code."""
+def candidate_rows(path: Path, recipe_rows: Sequence[Row]) -> list[Row]:
+    """Return time and memory of other settings; settings that cannot be planned are omitted.
+
+    Args:
+        path: Recipe.
+        recipe_rows: Rows of the recipe as it is.
+    """
+    if load_recipe(path).recipe.simulation.gpus == 1:
+        return []
+    as_is = {row.metric: row.ours for row in recipe_rows}
+    rows = []
+    for setting, options in CANDIDATES.items():
+        for row in forecast(path, options):
+            if row.metric in (STEP, MEMORY):
+                own = replace(row, metric=f"{row.metric}, {setting}")
+                rows.append(replace(own, baseline=as_is.get(row.metric)))
+    return rows
+
+
+def forecast(path: Path, changes: Sequence[str] = ()) -> list[Row]:
+    """Return the rows of one recipe on the GPUs that it names, or the exit code if it has no plan.
+
+    Args:
+        path: Recipe.
+        changes: Options for `train.py` that change the recipe.
+    """
     gpus = load_recipe(path).recipe.simulation.gpus
     name, shown = path.stem, io.StringIO()
     with tempfile.TemporaryDirectory() as directory:
         options = ["--dry-run", "--world-size", str(gpus), "--output_dir", directory]
         with mock.patch.object(sys, "path", [str(ROOT), *sys.path]), redirect_stdout(shown):
-            code = dry_run(["train.py", "--config", str(path), *options])
+            code = dry_run(["train.py", "--config", str(path), *options, *changes])
     rows = [Row(name, EXIT_CODE, "", code, goal=0, better="lower")]
     step, peak = FIRST_STEP.search(shown.getvalue()), PEAK.search(shown.getvalue())
     if code == 0 and step and peak:

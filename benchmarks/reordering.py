@@ -5,8 +5,8 @@ Sizes follow images per sequence: none in three of ten, otherwise 1 to 48; heavy
 harder than any data. The pipeline has 12 ranks, the first of which is an encoder as fast as an LLM
 stage on average; with a generator, the last one is uneven too. Times are the least CPU time of many
 repetitions for all groups together: all of it is one thread. *Best known* is the better of two
-searches that are fifty times longer, from other seeds. Windows of several batches are simulated for
-DistTrain's recipes, and packs dealt by plans for PipeWeaver's (`reorder_windows`).
+searches that are fifty times longer, from other seeds. Ranks that synchronize in every layer are
+simulated for the sequences that three recipes assume (`reorder_slices`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import permutations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from support.cases import reorder_windows
+from support.cases import reorder_slices
 from support.harness import Row, describe_machine, make_parser, report
 from support.step_times import makespans_ms
 
@@ -185,10 +185,9 @@ def main() -> None:
                     kind, groups, generator=generator, per_rank=per_rank, repetitions=repetitions
                 )
     rows += brute_force_rows(10 if arguments.quick else 100)
-    for case in reorder_windows.CASES[: 1 if arguments.quick else None]:
-        rows += reorder_windows.window_rows(case, (2, 4, 8))
-    seeds, evaluations = (1, 200) if arguments.quick else (6, 2000)
-    rows += reorder_windows.replica_rows(seeds, evaluations)
+    for case in reorder_slices.CASES:
+        rows += reorder_slices.step_rows(case, 2 if arguments.quick else 10)
+    rows += reorder_slices.time_rows(repetitions)
     title = f"Reordering, seed {SEED}; {describe_machine(torch.device('cpu'))}"
     report(title, rows, arguments.json)
 

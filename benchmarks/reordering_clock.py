@@ -3,7 +3,8 @@
 Real documents give the images of every microbatch. Four ranks are two pipelines of a vision rank
 and an LLM rank, whose layers sleep for as long as they would compute: processes, messages over gloo
 and the runtime are real, and this machine has not four cores to compute with. Two ranks compute:
-data-parallel replicas of a small image-text model, which add up their gradients at the end.
+data-parallel replicas of a small image-text model, which add up their gradients at the end. In a
+third case four ranks are FSDP2 shards whose layers sleep: they synchronize in every layer.
 Programs take turns on each step; times are until the last rank is done, medians of paired runs.
 """
 
@@ -22,12 +23,13 @@ from numpy.typing import NDArray
 from support.harness import Row, describe_machine, make_parser, report
 from support.models.pipeline_model import Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
-from support.sleepers import WIDTH, SleepStage, Work, message_rows
+from support.sleepers import WIDTH, ShardedSleeper, SleepStage, Work, message_rows
 
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.microbatches import reorder_microbatches
 from torchmm.balance.reordering.program import compile_order
+from torchmm.balance.reordering.slices import slice_items
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
@@ -49,6 +51,8 @@ GROUPS, PIPELINE = 2, 2
 TOKENS, IMAGE_TOKENS = 2048, 64
 TOWER_LAYERS, LLM_LAYERS = 12, 16
 MODES = ("natural", "intra", "inter", "both")
+SHARDS, SHARDED_LAYERS = 4, 2
+SHARD_ORDERS = ("natural", "equal sums", "equal slices")
 QUIET = 0.3
 
 
@@ -185,6 +189,56 @@ class ComputingReplicas:
         return sum(r.end_ms - r.start_ms for r in done) / 1e3
 
 
+class SleepingShards:
+    """Steps of FSDP2 shards in one order; gradients are reduced once per step."""
+
+    def __init__(self, order: str, work: Work, model: ShardedSleeper) -> None:
+        self.name, self.model = order, model
+        self.llm_s = work.forward_s(0, LLM_LAYERS, 0)
+        self.tower_s = []
+        """Forward time of the tower by step and microbatch of this rank."""
+        for images in work.images:
+            tower_s = [work.forward_s(TOWER_LAYERS, 0, count) for count in images]
+            places_RM = arrange_shards(order, tower_s, self.llm_s)
+            self.tower_s.append([tower_s[i] for i in places_RM[dist.get_rank()]])
+
+    def step(self, index: int) -> float:
+        """Return the seconds that the layers of this rank sleep."""
+        microbatches_s = self.tower_s[index]
+        for number, tower_s in enumerate(microbatches_s, 1):
+            self.model.set_requires_gradient_sync(number == len(microbatches_s))
+            self.model(tower_s, self.llm_s).backward()
+        self.model.zero_grad()
+        return 3 * (sum(microbatches_s) + self.llm_s * len(microbatches_s))
+
+
+def draw_images(rng: np.random.Generator, count: int) -> list[int]:
+    """Return images per microbatch, with the mixture of `bases/pipeweaver_vlm.toml`."""
+    ranges = [((40, 48), (1, 14), (0, 0))[kind] for kind in rng.choice(3, count, p=(0.2, 0.6, 0.2))]
+    return [int(rng.integers(low, high + 1)) for low, high in ranges]
+
+
+def arrange_shards(order: str, tower_s: Sequence[float], llm_s: float) -> Int64s:
+    """Return the microbatches (ranks, M) of each shard."""
+    costs_KN = np.stack([tower_s, np.full(len(tower_s), llm_s)])
+    if order == "equal slices":
+        return slice_items(np.round(1e9 * costs_KN), 1, SHARDS)
+    if order == "equal sums":
+        return balance_groups(costs_KN.sum(axis=0), SHARDS)
+    return np.arange(len(tower_s)).reshape(SHARDS, -1)
+
+
+def run_shards(setting: Setting) -> Comparison:
+    """Compare all orders on one of the FSDP2 shards."""
+    rng = np.random.default_rng(SEED)
+    images = [draw_images(rng, SHARDS * setting.microbatches) for _ in range(setting.steps)]
+    average = mean(count for step in images for count in step)
+    work = Work(images, setting.llm_s / LLM_LAYERS, setting.llm_s / (TOWER_LAYERS * average))
+    model = ShardedSleeper(SHARDED_LAYERS)
+    programs = [SleepingShards(order, work, model) for order in SHARD_ORDERS]
+    return Stopwatch(setting.patience_s, QUIET).compare(programs, setting.steps, setting.runs)
+
+
 def run_sleeping(setting: Setting) -> Comparison:
     """What one of four ranks does; the comparison of all modes."""
     images = load_images(setting.steps, GROUPS * setting.microbatches)
@@ -214,7 +268,7 @@ def run_computing(setting: Setting) -> Comparison:
 def rows_of(case: str, found: Comparison) -> list[Row]:
     """Every mode against the natural order."""
     rows = []
-    for mode in (m for m in MODES[1:] if m in found.times):
+    for mode in (m for m in (*MODES[1:], *SHARD_ORDERS[1:]) if m in found.times):
         rows += [
             Row(case, f"speed ratio, {mode}", "x", found.speed_ratio(mode, "natural"), 1.0),
             Row(case, f"step, {mode}", "s", found.wall_s(mode), found.wall_s("natural"),
@@ -230,6 +284,7 @@ def main() -> None:
     cases: dict[str, Any] = {
         "4 ranks, 2 pipelines of tower and LLM, sleeping": (run_sleeping, GROUPS * PIPELINE),
         "2 data-parallel ranks, computing": (run_computing, GROUPS),
+        "4 FSDP2 shards, sleeping": (run_shards, SHARDS),
     }
     rows = []
     for case, (function, ranks) in cases.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from statistics import mean
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.distributed.fsdp import fully_shard
 
 from support.models.stock_pipeline import Split, StockSchedule
 from torchmm.common.batch import even_ranges
@@ -78,6 +80,35 @@ class Sleeper(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
+
+
+class ShardedSleeper(nn.Module):
+    """Layers of the tower and the LLM, each sharded with FSDP2: ranks synchronize in every layer.
+
+    Args:
+        layers: Number of layers of each module.
+    """
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Linear(WIDTH, RANKS, bias=False) for _ in range(layers))
+        self.llm = nn.ModuleList(nn.Linear(WIDTH, RANKS, bias=False) for _ in range(layers))
+        for module in (*self.tower, *self.llm):
+            module.forward = partial(self._sleep, module)  # type: ignore[method-assign]
+            fully_shard(module)
+        fully_shard(self)
+
+    @staticmethod
+    def _sleep(module: nn.Linear, x: Tensor, seconds: float) -> Tensor:
+        return Sleep.apply(x, module.weight.sum().reshape(1), (1, WIDTH), seconds)
+
+    def forward(self, tower_s: float, llm_s: float) -> Tensor:
+        x = torch.zeros(1, WIDTH)
+        for module in self.tower:
+            x = module(x, tower_s / len(self.tower))
+        for module in self.llm:
+            x = module(x, llm_s / len(self.llm))
+        return x.sum()
 
 
 class ChainSleeper(Sleeper):

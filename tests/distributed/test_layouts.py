@@ -54,8 +54,9 @@ class Case:
     """Further keys of the LLM's config."""
     idles: bool = False
     """Whether the router chooses one expert for each token, and never one of the second half."""
-    chunked_loss: bool = False
-    """Whether the loss is computed some rows at a time; the reference has all logits."""
+    chunked_loss: bool | None = False
+    """Whether the loss is computed some rows at a time, or None if only of a sharded vocabulary.
+    The reference has all logits."""
     adapters: tuple[str, ...] = ()
     """Modules with an adapter."""
     targets: tuple[str, ...] = ("all-linear",)
@@ -77,14 +78,17 @@ class Case:
         config["llm"]["config"] |= self.llm_config
         if self.idles:
             config["llm"]["config"]["num_experts_per_tok"] = 1
-        config["chunked_loss"] = self.chunked_loss
+        config["chunked_loss"] = bool(self.chunked_loss)
         freeze = FreezeConfig(modules=list(self.freeze))
         adapters = {}
         if self.adapters:
             section = {"modules": list(self.adapters), "targets": list(self.targets), "rank": 3}
             section["method"] = self.method
             adapters["some"] = AdapterConfig.model_validate(section)
-        return build_model(ModelConfig.model_validate(config), freeze, adapters=adapters)
+        model = build_model(ModelConfig.model_validate(config), freeze, adapters=adapters)
+        if self.chunked_loss is None:
+            model.llm.sharded_loss_rows = 7
+        return model
 
 
 DELTA_KINDS = ["linear_attention", "full_attention", "linear_attention"]
@@ -267,6 +271,7 @@ CASES_OF_2 = [
     Case("tp2, sequence parallel, biases", tensor=2, sequence_parallel=True, llm="starcoder2"),
     Case("fsdp2, loss in chunks", shard=2, chunked_loss=True),
     Case("tp2, loss in chunks", tensor=2, chunked_loss=True),
+    Case("tp2, sharded loss in chunks", tensor=2, chunked_loss=None),
     Case(
         "tp2, loss in chunks over uneven parts of the vocabulary",
         tensor=2,
@@ -424,7 +429,8 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     layout = plan_layout(config, descriptions, [m.meta for m in batch])
     stages = cut_for_rank(model, layout, mesh.pipeline_rank)
     for stage in stages.values():
-        assert stage.name != "llm" or stage.loss_rows == 7 * case.chunked_loss
+        assert stage.name != "llm" or stage.loss_rows == 7 * bool(case.chunked_loss)
+        assert stage.name != "llm" or stage.sharded_loss_rows == 7 * (case.chunked_loss is None)
     recompute = ActivationCheckpointConfig(mode=case.recompute)
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
     materialize(model, "cpu")

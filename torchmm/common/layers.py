@@ -215,6 +215,8 @@ class ModuleDescription:
     """Parameters after the layers: connector, or final norm and head, tied or not."""
     loss_rows: int = 0
     """LLMs: targets whose logits and gradients are computed at a time, in forward; 0: all later."""
+    sharded_loss_rows: int = 0
+    """LLMs: `loss_rows` if tensor-parallel ranks share the vocabulary and `loss_rows` is 0."""
     taps: tuple[int, ...] = ()
     """Encoders: layers whose outputs travel on to the connector beside the hidden states, and
     leave it as further blocks of features. LLMs: layers behind which one of these is added."""

@@ -45,7 +45,7 @@ from torchmm.data.items import PackItems
 from torchmm.data.samples import SampleSet, find_samples, remote_decoder
 from torchmm.data.sources.open import Samples
 from torchmm.data.steps.beside import StepsBeside
-from torchmm.data.steps.step_packs import Arrange, Deal, Position, Steps, StepSamples
+from torchmm.data.steps.step_packs import Arrange, Position, Steps, StepSamples
 from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -85,9 +85,7 @@ class StepBatch:
 
     def stream_counts(self, kind: Literal["filtered", "dropped"]) -> dict[str, Counter[str]]:
         """Return the counts of `StreamFeed` since the run began, by name of the stream."""
-        window = self.state.get("window")
-        state = (window["before"] or {}) if window else self.state
-        feeds = state.get("feeds", {}).items()
+        feeds = self.state.get("feeds", {}).items()
         return {name: Counter(feed[kind]) for name, feed in feeds if kind in feed}
 
     def stream_total(self, kind: Literal["filtered", "dropped"]) -> int | None:
@@ -415,7 +413,6 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
     arrange: Arrange | None = None,
-    deal: Deal | None = None,
     resume_changed: bool = False,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
@@ -431,7 +428,6 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation: load `data.validation` once, in an order that is the same for every run.
         generator_spec: how the generator wants its images; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
-        deal: which packs of several steps go to which of them; None: each has its own.
         resume_changed: continue after `state` even if data or order have changed.
         samples: of these sources, if they were opened before.
         reads: which images this rank decodes; None: all of its data-parallel rank's.
@@ -451,7 +447,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         generator_spec=generator_spec,
     )
     rank = data_parallel_rank
-    position = Position(rank, data_parallel_size, state, arrange, resume_changed, deal)
+    position = Position(rank, data_parallel_size, state, arrange, resume_changed)
     return Loader(
         StepQueue(_steps_of(samples, data, training, position), rank),
         samples.decoder.for_rank(reads),

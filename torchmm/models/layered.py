@@ -130,6 +130,7 @@ class LayeredModule(nn.Module, ABC):
         taps: encoders: layers whose outputs the connector reads too; LLMs: layers behind which
             blocks of features are added (`torchmm.models.layers.deepstack`).
         loss_rows: LLMs: targets whose logits are computed at a time; 0: all.
+        sharded_loss_rows: LLMs: the same if the vocabulary is sharded and `loss_rows` is 0.
         adapters: what is added to linears of the whole module, by their names.
         rounded: by layer of the whole module: which linears are to multiply in float8.
         between: access to hidden states between layers; behind a module's last they are whole.
@@ -163,6 +164,7 @@ class LayeredModule(nn.Module, ABC):
         self._keeps_slices: bool | None = None
         self.taps: tuple[int, ...] = ()
         self.loss_rows = 0
+        self.sharded_loss_rows = 0
         self.adapters: dict[str, LoraSpec] = {}
         self.rounded: dict[int, Rounded] = {}
 
@@ -313,6 +315,7 @@ class LayeredModule(nn.Module, ABC):
             patches_per_token=self.patches_per_token,
             taps=self.taps,
             loss_rows=self.loss_rows,
+            sharded_loss_rows=self.sharded_loss_rows,
             tied=bool(self.tied_parameters()),
             pre_linears=before if self.is_first else (),
             post_linears=after if self.is_last else (),

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
@@ -38,6 +39,7 @@ from torchmm.models.layers.attention import Segments, image_blocks, prompt_block
 from torchmm.models.layers.deepstack import Add, adding_blocks
 from torchmm.models.layers.experts import ExpertLoads, balance_routers, has_experts
 from torchmm.models.layers.loss import (
+    MIN_CHUNKED_VOCABULARY,
     ChunkHead,
     chunk_rows,
     cross_entropy_in_chunks,
@@ -60,7 +62,7 @@ class LlmModule(LayeredModule):
     Args:
         config: configuration of the causal LM (or of the composite, see `LlmFamily.build`).
         feeds_generator: whether a generator follows, which reads its hidden states.
-        chunked_loss: whether the loss is computed in chunks of targets, without all logits.
+        chunked_loss: whether the loss is always computed in chunks of targets, without all logits.
 
     Attributes:
         row_ranks: what shares every row with this rank, whose microbatches then are slices
@@ -99,7 +101,7 @@ class LlmModule(LayeredModule):
         self.text_fqn = f"backbone.{family.text_model}"
         self.layers_fqn = f"{self.text_fqn}.{family.layers}"
         self.loss_rows = chunk_rows(self.text_config.vocab_size) if chunked_loss else 0
-        if chunked_loss and (type(self.head) is not nn.Linear or self.head.bias is not None):
+        if chunked_loss and not self._has_plain_head:
             raise ConfigError(
                 f"[model] chunked_loss = true: the head of {self.text_config.model_type!r} is not "
                 "a linear without a bias; set it to false"
@@ -142,8 +144,23 @@ class LlmModule(LayeredModule):
         """The product that gives logits."""
         return self.backbone.get_submodule(self.family.head)
 
+    @property
+    def _has_plain_head(self) -> bool:
+        """Return True if the head is a linear without a bias."""
+        return type(self.head) is nn.Linear and self.head.bias is None
+
+    def chunk_sharded_loss(self) -> None:
+        """Compute the loss in chunks if tensor-parallel ranks share a large vocabulary.
+
+        All logits at once are gathered and cast to float32, which takes longer and needs more
+        memory. No effect on other heads than a linear without a bias.
+        """
+        words = self.text_config.vocab_size
+        if words >= MIN_CHUNKED_VOCABULARY and self._has_plain_head:
+            self.sharded_loss_rows = chunk_rows(words)
+
     def bare(self) -> LlmModule:
-        return LlmModule(
+        module = LlmModule(
             self.config,
             self.family,
             self.dtype,
@@ -151,6 +168,8 @@ class LlmModule(LayeredModule):
             self.feeds_generator,
             self.loss_rows > 0,
         )
+        module.sharded_loss_rows = self.sharded_loss_rows
+        return module
 
     def tied_parameters(self) -> dict[str, str]:
         return self._tie if self._tied and self.is_first and self.is_last else {}
@@ -245,11 +264,14 @@ class LlmModule(LayeredModule):
         """float32 scalar: summed over targets."""
         positions_L = microbatch.target_positions_L
         targets_L = microbatch.targets_T[positions_L]
-        if not self.loss_rows:
+        rows = self.loss_rows
+        if isinstance(self.head.weight, DTensor):
+            rows = rows or self.sharded_loss_rows
+        if not rows:
             return summed_cross_entropy(self._logits(microbatch, inputs, positions_L), targets_L)
         output, _ = self._run_layers(microbatch, inputs)
         rows_LD = output.last_hidden_state[0].index_select(0, positions_L)
-        head = ChunkHead(self.head, self.loss_rows)
+        head = ChunkHead(self.head, rows)
         with self._behind_layers(microbatch, type(output), head) as logits_of:
             return cross_entropy_in_chunks(head, logits_of, rows_LD, targets_L)
 

@@ -136,7 +136,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     draws = generator is not None
     with _collected(problems):
         llm = LlmModule(
-            parts.llm_config, parts.llm_family, dtype, llm_files, draws, config.chunked_loss
+            parts.llm_config, parts.llm_family, dtype, llm_files, draws, bool(config.chunked_loss)
         )
     if problems:
         raise ConfigError(problems)
@@ -213,7 +213,7 @@ def _build_pair(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel:
     hidden_size = 4
     with _collected(problems):
         draws = config.generator is not None
-        chunked = config.chunked_loss
+        chunked = bool(config.chunked_loss)
         llm = build_checked(
             "model.llm", config.llm, lambda given: _build_llm(given, dtype, draws, chunked)
         )

@@ -21,6 +21,9 @@ from torchmm.planning.summary import run_summary
 from torchmm.planning.together.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.recipe.recipe import Recipe
 
+HSDP_MIN_GAIN = 0.02
+"""Smallest fraction of a step that HSDP has to save before `--dry-run` recommends it."""
+
 
 def describe_run(
     recipe: Recipe, world_size: int, picture: Path | None = None, arguments: Sequence[str] = ()
@@ -51,6 +54,7 @@ def describe_run(
     other = _with_other_reduction(forecaster, recipe)
     lines |= _step_lines(forecast, other, profile.device.name, profile.device.memory_bytes)
     lines |= _reduction_line(recipe, forecast, other)
+    lines |= _hsdp_lines(forecaster, forecast)
     if picture is not None and forecast.step is not None:
         write_picture(picture, recipe.name, forecast)
         lines["plan"] = str(picture)
@@ -118,6 +122,29 @@ def _reduction_line(recipe: Recipe, forecast: Forecast, other: Forecast | None) 
     elif other.iteration_ms < forecast.iteration_ms:
         line += ", faster: set it"
     return {"gradients": line}
+
+
+def _hsdp_lines(forecaster: Forecaster, forecast: Forecast) -> dict[str, str]:
+    """Return a line if replicas of one node each (HSDP) are faster than shards over all nodes."""
+    run, device = forecaster.run, forecaster.profile.device
+    shard = device.devices_per_node // run.llm.tensor
+    if run.is_cut or run.llm.shard <= shard or run.llm.shard % max(shard, 1):
+        return {}
+    if shard % (run.recipe.parallel.expert * run.recipe.parallel.context):
+        return {}
+    replicate = run.llm.replicate * run.llm.shard // shard
+    parallel = run.recipe.parallel.model_copy(update={"shard": shard, "replicate": replicate})
+    recipe = run.recipe.model_copy(update={"parallel": parallel})
+    sample = forecaster.sample
+    found = Forecaster(recipe, run.world_size, forecaster.profile, sample=sample).forecast()
+    if found.step is None or not found.step.fits:
+        return {}
+    if found.iteration_ms > (1 - HSDP_MIN_GAIN) * forecast.iteration_ms:
+        return {}
+    return {
+        "faster": f"parallel.replicate = {replicate} and parallel.shard = {shard} (HSDP) take "
+        f"{found.iteration_ms:,.1f} ms, simulated, and {max(found.step.peak_bytes) / 2**30:.2f} GiB"
+    }
 
 
 def _step_lines(

@@ -106,6 +106,8 @@ def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Multimod
         ConfigError: all problems of the sections.
     """
     model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
+    if recipe.model.chunked_loss is None and recipe.training.dtype == "bfloat16":
+        model.llm.chunk_sharded_loss()
     validation = recipe.validation
     longest = recipe.training.sequence_length
     longest += validation.max_new_tokens if validation.samples else 0

@@ -23,7 +23,6 @@ from torchmm.recipe.check_model import (
 )
 from torchmm.recipe.check_parallel import check_pipeline, check_tensor
 from torchmm.recipe.data_section import (
-    DataConfig,
     ProducersConfig,
     SourceConfig,
     StageConfig,
@@ -172,7 +171,6 @@ def _check_data(recipe: Recipe) -> Problems:
         yield from _check_places(list_name, sources, data.producers.plan)
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
-    yield from _check_window(data)
     yield from _check_producers(data.producers)
     storage = data.storage
     elsewhere = any(is_address(source.path) for source in (*data.sources, *data.validation))
@@ -183,25 +181,6 @@ def _check_data(recipe: Recipe) -> Problems:
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
-
-
-def _check_window(data: DataConfig) -> Problems:
-    """Sequences of several steps can be dealt where every rank knows all of them beforehand."""
-    key = "data.reorder_window"
-    window = data.reorder_window
-    if window == 1:
-        return
-    if data.reorder not in ("intra", "both"):
-        text = f'deals sequences to ranks of other steps, which reorder = "{data.reorder}" does not'
-        yield Problem(key, window, text + '; set reorder = "intra" or "both"', ("data.reorder",))
-    streams = [n for n, source in enumerate(data.sources) if source.streaming]
-    if streams:
-        streaming = f"data.sources[{streams[0]}].streaming"
-        text = f"{streaming} = true: so many steps of its records would have to be kept in memory"
-        yield Problem(key, window, text + "; index the source, or set 1", (streaming,))
-    if data.producers.plan:
-        text = "needs the sizes of all samples here, and data.producers.plan leaves them elsewhere"
-        yield Problem(key, window, text + "; plan here, or set 1", ("data.producers.plan",))
 
 
 def _check_places(list_name: str, sources: Sequence[SourceConfig], planned: bool) -> Problems:

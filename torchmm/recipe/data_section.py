@@ -280,16 +280,13 @@ class DataConfig(Section):
     """A sequence that nothing fits into is closed, and trained on, this many steps after it was
     begun; more at a time than a global batch holds (of at most `open_packs`) take turns."""
     reorder: Literal["none", "intra", "inter", "both"] = "none"
-    """Rearrange the sequences of each global batch by their cost, vision and text together:
-    "intra": so that all data-parallel ranks have equal work, or under "searched" plans that end
-    together; "inter": so that each rank's microbatches come in an order with few gaps in its
-    pipeline; "both". Losses stay the same, except the load-balancing loss of experts with several
-    sequences per microbatch: it depends on which sequences share a microbatch."""
-    reorder_window: int = Field(default=1, ge=1)
-    """With `reorder` "intra" or "both": the sequences of so many steps are dealt to these steps
-    anew, where their ranks then have more equal work than with any deal within steps. The order is
-    in checkpoints: a resumed run goes on in it, on any ranks. Losses of single steps are those of
-    other sequences; after each window the same samples were seen."""
+    """Rearrange the sequences of each global batch by their cost, vision and text together.
+    "intra": balance the work of data-parallel ranks. Ranks that synchronize in every layer (FSDP2
+    without a pipeline, experts on several ranks) run equally expensive microbatches at the same
+    time; other ranks get equal sums. "inter": order the microbatches of each rank so that its
+    pipeline has few gaps. "both": do both. Losses do not change, except the load-balancing loss of
+    experts with several sequences per microbatch: it depends on which sequences share a
+    microbatch."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)

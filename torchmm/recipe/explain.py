@@ -58,6 +58,13 @@ Problems = Iterator[Problem]
 """What a check finds."""
 
 
+_REMOVED_KEYS = {
+    "data.reorder_window": "is no longer supported; delete the key: `data.reorder` arranges the "
+    "sequences of each step",
+}
+"""Keys of earlier versions, with the replacement."""
+
+
 def explain_error(item: Any) -> Problem:
     """One entry of `ValidationError.errors()` in the words of a recipe, with a remedy."""
     loc, kind, value, context = item["loc"], item["type"], item["input"], item.get("ctx", {})
@@ -176,6 +183,8 @@ def _is_declared(loc: Loc) -> bool:
 
 def _explain_unknown(loc: Loc, value: Any) -> Problem:
     key = dotted(loc)
+    if (text := _REMOVED_KEYS.get(without_indices(key))) is not None:
+        return Problem(key, value, text)
     parent = dotted(loc[:-1])
     name = str(loc[-1])
     siblings = list(_strip_none(type_at(loc[:-1])).model_fields)

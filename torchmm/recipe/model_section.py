@@ -217,10 +217,10 @@ class ModelConfig(Section):
     image_token: str = "<image>"
     """Token whose id marks image positions. It must exist in the tokenizer; any token that never
     occurs in text will do."""
-    chunked_loss: bool = False
-    """Whether logits and their gradients are computed one chunk of targets at a time, so that they
-    take almost no memory; worth it for vocabularies beyond some ten thousand words. The loss is the
-    same."""
+    chunked_loss: bool | None = None
+    """Whether to compute logits and their gradients one chunk of targets at a time, so that they
+    need little memory. The loss is the same. Default: true with tensor parallelism in bfloat16 if
+    the vocabulary has at least 32,768 words and the head is a linear without a bias; else false."""
 
     @model_validator(mode="before")
     @classmethod

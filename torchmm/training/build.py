@@ -60,7 +60,7 @@ from torchmm.planning.executions import (
     run_tuning,
 )
 from torchmm.planning.first_step import first_step, one_by_one
-from torchmm.planning.reordering import dealing, dealt, run_arrangement
+from torchmm.planning.reordering import dealt, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout
@@ -398,7 +398,6 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         state=state,
         validation=validation,
         arrange=reorder,
-        deal=dealing(run.recipe, reorder),
         resume_changed=run.recipe.checkpoint.resume_changed_data,
         samples=samples,
         reads=reads,

@@ -76,13 +76,6 @@ def test_planning_beside_training_leaves_little_to_ranks(load):
         assert row.better == "lower" and 0 < row.ours < row.baseline / 20, row.metric
 
 
-@pytest.mark.campaign
-def test_no_window_is_longer_than_its_batches(load):
-    windows = load("support.cases.reorder_windows")
-    for row in windows.window_rows(windows.CASES[1], (2, 8)):
-        assert row.kind == "simulated" and row.ours >= 1.0, row.case
-
-
 def test_losses_that_differ_stop_the_benchmark(load):
     benchmark = load("single_device")
     benchmark._check_losses("same", 2.0, 2.0 + 1e-6, 1e-5)

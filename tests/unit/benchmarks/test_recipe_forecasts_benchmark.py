@@ -56,6 +56,21 @@ def test_figures_of_a_dry_run_go_into_the_table(benchmark, tmp_path):
     assert [lines[i] for i in same] == [TABLE.split("\n")[i] for i in same]
 
 
+def test_candidates_are_compared_with_recipe(benchmark, tmp_path, monkeypatch):
+    path = tmp_path / "small.toml"
+    path.write_text('name = "small"' + RECIPE)
+    settings = {
+        "two": ("--training.microbatch_size=2",),
+        "never": ("--parallel.tensor=3",),
+    }
+    monkeypatch.setattr(benchmark, "CANDIDATES", settings)
+    as_is = benchmark.forecast(path)
+    rows = benchmark.candidate_rows(path, as_is)
+    assert [row.metric for row in rows] == ["iteration, two", "peak memory per GPU, two"]
+    assert [row.baseline for row in rows] == [as_is[1].ours, as_is[3].ours]
+    assert rows[0].ours != as_is[1].ours
+
+
 def test_what_cannot_be_planned_has_a_code_only(benchmark, tmp_path):
     path = tmp_path / "small.toml"
     path.write_text('name = "small"' + RECIPE + "\n[parallel]\npipeline = 3\n")

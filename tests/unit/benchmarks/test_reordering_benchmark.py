@@ -43,11 +43,7 @@ def test_brute_force_is_a_bound(benchmark):
     assert all(row.met for row in rows if row.goal is not None)
 
 
-def test_replicas_are_dealt_the_same_packs_in_three_ways(benchmark):
-    rows = benchmark.reorder_windows.replica_rows(seeds=1, evaluations=50, per_replica=4)
-    shares = {row.metric.split(", ")[1]: row.ours for row in rows if row.unit == "share"}
-    assert set(shares) == {"as it comes", "by work", "by plans"}
-    assert 0 < shares["as it comes"] < shares["by work"] <= 1
-    assert 0.9 < shares["by plans"] <= 1
-    gains = [row for row in rows if row.metric == "longest step, by work / by work, least"]
-    assert [row.ours for row in gains] == [1.0]
+def test_synchronized_ranks_gain_from_slices(benchmark):
+    rows = benchmark.reorder_slices.step_rows(benchmark.reorder_slices.CASES[1], 1)
+    assert [row.met for row in rows] == [True, True, True, None]
+    assert 1 <= rows[-1].ours < rows[-1].baseline

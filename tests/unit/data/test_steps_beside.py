@@ -1,21 +1,42 @@
 """Steps planned in a process beside training: the same ones, also where it is lost."""
 
+import json
 import logging
 import os
 import signal
+from functools import partial
 from itertools import islice
 
+import numpy as np
 import pytest
 from data_cases import data_config, training
-from test_windows import by_length, names, order_of, saved
+from index_cases import index_of
 
 from torchmm.common import processes
-from torchmm.common.errors import DataError
+from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.steps import beside
 from torchmm.data.steps.beside import StepsBeside
+from torchmm.data.steps.order import FeedOptions, IndexFeed
+from torchmm.data.steps.sample_order import OrderedSource, SampleOrder
 from torchmm.data.steps.step_packs import Position
+from torchmm.recipe.data_section import SourceConfig
 
 RANK = 1
+SIZES = np.random.default_rng(5).integers(1, 65, 211)
+
+
+def order_of():
+    """Return the order of two sources of fabricated sizes."""
+    sources = []
+    for number, name in enumerate(("a", "b")):
+        options = FeedOptions(number, name, 3, shuffle=True, one_epoch=False)
+        make_feed = partial(IndexFeed, options, index_of(SIZES, None), ())
+        sources.append(OrderedSource(name, SourceConfig(path=name), make_feed))
+    return SampleOrder(sources, {}, ())
+
+
+def saved(step):
+    return json.loads(json.dumps(step.state))
 
 
 class Slowly:
@@ -30,12 +51,12 @@ class Slowly:
 class Begin:
     """Steps of fabricated sizes; picklable."""
 
-    def __init__(self, tmp_path, window=1, **options):
-        self.data = data_config(tmp_path, reorder_window=window, reorder="both", open_packs=5)
-        self.run, self.options = training(global_batch_size=8, steps=99), options
+    def __init__(self, tmp_path):
+        self.data = data_config(tmp_path, reorder="both", open_packs=5)
+        self.run = training(global_batch_size=8, steps=99)
 
     def __call__(self, position):
-        return order_of(**self.options).sequence(self.data, self.run, position)
+        return order_of().sequence(self.data, self.run, position)
 
 
 class Ends(Begin):
@@ -79,12 +100,10 @@ def always(monkeypatch):
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
 
 
-@pytest.mark.parametrize(("window", "deal"), [(1, None), (4, by_length)])
-def test_steps_are_those_that_are_planned_here(tmp_path, always, caplog, window, deal):
+def test_steps_are_those_that_are_planned_here(tmp_path, always, caplog):
     caplog.set_level(logging.INFO)
-    begin = Begin(tmp_path, window)
-    position = POSITION._replace(deal=deal)
-    here, there = begin(position), StepsBeside(begin, position)
+    begin = Begin(tmp_path)
+    here, there = begin(POSITION), StepsBeside(begin, POSITION)
     for _ in range(12):
         one, two = next(here), next(there)
         assert own(one) == own(two) and saved(one) == saved(two)
@@ -133,5 +152,13 @@ def test_names_are_of_the_whole_step_only_where_it_is_planned(tmp_path, always):
     for _ in range(3):
         step = next(steps)
     with pytest.raises(KeyError):
-        names(step)
+        list(step.ranks[1 - RANK])
     steps.close()
+
+
+def test_state_inside_removed_window_is_rejected(tmp_path):
+    """Earlier versions saved the position before a window of steps as version 3."""
+    before = saved(next(Begin(tmp_path)(POSITION)))
+    state = {"version": 3, "window": {"before": before, "done": 1, "steps": [[0], [1]]}}
+    with pytest.raises(CheckpointError, match="position has version 3"):
+        Begin(tmp_path)(POSITION._replace(state=state))

@@ -173,6 +173,21 @@ def test_dry_run_draws_the_plan_and_refuses_what_does_not_fit(recipe, tmp_path):
         describe_run(recipe, 8)
 
 
+def test_dry_run_recommends_hsdp_if_faster(recipe, tmp_path):
+    """Shards over 2 nodes gather all parameters over a slow network in every layer."""
+    slow = tmp_path / "slow.toml"
+    slow.write_text('base = "a100"\n[device]\nnetwork_bytes_per_s = 1e8\n')
+    recipe.simulation.__dict__["device"] = str(slow)
+    parallel = recipe.parallel.model_copy(update={"pipeline": 1})
+    alone = recipe.model_copy(update={"parallel": parallel})
+    advice = "parallel.replicate = 2 and parallel.shard = 8 (HSDP)"
+    assert advice in describe_run(alone, 16)
+    assert "(HSDP)" not in describe_run(alone, 8), "one node"
+    assert "(HSDP)" not in describe_run(recipe, 16), "a pipeline"
+    nodes = parallel.model_copy(update={"replicate": 2, "shard": 8})
+    assert "(HSDP)" not in describe_run(recipe.model_copy(update={"parallel": nodes}), 16)
+
+
 def test_dry_run_tells_how_to_start_the_run(recipe):
     few = describe_run(recipe, 8, arguments=["--config", "my recipe.toml"])
     assert "torchrun --nproc-per-node 8 train.py --config 'my recipe.toml'" in few

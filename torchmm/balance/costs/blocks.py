@@ -360,7 +360,8 @@ class Head(Block):
     def _chunk(self, setting: Setting) -> float:
         """Return the number of targets whose logits are computed at a time."""
         fused = self._fuses_loss(setting)
-        return self.rows * (LOGIT_BYTES // setting.element_bytes if fused else 1)
+        ranks = setting.execution.tensor
+        return self.rows * (LOGIT_BYTES // setting.element_bytes if fused else ranks)
 
 
 def stage_blocks(module: ModuleDescription, start: int, stop: int) -> list[Block]:

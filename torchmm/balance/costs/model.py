@@ -339,8 +339,10 @@ class CostModel:
             ranks: Number of ranks that run the layers in lockstep. Costs are those of the slowest
                 rank in each task, FLOPs those of the first rank.
         """
-        blocks = stage_blocks(module, start, stop)
         setting = self.setting(module, sizes.tasks // ranks)
+        if setting.execution.tensor > 1 and not module.loss_rows:
+            module = replace(module, loss_rows=module.sharded_loss_rows)
+        blocks = stage_blocks(module, start, stop)
         flops = pass_flops(blocks, useful or sizes, arrives)
         if ranks > 1 and not isinstance(arrives, bool):
             arrives = np.tile(arrives, ranks)

@@ -1,4 +1,4 @@
-"""DistTrain's reordering inside the global batch, or several: even ranks, few gaps (section 6).
+"""DistTrain's reordering inside the global batch: even ranks, few gaps (section 6).
 
 Begin with `step.py`.
 """
@@ -11,6 +11,6 @@ __all__, __getattr__ = public(
         "groups": ("balance_groups",),
         "microbatches": ("reorder_microbatches",),
         "step": ("StepReorder",),
-        "window": ("WindowReorder",),
+        "slices": ("slice_items",),
     },
 )

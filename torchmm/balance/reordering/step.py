@@ -12,14 +12,17 @@ are places of their own; where a replica serves several microbatches at a time, 
 many times as long. Encoders in an LLM's bubbles have no place in the chain; their planner orders
 microbatches itself, so there only groups are balanced.
 
+Ranks of consecutive groups may synchronize in every layer: shards, if FSDP2 gathers layer by layer,
+and ranks that exchange tokens of experts. Equal sums do not help there, so equal work at the same
+index is tried, too (`slices.py`). A stage then takes as long as on the slowest of these ranks.
+
 What is good for a chain may be bad for the plan that runs, and groups with equal work do not end
 together. So of as many arrangements as there are, balanced or not and ordered or not, the one is
 taken whose slowest group ends first in the step's own graph: all stages, in the order of the
 schedule, with tasks dealt to replicas as if all took the same. A step is never arranged to take
 longer there. Without such an order the chain is the judge, and without a chain the largest share of
 work. It is that, too, where orders are searched: these are nearly as long as the work, whatever
-comes first, and the chain only decides between equal shares. Where groups' plans can be searched
-here too, packs are then exchanged between them by what their plans take (`replicas.py`).
+comes first, and the chain only decides between equal shares.
 
 Rejected: the chain where orders are searched: of 128 pipelines of 16 ranks with 32 microbatches
 each it left packs where they were, though the longest had 1.25 times the mean's work. FLOPs as
@@ -44,7 +47,7 @@ from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.microbatches import natural_ms, reorder_microbatches
 from torchmm.balance.reordering.program import StepProgram, compile_order
-from torchmm.balance.reordering.replicas import exchanged
+from torchmm.balance.reordering.slices import slice_items
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
@@ -55,8 +58,6 @@ from torchmm.recipe.schedules import find_schedule
 SEED = 0
 OrderOfStep = Callable[[StageGraph], tuple[StageGraph, ComputeOrder]]
 """The order of a step whose tasks all take the same, and which replica runs which of them."""
-PlanTime = Callable[[Sequence[Sequence[MicrobatchMeta]]], float]
-"""How long a group's plan takes in nanoseconds, of the packs of its microbatches."""
 NS_PER_MS = 1e6
 """Durations are whole nanoseconds, so that ranks with other processors arrange the same."""
 
@@ -69,8 +70,6 @@ class OrderedLayout(NamedTuple):
     """By the recipe's name."""
     order_of_step: OrderOfStep | None
     """None where the order is made from the batch, or splits backwards."""
-    plan_ns: PlanTime | None = None
-    """Where the order is searched for the batch."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,6 @@ class PackTimes(NamedTuple):
     forward_SN: Float64s
     backward_SN: Float64s
 
-    def part(self, packs_N: Int64s) -> PackTimes:
-        """Of some packs."""
-        return PackTimes(self.forward_SN[:, packs_N], self.backward_SN[:, packs_N])
-
     @property
     def totals_N(self) -> Float64s:
         """Of each pack at all of them."""
@@ -155,21 +150,6 @@ class PackTimes(NamedTuple):
             np.moveaxis(ns_SN[:, microbatches].sum(axis=-1), 0, 1) for ns_SN in self
         )
         return forward_GSM, backward_GSM
-
-
-class Arranged(NamedTuple):
-    """A global batch in places."""
-
-    places_GMB: Int64s
-    """Packs by group, microbatch and place in it."""
-    ends_ns: float
-    """When the last group ends, as far as that is known (`StepReorder`); else its work."""
-
-
-def _ordered(program: StepProgram, microbatches: Int64s, times: PackTimes) -> Int64s:
-    """With the microbatches of each pipeline in a good order."""
-    orders_GM = reorder_microbatches(program, *times.of(microbatches), seed=SEED)
-    return np.take_along_axis(microbatches, orders_GM[:, :, None], axis=1)
 
 
 def _largest(times_GSM: tuple[Float64s, Float64s]) -> float:
@@ -189,6 +169,7 @@ class StepReorder:
         microbatch_size: packs per microbatch.
         balance: whether packs change groups.
         order: whether a group's microbatches change places.
+        synchronized: Number of consecutive groups whose ranks synchronize in every layer.
     """
 
     def __init__(
@@ -201,10 +182,11 @@ class StepReorder:
         *,
         balance: bool,
         order: bool,
+        synchronized: int = 1,
     ) -> None:
         self._modules = list(modules)
         self._model = model
-        layout, schedule, self._order_of_step, self._plan_ns = runs
+        layout, schedule, self._order_of_step = runs
         self._layout = layout
         self._searches = schedule == "searched"
         self._chain = Chain.of(layout, schedule)
@@ -213,6 +195,7 @@ class StepReorder:
         self._waves = replicas["llm"]
         self._shares = {name: replicas["llm"] / count for name, count in replicas.items()}
         self._groups = groups
+        self._synchronized = synchronized if self._waves == 1 else 1
         self._microbatch_size = microbatch_size
         self._balance = balance
         colocated = replicas["llm"] == 1 < max(replicas.values())
@@ -221,53 +204,61 @@ class StepReorder:
         self._steps: dict[int, StepProgram | None] = {}
 
     def __call__(self, packs: Sequence[MicrobatchMeta]) -> list[list[list[int]]]:
-        """Indices of packs by group and microbatch.
+        """Return indices of packs by group and microbatch: the best of several arrangements.
 
         Args:
-            packs: a global batch, each as a microbatch of its own.
+            packs: Global batch, each pack as a separate microbatch.
         """
         stages = self.stage_times(packs)
-        places_GMB = self.arranged(stages).places_GMB
-        plan_ns = self._plan_ns
-        if self._balance and plan_ns is not None and len(places_GMB) > 1:
-
-            def lasts(places_MB: Int64s) -> float:
-                return plan_ns([[packs[i] for i in own] for own in places_MB.tolist()])
-
-            places_GMB = exchanged(places_GMB, self.sizes_of(stages), lasts)
-        return places_GMB.tolist()
-
-    @property
-    def pipelines(self) -> int:
-        """Among which packs are dealt: groups, times replicas of the LLM in a plan."""
-        return self._groups * self._waves
-
-    def arranged(self, stages: PackTimes) -> Arranged:
-        """The best arrangement of a global batch.
-
-        Args:
-            stages: times of its packs (`stage_times`).
-        """
         chain = self._at_places(stages)
         sizes_N = chain.totals_N
-        natural = np.arange(len(sizes_N)).reshape(self.pipelines, -1, self._microbatch_size)
+        pipelines = self._groups * self._waves
+        natural = np.arange(len(sizes_N)).reshape(pipelines, -1, self._microbatch_size)
         tried = [natural]
         if self._balance:
-            tried.append(self._form(balance_groups(sizes_N, self.pipelines), sizes_N))
+            tried.append(self._form(balance_groups(sizes_N, pipelines), sizes_N))
+            if self._synchronized > 1:
+                tried.append(self._sliced(stages, sizes_N))
         program = self._chain_program(natural.shape[1]) if self._order else None
         if program is not None:
-            tried += [_ordered(program, microbatches, chain) for microbatches in tried]
-        judged_ns = [self._judged(each, stages, chain) for each in tried]
-        best = min(range(len(tried)), key=judged_ns.__getitem__)
-        return Arranged(self._in_turn(tried[best]), judged_ns[best][0])
+            tried += [self._ordered(program, microbatches, chain) for microbatches in tried]
+        best: Int64s = min(tried, key=lambda each: self._judged(each, stages, chain))
+        return self._in_turn(best).tolist()
 
     def _judged(
         self, microbatches: Int64s, stages: PackTimes, chain: PackTimes
     ) -> tuple[float, float]:
         """What is to be little, in nanoseconds, and what decides between equals."""
         ends_ns = self._slowest(microbatches, stages, chain)
-        work_ns = _largest(chain.of(microbatches)) if self._searches else ends_ns
+        work_ns = _largest(self._slowest_ranks(chain, microbatches)) if self._searches else ends_ns
         return work_ns, ends_ns
+
+    def _slowest_ranks(self, times: PackTimes, microbatches: Int64s) -> tuple[Float64s, Float64s]:
+        """Return forward and backward times (groups, S, M) of the slowest synchronized ranks."""
+        forward_GSM, backward_GSM = times.of(microbatches)
+        shape = (-1, self._synchronized, *forward_GSM.shape[1:])
+        return forward_GSM.reshape(shape).max(axis=1), backward_GSM.reshape(shape).max(axis=1)
+
+    def _ordered(self, program: StepProgram, microbatches: Int64s, times: PackTimes) -> Int64s:
+        """Return the microbatches in a good order, the same for synchronized pipelines."""
+        slowest = self._slowest_ranks(times, microbatches)
+        orders_GM = reorder_microbatches(program, *slowest, seed=SEED)
+        orders_GM = orders_GM.repeat(self._synchronized, axis=0)
+        return np.take_along_axis(microbatches, orders_GM[:, :, None], axis=1)
+
+    def _sliced(self, stages: PackTimes, sizes_N: Float64s) -> Int64s:
+        """Return (groups, microbatches, packs) with equal work at the same index."""
+        packs_MB = np.arange(len(sizes_N))[:, None]
+        if self._microbatch_size > 1:
+            packs_MB = balance_groups(sizes_N, len(sizes_N) // self._microbatch_size)
+        ns_SN = stages.forward_SN + stages.backward_SN
+        names = [stage.module for stage in self._layout.stages]
+        by_module_KN = np.stack(
+            [ns_SN[[name == own for own in names]].sum(axis=0) for name in dict.fromkeys(names)]
+        )
+        costs_KM = by_module_KN[:, packs_MB].sum(axis=2)
+        replicas = self._groups // self._synchronized
+        return packs_MB[slice_items(costs_KM, replicas, self._synchronized)]
 
     def _chain_program(self, microbatches: int) -> StepProgram | None:
         if microbatches not in self._programs:
@@ -291,10 +282,10 @@ class StepReorder:
         if count not in self._steps:
             self._steps[count] = self.step_program(count)
         program = self._steps[count]
-        times = stages.of(arranged)
+        times = self._slowest_ranks(stages, arranged)
         if program is None:
             program = self._chain_program(microbatches.shape[1])
-            times = chain.of(microbatches)
+            times = self._slowest_ranks(chain, microbatches)
         if program is None:
             return _largest(times)
         return float(natural_ms(program, *times).max())
@@ -317,10 +308,6 @@ class StepReorder:
         """Milliseconds of forwards and backwards (S, N) of packs at the places of the chain."""
         found = self._at_places(self.stage_times(packs))
         return found.forward_SN / NS_PER_MS, found.backward_SN / NS_PER_MS
-
-    def sizes_of(self, stages: PackTimes) -> Float64s:
-        """How much work each pack is."""
-        return self._at_places(stages).totals_N
 
     def _at_places(self, stages: PackTimes) -> PackTimes:
         """Of the places of the chain: each with all of its stages."""

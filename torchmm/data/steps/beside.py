@@ -1,10 +1,9 @@
 """Steps planned in a process beside training, once planning them takes long.
 
 With `data.reorder`, whoever plans a step weighs and arranges the whole global batch: 50 ms of
-processor time for 1,920 sequences, and several times as much with windows. The loader asks for
-steps on its way to the next batch, so training would wait for that, on every rank, in every step.
-Once it is worth one (`StepWork`), a process plans instead, a few steps ahead, and hands over what
-its rank needs of each.
+processor time for 1,920 sequences. The loader requests a step before the next batch, so training
+would wait for that, on every rank, in every step. Once it is worth one (`StepWork`), a process
+plans instead, a few steps ahead, and sends its rank the part that it needs of each step.
 
 It plans the same steps, as they follow from the state that comes with each. So nothing is lost with
 it: if it dies, or gives nothing for `PATIENCE_S`, the rank goes on planning here after the step it

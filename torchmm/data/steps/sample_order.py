@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from torchmm.data.steps.order import Feed, Mixture, Stage
-from torchmm.data.steps.step_packs import Position, Steps, StepSequence
-from torchmm.data.steps.windows import WindowedSteps, window_of
+from torchmm.data.steps.step_packs import Position, StepSequence
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -51,26 +49,14 @@ class SampleOrder:
         own = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
         return Mixture(feeds, stages or [Stage(own)])
 
-    def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
+    def sequence(
+        self, data: DataConfig, training: TrainingConfig, position: Position
+    ) -> StepSequence:
         """The steps they form.
 
         Raises:
             CheckpointError: the position belongs to other data.
         """
-        begin = partial(self._steps, data, training, position)
-        if position.deal is None and window_of(position.state) is None:
-            return begin(position.state, position.arrange)
-        ends = [stage.until_step for stage in self.stages if stage.until_step is not None]
-        return WindowedSteps(begin, training, position, data.reorder_window, ends)
-
-    def _steps(
-        self,
-        data: DataConfig,
-        training: TrainingConfig,
-        position: Position,
-        state: dict[str, Any] | None,
-        arrange: Any,
-    ) -> StepSequence:
         return StepSequence(
             self.mixture(),
             training,
@@ -79,8 +65,8 @@ class SampleOrder:
             max_delay_steps=data.max_delay_steps,
             data_parallel_size=position.data_parallel_size,
             max_skipped=data.max_corrupt_samples,
-            state=state,
-            arrange=arrange,
+            state=position.state,
+            arrange=position.arrange,
             content=self.identity,
             resume_changed=position.resume_changed,
         )

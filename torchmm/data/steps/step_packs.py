@@ -44,8 +44,6 @@ Name = tuple[int, int, int]
 Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]]
 """From the packs of a global batch, each as a separate microbatch, to their indices by rank and
 microbatch."""
-Deal = Callable[[Sequence[MicrobatchMeta], int], Sequence[Sequence[int]]]
-"""From the packs of so many global batches to their indices by step."""
 
 
 class Position(NamedTuple):
@@ -57,7 +55,6 @@ class Position(NamedTuple):
         state: of an earlier sequence, to continue from.
         arrange: which pack goes where; None: in natural order.
         resume_changed: continue from `state` even if it is of other data.
-        deal: which pack of several steps goes to which of them; None: each has its own.
     """
 
     rank: int = 0
@@ -65,7 +62,6 @@ class Position(NamedTuple):
     state: dict[str, Any] | None = None
     arrange: Arrange | None = None
     resume_changed: bool = False
-    deal: Deal | None = None
 
 
 class Steps(Protocol):

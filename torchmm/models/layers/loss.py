@@ -39,6 +39,8 @@ from torchmm.common.processes import missing_compiler
 
 CHUNK_TARGETS = 1024
 """Rows cast to float32 at a time."""
+MIN_CHUNKED_VOCABULARY = 1 << 15
+"""Words from which sharded logits are computed in chunks by default."""
 _ROWS = 512
 """The most of a chunk computed from rows: products of more are not faster."""
 _LOGIT_BYTES = 12
@@ -116,11 +118,13 @@ class ChunkHead(nn.Module):
 
     Args:
         head: a linear without a bias. With tensor parallelism its rows are sharded.
-        rows: number of rows per chunk, if the loss is computed in float32 (see `chunk_rows`).
+        rows: number of rows per chunk of an unsharded head, if the loss is computed in float32
+            (see `chunk_rows`).
 
     Attributes:
-        rows: number of rows per chunk. Gradients in place leave room for more in the same memory,
-            so that the weight and its gradient are read and written less often.
+        rows: number of rows per chunk. Gradients in place and shards of the vocabulary leave room
+            for more rows in the same memory. The gradient of the weight is then read, rounded and
+            written less often.
         gradient_VD: gradient of the weight, summed over the previous chunks. None if frozen.
     """
 
@@ -129,7 +133,8 @@ class ChunkHead(nn.Module):
         weight: Any = head.weight
         self.mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         fused = self.mesh is None and uses_fused_loss(weight.device)
-        self.rows = rows * (_LOGIT_BYTES // weight.itemsize if fused else 1)
+        ranks = self.mesh.size() if self.mesh is not None else 1
+        self.rows = rows * (_LOGIT_BYTES // weight.itemsize if fused else ranks)
         # Not a parameter of this module: the gradient belongs to the head's.
         self.local_VD: Tensor
         object.__setattr__(self, "local_VD", weight.to_local() if self.mesh else weight)
