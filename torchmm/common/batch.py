@@ -93,6 +93,9 @@ class MicrobatchMeta:
     samples: tuple[SampleMeta, ...]
     tokens: int
     """T, padding included."""
+    balanced: bool = False
+    """Whether images are those that this rank encodes for all data-parallel ranks. All ranks then
+    run every encoder, also without images."""
 
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Images that `encoder` reads, in order."""
@@ -260,6 +263,11 @@ class Microbatch:
     def __post_init__(self) -> None:
         if self.target_positions_L is None:
             self.target_positions_L = (self.targets_T != IGNORE_TARGET).nonzero()[:, 0]
+
+    @property
+    def task_meta(self) -> MicrobatchMeta:
+        """Sizes of the tasks of this rank, for plans and predictions."""
+        return self.meta
 
     @property
     def target_count(self) -> int:

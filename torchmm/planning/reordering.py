@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.search import Budget, search
 from torchmm.balance.reordering.step import (
@@ -91,6 +92,13 @@ def run_arrangement(
     costs = run_costs(run, modules, run_profile(run.recipe, device))
     recipe = run.with_parallel(parallel).recipe
     return arrangement(recipe, modules, costs, layout, run.shares)
+
+
+def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
+    """Return what `data.balance` requests; None: each rank encodes its own images."""
+    if recipe.data.balance == "none":
+        return None
+    return ImageBalance(tuple(module for module in modules if module.kind == "encoder"))
 
 
 def dealing(recipe: Recipe, reorder: StepReorder | None) -> WindowReorder | None:

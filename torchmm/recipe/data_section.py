@@ -290,6 +290,11 @@ class DataConfig(Section):
     anew, where their ranks then have more equal work than with any deal within steps. The order is
     in checkpoints: a resumed run goes on in it, on any ranks. Losses of single steps are those of
     other sequences; after each window the same samples were seen."""
+    balance: Literal["none", "images"] = "none"
+    """"images": all data-parallel ranks share the images, videos and audio clips of a microbatch,
+    so that their encoders have equal work. Features return to the rank that trains on the sample.
+    Losses stay the same. Requires `parallel.pipeline` = 1, and not `parallel.llm.context`,
+    streaming or producers."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)

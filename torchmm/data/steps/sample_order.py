@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from torchmm.data.steps.balanced import BalancedSteps
 from torchmm.data.steps.order import Feed, Mixture, Stage
 from torchmm.data.steps.step_packs import Position, Steps, StepSequence
 from torchmm.data.steps.windows import WindowedSteps, window_of
@@ -58,10 +59,15 @@ class SampleOrder:
             CheckpointError: the position belongs to other data.
         """
         begin = partial(self._steps, data, training, position)
+        steps: Steps
         if position.deal is None and window_of(position.state) is None:
-            return begin(position.state, position.arrange)
-        ends = [stage.until_step for stage in self.stages if stage.until_step is not None]
-        return WindowedSteps(begin, training, position, data.reorder_window, ends)
+            steps = begin(position.state, position.arrange)
+        else:
+            ends = [stage.until_step for stage in self.stages if stage.until_step is not None]
+            steps = WindowedSteps(begin, training, position, data.reorder_window, ends)
+        if position.balance is None:
+            return steps
+        return BalancedSteps(steps, position.balance, training.sequence_length)
 
     def _steps(
         self,

@@ -29,7 +29,7 @@ from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import first_of
 from torchmm.data.identity import comparable, find_changes, same_stream
-from torchmm.data.items import Item, PackItems, microbatch_meta
+from torchmm.data.items import EncodedImages, Item, PackItems, microbatch_meta
 from torchmm.data.steps.order import Drawn, Mixture, joined
 from torchmm.data.steps.packing import Packer, members
 from torchmm.data.steps.shuffling import Int64s
@@ -47,6 +47,10 @@ microbatch."""
 Deal = Callable[[Sequence[MicrobatchMeta], int], Sequence[Sequence[int]]]
 """From the packs of so many global batches to their indices by step."""
 
+Balance = Callable[[Sequence[MicrobatchMeta]], dict[str, list[int]]]
+"""From one microbatch of every rank to the rank that encodes each image, by encoder, in the order
+of the ranks."""
+
 
 class Position(NamedTuple):
     """Where a rank's steps begin, and which part of them is its own.
@@ -58,6 +62,7 @@ class Position(NamedTuple):
         arrange: which pack goes where; None: in natural order.
         resume_changed: continue from `state` even if it is of other data.
         deal: which pack of several steps goes to which of them; None: each has its own.
+        balance: Assigns images to ranks; None: each rank encodes its own.
     """
 
     rank: int = 0
@@ -66,6 +71,7 @@ class Position(NamedTuple):
     arrange: Arrange | None = None
     resume_changed: bool = False
     deal: Deal | None = None
+    balance: Balance | None = None
 
 
 class Steps(Protocol):
@@ -108,6 +114,8 @@ class StepSamples:
     """The planner's state after this step."""
     epoch: float
     """Passes over the source with the fewest passes that are trained on after this step."""
+    encoded: Callable[[int], list[EncodedImages]] | None = None
+    """Return the images that a rank encodes in each microbatch; None: those of its own packs."""
 
     @property
     def ranks(self) -> ByRank[list[PackItems]]:
@@ -115,10 +123,14 @@ class StepSamples:
         return ByRank(len(self.places_RMB), self._share)
 
     def metas(self, sequence_length: int) -> ByRank[MicrobatchMeta]:
-        """Metadata of every microbatch, by rank."""
+        """Return the sizes of the tasks of every microbatch, by rank."""
 
         def of(rank: int) -> list[MicrobatchMeta]:
-            return [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
+            metas = [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
+            if self.encoded is None:
+                return metas
+            every = self.encoded(rank)
+            return [each.task_meta(meta) for each, meta in zip(every, metas, strict=True)]
 
         return ByRank(len(self.places_RMB), of)
 
