@@ -1,4 +1,4 @@
-"""Data-parallel ranks that encode images of each other give the loss and gradients of one process."""
+"""Ranks that encode images of each other give the loss and gradients of one process."""
 
 import pytest
 from launch import run_distributed
