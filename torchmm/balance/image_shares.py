@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from torchmm.balance.costs.blocks import stage_blocks
+from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.flops import pass_flops
+from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import encoder_sizes
+from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import ImageMeta, MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph
 
 
 def assign_images(costs: Sequence[Sequence[int]]) -> list[int]:
@@ -92,19 +97,64 @@ def image_flops(encoder: ModuleDescription, images: Sequence[ImageMeta]) -> list
     return [round(value) for value in flops.forward_N.tolist()]
 
 
-def balanced_image_costs(
-    image_costs: Mapping[str, Sequence[Sequence[int]]],
-) -> dict[str, float]:
-    """Return the cost of the slowest rank if the images of a microbatch are balanced, by encoder.
+def balanced_shares(
+    balance: ImageBalance, shares: Sequence[Sequence[MicrobatchMeta]]
+) -> list[list[MicrobatchMeta]]:
+    """Return the sizes of the tasks of every rank in a step.
 
     Args:
-        image_costs: Cost of each image of each rank, by encoder.
+        shares: Microbatches of each rank.
     """
-    found = {}
-    for name, costs in image_costs.items():
-        work = [0] * len(costs)
-        values = [cost for own in costs for cost in own]
-        for owner, cost in zip(assign_images(costs), values, strict=True):
-            work[owner] += cost
-        found[name] = float(max(work, default=0))
-    return found
+    columns = [balanced_metas(metas, balance(metas)) for metas in zip(*shares, strict=True)]
+    return [list(share) for share in zip(*columns, strict=True)]
+
+
+def balanced_metas(
+    metas: Sequence[MicrobatchMeta], owners: Mapping[str, Sequence[int]]
+) -> list[MicrobatchMeta]:
+    """Return one microbatch of every rank with the images that the rank encodes.
+
+    Args:
+        owners: Rank that encodes each image, by encoder, in the order of the ranks.
+    """
+    following = {name: iter(of_images) for name, of_images in owners.items()}
+    read: list[list[ImageMeta]] = [[] for _ in metas]
+    for sample in (sample for meta in metas for sample in meta.samples):
+        for image in sample.images:
+            name = image.encoder or sample.encoder
+            assert name is not None
+            read[next(following[name])].append(replace(image, encoder=name))
+    return [meta.with_images(images) for meta, images in zip(metas, read, strict=True)]
+
+
+def with_feature_exchange(
+    costs: PlanCosts,
+    graph: StageGraph,
+    modules: Sequence[ModuleDescription],
+    metas: Sequence[MicrobatchMeta],
+    model: CostModel,
+    ranks: int,
+) -> PlanCosts:
+    """Return the costs of a plan without a pipeline, with the exchange of features and gradients.
+
+    The exchange is timed as one message to another rank, at the rate of the slower link, and
+    nothing hides it. A rank sends the features that it computes to all ranks alike on average.
+
+    Args:
+        metas: Sizes of the tasks (`balanced_metas`).
+        ranks: Data-parallel ranks.
+    """
+    [llm] = [module for module in modules if module.kind == "llm"]
+    by_name = {module.name: module for module in modules if module.kind == "encoder"}
+    spanned = ranks * model.execution(llm.name).tensor
+    link: Link = "node" if spanned <= model.profile.device.devices_per_node else "network"
+    compute_ms = dict(costs.compute_ms)
+    for action in costs.compute_ms:
+        encoder = by_name.get(graph.layout.stages[action.stage].module)
+        if encoder is None or action.type not in (ActionType.F, ActionType.B):
+            continue
+        images = metas[action.microbatch].images_read_by(encoder.name)
+        width = llm.layers[0].hidden_size * (1 + len(encoder.taps))
+        sent_bytes = sum(image.tokens for image in images) * width * model.element_bytes
+        compute_ms[action] += model.transfers_ms([sent_bytes * (ranks - 1) / ranks], [link])[0]
+    return replace(costs, compute_ms=compute_ms)

@@ -97,6 +97,15 @@ class MicrobatchMeta:
     """Whether images are those that this rank encodes for all data-parallel ranks. All ranks then
     run every encoder, also without images."""
 
+    def with_images(self, images: Sequence[ImageMeta]) -> MicrobatchMeta:
+        """Return the same tokens with images of any rank (`balanced`).
+
+        A sample without tokens lists the images, as most belong to samples of other ranks.
+        """
+        own = [replace(sample, images=()) if sample.images else sample for sample in self.samples]
+        read = [SampleMeta("", 0, 0, tuple(images))] if images else []
+        return MicrobatchMeta((*own, *read), self.tokens, balanced=True)
+
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Images that `encoder` reads, in order."""
         return [image for sample in self.samples for image in sample.images_read_by(encoder)]

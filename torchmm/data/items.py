@@ -56,20 +56,17 @@ class EncodedImages(NamedTuple):
     def task_meta(self, meta: MicrobatchMeta) -> MicrobatchMeta:
         """Return the sizes of the tasks of the rank.
 
-        A sample without tokens lists the images, as most belong to samples of other ranks.
-
         Args:
             meta: The rank's own microbatch.
         """
-        images = [
-            replace(image, encoder=image.encoder or sample.item.meta.encoder)
-            for sample in self.samples
-            for image, is_read in zip(sample.item.meta.images, sample.images, strict=True)
-            if is_read
-        ]
-        own = [replace(sample, images=()) if sample.images else sample for sample in meta.samples]
-        read = [SampleMeta("", 0, 0, tuple(images))] if images else []
-        return MicrobatchMeta((*own, *read), meta.tokens, balanced=True)
+        return meta.with_images(
+            [
+                replace(image, encoder=image.encoder or sample.item.meta.encoder)
+                for sample in self.samples
+                for image, is_read in zip(sample.item.meta.images, sample.images, strict=True)
+                if is_read
+            ]
+        )
 
 
 class BalancedShare(NamedTuple):

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from torchmm.balance.image_shares import assign_images, balanced_image_costs
+from torchmm.balance.image_shares import assign_images
 
 
 def slowest(costs: list[list[int]], owners: list[int]) -> int:
@@ -36,10 +36,3 @@ def test_only_surplus_images_move():
     owners = assign_images([[3] * 6, [3] * 2])
     assert sorted(owners) == [0] * 4 + [1] * 4
     assert owners[6:] == [1, 1]
-
-
-def test_balanced_costs_are_those_of_slowest_rank():
-    assert balanced_image_costs({"vision": [[4, 4, 4], []], "audio": [[], []]}) == {
-        "vision": 8.0,
-        "audio": 0.0,
-    }
