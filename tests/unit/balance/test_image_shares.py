@@ -5,7 +5,8 @@ from random import Random
 
 import pytest
 
-from torchmm.balance.image_shares import assign_images
+from torchmm.balance.image_shares import assign_images, balanced_metas
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 
 
 def slowest(costs: list[list[int]], owners: list[int]) -> int:
@@ -36,3 +37,17 @@ def test_only_surplus_images_move():
     owners = assign_images([[3] * 6, [3] * 2])
     assert sorted(owners) == [0] * 4 + [1] * 4
     assert owners[6:] == [1, 1]
+
+
+def test_balanced_sizes_keep_tokens_and_images():
+    small, large = ImageMeta(0, 0, 4, 1), ImageMeta(0, 0, 16, 4, encoder="audio")
+    metas = [
+        MicrobatchMeta((SampleMeta("a", 0, 9, (small, large, small), "vision"),), 12),
+        MicrobatchMeta((SampleMeta("a", 1, 7),), 12),
+    ]
+    first, second = balanced_metas(metas, {"vision": [1, 0], "audio": [1]})
+    assert [meta.tokens for meta in (first, second)] == [12, 12]
+    assert [meta.used_tokens for meta in (first, second)] == [9, 7]
+    assert (first.patches("vision"), second.patches("vision")) == ([4], [4])
+    assert (first.patches("audio"), second.patches("audio")) == ([], [16])
+    assert first.balanced and second.balanced

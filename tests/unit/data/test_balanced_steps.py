@@ -7,6 +7,7 @@ import pytest
 import torch
 from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
 
+from torchmm.balance.image_shares import balanced_metas
 from torchmm.common.batch import EncoderInputs, MicrobatchMeta
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share, exchanged_row
@@ -146,6 +147,11 @@ def test_balanced_loader_knows_its_tasks_in_advance(make):
     assert metas is not None
     assert metas[1] == [microbatch.task_meta for microbatch in batch.microbatches]
     assert all(meta.balanced for meta in metas[1])
+    plain = make(1, balance=None).next_metas()
+    assert plain is not None
+    for number, own in enumerate(metas[1]):
+        of_ranks = [share[number] for share in plain]
+        assert balanced_metas(of_ranks, alternate(of_ranks))[1] == own
     for microbatch in batch.microbatches:
         images = microbatch.task_meta.images_of("vision")
         assert images == len(microbatch.read_for["vision"])
