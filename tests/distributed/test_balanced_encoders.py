@@ -1,10 +1,46 @@
 """Ranks that encode images of each other give the loss and gradients of one process."""
 
+from dataclasses import dataclass
+
 import pytest
 from launch import run_distributed
+from microbatches import composite_model, with_patches
 from test_layouts import Case, compare_all
 
+from torchmm.common.batch import Microbatch
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
 from torchmm.parallel.exchange import FeatureRanks
+from torchmm.recipe.model_section import FreezeConfig
+
+
+@dataclass(frozen=True)
+class CompositeCase(Case):
+    """A layout of a model with other encoders."""
+
+    composite: str = ""
+
+    @property
+    def batch(self) -> list[Microbatch]:
+        return [with_patches(microbatch, self.composite) for microbatch in super().batch]
+
+    def model(self) -> MultimodalModel:
+        config = composite_model(self.composite, 3, 4)
+        return build_model(config, FreezeConfig(modules=list(self.freeze)))
+
+
+COMPOSITES = [
+    CompositeCase("deepstack", shard=2, balance=True, composite="qwen3_vl"),
+    CompositeCase("two encoders", shard=2, balance=True, composite="qwen2_5_omni_thinker"),
+    CompositeCase(
+        "two encoders and deepstack",
+        shard=2,
+        balance=True,
+        composite="qwen3_omni_moe_thinker",
+        freeze=("vision",),
+    ),
+    CompositeCase("audio", shard=2, balance=True, composite="voxtral"),
+]
 
 CASES_OF_2 = [
     Case("fsdp2", shard=2, balance=True),
@@ -38,7 +74,8 @@ CASES_OF_4 = [
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, CASES_OF_2[:5]),
+        (2, [*CASES_OF_2[:5], *COMPOSITES[:2]]),
+        pytest.param(2, COMPOSITES, marks=pytest.mark.campaign),
         pytest.param(2, CASES_OF_2, marks=pytest.mark.campaign),
         pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign),
     ],
