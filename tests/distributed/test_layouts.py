@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from balanced_microbatches import balanced_microbatch
 from launch import run_distributed
 from meshes import mesh_for
 from microbatches import MODEL, VOCAB, random_microbatch
 from model_cases import gradient_limit
 from pipeline_cases import DELTA_NETS
+from support.balanced_microbatches import balanced_microbatch
 from torch.distributed.tensor import DTensor
 
 from torchmm.balance.image_shares import ImageBalance

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from torchmm.balance.compiled import Int64s, compiled
 from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.flops import pass_flops
@@ -28,6 +29,9 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 
+ImageSizes = tuple[int, int, int]
+"""Patches, frames and tokens of an image, on which its cost depends."""
+
 
 def assign_images(costs: Sequence[Sequence[int]]) -> list[int]:
     """Return the rank that encodes each image, in the order of the ranks that train on them.
@@ -35,25 +39,32 @@ def assign_images(costs: Sequence[Sequence[int]]) -> list[int]:
     Args:
         costs: Cost of each image of each rank.
     """
-    ranks = len(costs)
-    home = [rank for rank, own in enumerate(costs) for _ in own]
-    place = [index for own in costs for index in range(len(own))]
-    cost = [cost for own in costs for cost in own]
+    counts = [len(own) for own in costs]
+    cost_N = np.array([cost for own in costs for cost in own], np.int64)
+    home_N = np.repeat(np.arange(len(costs)), counts)
+    place_N = np.array([index for count in counts for index in range(count)], np.int64)
     # Among equal costs, the first image of every rank comes first, then the second, and so on.
-    order = np.lexsort((home, place, -np.array(cost, np.int64))).tolist()
-    work = [0] * ranks
-    idlest = [(0, rank) for rank in range(ranks)]  # a heap; entries with other work are outdated
-    owners = [0] * len(cost)
-    for image in order:
-        while work[idlest[0][1]] != idlest[0][0]:
-            heapq.heappop(idlest)
-        least, rank = idlest[0]
-        if work[home[image]] == least:
-            rank = home[image]
-        owners[image] = rank
-        work[rank] += cost[image]
-        heapq.heappush(idlest, (work[rank], rank))
+    order_N = np.lexsort((home_N, place_N, -cost_N))
+    owners: list[int] = _assign(order_N, home_N, cost_N, len(costs)).tolist()
     return owners
+
+
+@compiled
+def _assign(order_N: Int64s, home_N: Int64s, cost_N: Int64s, ranks: int) -> Int64s:
+    owners_N = np.empty(len(order_N), np.int64)
+    work_R = np.zeros(ranks, np.int64)
+    # A heap of work * ranks + rank. Entries with other work than that of the rank are outdated.
+    idlest = [np.int64(rank) for rank in range(ranks)]
+    for image in order_N:
+        while work_R[idlest[0] % ranks] != idlest[0] // ranks:
+            heapq.heappop(idlest)
+        rank = idlest[0] % ranks
+        if work_R[home_N[image]] == work_R[rank]:
+            rank = home_N[image]
+        owners_N[image] = rank
+        work_R[rank] += cost_N[image]
+        heapq.heappush(idlest, work_R[rank] * ranks + rank)
+    return owners_N
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,8 @@ class ImageBalance:
     """
 
     encoders: tuple[ModuleDescription, ...]
-    _costs: dict[tuple[str, ImageMeta], int] = field(default_factory=dict, compare=False)
-    """Known costs by encoder and image size."""
+    _known: dict[str, dict[ImageSizes, int]] = field(default_factory=dict, compare=False)
+    """Costs of images by encoder and sizes."""
 
     def __call__(self, metas: Sequence[MicrobatchMeta]) -> dict[str, list[int]]:
         """Return the rank that encodes each image, by encoder, in the order of the ranks.
@@ -79,22 +90,25 @@ class ImageBalance:
         }
 
     def costs(self, encoder: ModuleDescription, metas: Sequence[MicrobatchMeta]) -> list[list[int]]:
-        """Return the FLOPs of each image of each rank."""
-        images = [meta.images_read_by(encoder.name) for meta in metas]
-        known = self._costs
-        new = [i for i in {i for own in images for i in own} if (encoder.name, i) not in known]
-        for image, flops in zip(new, image_flops(encoder, new), strict=True):
-            known[encoder.name, image] = flops
-        return [[known[encoder.name, image] for image in own] for own in images]
+        """Return the cost of each image of each rank (`image_costs`)."""
+        known = self._known.setdefault(encoder.name, {})
+        of_ranks = [
+            [(i.patches, i.frames, i.tokens) for i in meta.images_read_by(encoder.name)]
+            for meta in metas
+        ]
+        new = sorted({sizes for own in of_ranks for sizes in own} - known.keys())
+        known.update(zip(new, image_costs(encoder, new), strict=True))
+        return [[known[sizes] for sizes in own] for own in of_ranks]
 
 
-def image_flops(encoder: ModuleDescription, images: Sequence[ImageMeta]) -> list[int]:
-    """Return the FLOPs of the forward pass of each image, rounded, so that all ranks agree."""
+def image_costs(encoder: ModuleDescription, images: Sequence[ImageSizes]) -> list[int]:
+    """Return the MFLOPs of the forward pass of each image, rounded, so that all ranks agree."""
     if not images:
         return []
+    tasks = [[ImageMeta(0, 0, patches, tokens, frames)] for patches, frames, tokens in images]
     blocks = stage_blocks(encoder, 0, len(encoder.layers))
-    flops = pass_flops(blocks, encoder_sizes(encoder, [[image] for image in images]), False)
-    return [round(value) for value in flops.forward_N.tolist()]
+    flops = pass_flops(blocks, encoder_sizes(encoder, tasks), False)
+    return [max(1, round(value / 1e6)) for value in flops.forward_N.tolist()]
 
 
 def balanced_shares(
