@@ -9,8 +9,10 @@ from meshes import mesh_for
 from microbatches import MODEL, VOCAB, random_microbatch
 from model_cases import gradient_limit
 from pipeline_cases import DELTA_NETS
+from support.balanced_microbatches import balanced_microbatch
 from torch.distributed.tensor import DTensor
 
+from torchmm.balance.image_shares import ImageBalance
 from torchmm.common.batch import Microbatch
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
@@ -19,6 +21,7 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel import expert
 from torchmm.parallel.apply import parallelize
+from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor import low_rank
 from torchmm.pipelining.run.cut import cut_for_rank
@@ -63,6 +66,8 @@ class Case:
     """Linears that it is in."""
     method: str = "lora"
     """Of adapters."""
+    balance: bool = False
+    """Whether data-parallel ranks encode images of each other."""
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -437,8 +442,16 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
     init_weights(model, seed=1)
     _idle(model, case)
     _stir(model)
-    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32)
-    share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+    exchange = data_parallel_exchange(mesh) if case.balance else None
+    pipeline = Pipeline(model, stages, layout, descriptions, config, mesh, torch.float32, exchange)
+    rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
+    share = batch[rank::ranks]
+    if case.balance:
+        balance = ImageBalance(tuple(m for m in descriptions if m.kind == "encoder"))
+        share = [
+            balanced_microbatch(batch[first : first + ranks], balance, rank)
+            for first in range(0, len(batch), ranks)
+        ]
     local_loss = TrainStep(pipeline, mesh).run(pipeline.plan_training(share), share, targets).loss
     # Only one rank of a pipeline has a loss, and ranks that share rows have parts of it.
     alone = mesh.pipeline_size * mesh.context_size

@@ -69,6 +69,10 @@ def draw_layout(rng: Random, shape: Shape) -> Table:
         layout["data"] = {"reorder": rng.choice(("intra", "inter", "both"))}
     if (checkpointing := _recompute(rng, shape)) is not None:
         layout["activation_checkpoint"] = checkpointing
+    plain = placement == "interleaved" and parallel.get("pipeline", 1) == 1
+    own = Random(repr(layout))  # draws made before this key stay as they are
+    if plain and parallel.get("llm", {}).get("context", 1) == 1 and own.random() < 0.6:
+        layout.setdefault("data", {})["balance"] = "images"
     return layout
 
 

@@ -102,6 +102,18 @@ class MicrobatchMeta:
     samples: tuple[SampleMeta, ...]
     tokens: int
     """T, padding included."""
+    balanced: bool = False
+    """Whether images are those that this rank encodes for all data-parallel ranks. All ranks then
+    run every encoder, also without images."""
+
+    def with_images(self, images: Sequence[ImageMeta]) -> MicrobatchMeta:
+        """Return the same tokens with images of any rank (`balanced`).
+
+        A sample without tokens lists the images, as most belong to samples of other ranks.
+        """
+        own = [replace(sample, images=()) if sample.images else sample for sample in self.samples]
+        read = [SampleMeta("", 0, 0, tuple(images))] if images else []
+        return MicrobatchMeta((*own, *read), self.tokens, balanced=True)
 
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Images that `encoder` reads, in order."""
@@ -269,6 +281,11 @@ class Microbatch:
     def __post_init__(self) -> None:
         if self.target_positions_L is None:
             self.target_positions_L = (self.targets_T != IGNORE_TARGET).nonzero()[:, 0]
+
+    @property
+    def task_meta(self) -> MicrobatchMeta:
+        """Sizes of the tasks of this rank, for plans and predictions."""
+        return self.meta
 
     @property
     def target_count(self) -> int:

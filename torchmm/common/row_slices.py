@@ -13,6 +13,10 @@ read where their tokens are, which leaves ranks idle wherever images are not spr
 In the same way ranks know who decodes what (`Reads`): a picture, or a sound, is decoded once for
 all ranks that work on the same samples, by one of those whose stages read it.
 
+Without context parallelism, data-parallel ranks may encode images of each other
+(`data.balance = "images"`, `BalancedMicrobatch`). The same routes then carry the features to the
+rank that trains on the packed sequence.
+
 Shape legend: T tokens of the row, S tokens of a slice, K output tokens of an encoder, on this rank.
 """
 
@@ -235,6 +239,79 @@ def slice_row(microbatch: Microbatch, rank: int, ranks: int) -> Microbatch:
         },
         row=RowShare(own.start, microbatch.input_ids_T, microbatch.targets_T, shown, routes),
     )
+
+
+@dataclass
+class BalancedMicrobatch(Microbatch):
+    """A microbatch whose images are encoded by any of the data-parallel ranks.
+
+    `encoders` has the images of the packed sequences without pixels, `meta` has their sizes. All
+    mappings have an entry for each encoder of the model, except `read`.
+    """
+
+    read: dict[str, EncoderInputs] = field(kw_only=True)
+    """Images that this rank encodes, by encoder. Encoders without images have no entry."""
+    read_for: dict[str, list[int]] = field(kw_only=True)
+    """Data-parallel rank that trains on each image in `read`, ascending."""
+    read_by: dict[str, list[int]] = field(kw_only=True)
+    """Data-parallel rank that encodes each image of the packed sequences."""
+    balanced_meta: MicrobatchMeta = field(kw_only=True)
+    """Sizes of the tasks of this rank: its tokens, and the images in `read`."""
+
+    @property
+    def task_meta(self) -> MicrobatchMeta:
+        return self.balanced_meta
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
+        moved = super()._map(function)
+        read = {
+            name: replace(e, pixels=function(e.pixels), positions_K=function(e.positions_K))
+            for name, e in self.read.items()
+        }
+        return replace(moved, read=read)
+
+
+def exchanged_row(microbatch: BalancedMicrobatch, ranks: int) -> SlicedMicrobatch:
+    """Return the microbatch as the encoders and the LLM of a rank read it.
+
+    Features arrive in the order of the ranks that encode them, and of each rank in the order of
+    the images.
+
+    Args:
+        ranks: Number of data-parallel ranks.
+    """
+    shown: dict[str, EncoderInputs] = {}
+    routes: dict[str, FeatureRoute] = {}
+    for name, read_by in microbatch.read_by.items():
+        own = [image.tokens for image in microbatch.meta.images_read_by(name)]
+        read = [image.tokens for image in microbatch.balanced_meta.images_read_by(name)]
+        order = sorted(range(len(own)), key=read_by.__getitem__)
+        sent = _sums(read, microbatch.read_for[name], ranks)
+        routes[name] = FeatureRoute(torch.arange(sum(sent)), sent, _sums(own, read_by, ranks))
+        inputs = microbatch.encoders.get(name)
+        if inputs is None:
+            shown[name] = EncoderInputs(torch.empty(0), [], torch.empty(0, dtype=torch.int64))
+            continue
+        positions = inputs.positions_K.split(own)
+        shown[name] = replace(
+            inputs.without_pixels(),
+            positions_K=torch.cat([positions[image] for image in order]),
+            grids_thw=[inputs.grids_thw[image] for image in order],
+            kept=inputs.kept and [inputs.kept[image] for image in order],
+        )
+    values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
+    return SlicedMicrobatch(
+        **values | {"encoders": microbatch.read, "meta": microbatch.balanced_meta},
+        row=RowShare(0, microbatch.input_ids_T, microbatch.targets_T, shown, routes),
+    )
+
+
+def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
+    """Return the sum of the values of each owner."""
+    found = [0] * ranks
+    for value, owner in zip(values, owners, strict=True):
+        found[owner] += value
+    return found
 
 
 def _route(places: Sequence[Tensor], slices: Sequence[range], rank: int) -> FeatureRoute:

@@ -11,7 +11,7 @@ may find different ones: `StepDecoder.blank_out` does the same to what others ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
 from typing import Any
 
@@ -20,14 +20,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchmm.common.batch import ImageMeta, Microbatch, SampleMeta
+from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import ByteValues
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.processes import MORE_SHARED_MEMORY
-from torchmm.common.row_slices import Reads
+from torchmm.common.row_slices import BalancedMicrobatch, Reads
 from torchmm.common.tiles import Kept
 from torchmm.data.corrupt import CorruptSampleError, naming_place
-from torchmm.data.items import Item, PackItems, microbatch_meta
+from torchmm.data.items import BalancedShare, EncodedImages, Item, PackItems, microbatch_meta
 from torchmm.data.layouts.questions import references_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor, Key
@@ -35,7 +35,14 @@ from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import places_in_rows
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
-from torchmm.data.rows import DecodedSample, RowBuilder, blank_out, blank_sample, sample_name
+from torchmm.data.rows import (
+    DecodedSample,
+    RowBuilder,
+    blank_out,
+    blank_read,
+    blank_sample,
+    sample_name,
+)
 from torchmm.data.sources.local_and_hub import MapSource
 from torchmm.data.sources.reader import (
     CHANGED,
@@ -133,8 +140,10 @@ class StepDecoder(Dataset[DecodedStep]):
         """What uint8 pixels of encoders stand for, by name."""
         return {name: medium.byte_values for name, medium in self._reader.media.items()}
 
-    def __getitem__(self, microbatches: list[list[PackItems]]) -> DecodedStep:
-        return with_noise(self.drawings, self.decode(microbatches), microbatches)
+    def __getitem__(self, share: list[list[PackItems]] | BalancedShare) -> DecodedStep:
+        if isinstance(share, BalancedShare):
+            return with_noise(self.drawings, self.decode_balanced(share), share.microbatches)
+        return with_noise(self.drawings, self.decode(share), share)
 
     def decode(self, microbatches: list[list[PackItems]]) -> DecodedStep:
         """The step, still without noise."""
@@ -149,13 +158,100 @@ class StepDecoder(Dataset[DecodedStep]):
             read_bytes=sum(part.read_bytes for part in parts),
         )
 
+    def decode_balanced(self, share: BalancedShare) -> DecodedStep:
+        """Return the step with the images that this rank encodes, still without noise."""
+        step = DecodedStep([], {})
+        self._append_balanced(share, step)
+        return step
+
+    def _append_balanced(
+        self, share: BalancedShare, step: DecodedStep, *, blank: bool = False
+    ) -> None:
+        """Append the microbatches of a share to a step.
+
+        Args:
+            blank: Whether all samples are blank, so that no file is read.
+        """
+        metas = [microbatch_meta(packs, self._sequence_length) for packs in share.microbatches]
+        task_metas = [e.task_meta(m) for e, m in zip(share.encoded, metas, strict=True)]
+        for packs, encoded, meta, images in zip(
+            share.microbatches, share.encoded, task_metas, self._wanted(task_metas), strict=True
+        ):
+            opened = Opened()
+            arguments = () if blank else (step, opened)
+            step.microbatches.append(self._balanced(packs, encoded, meta, images, *arguments))
+            step.read_bytes += opened.read_bytes
+
+    def _balanced(
+        self,
+        packs: list[PackItems],
+        encoded: EncodedImages,
+        task_meta: MicrobatchMeta,
+        images: Mapping[str, range],
+        step: DecodedStep | None = None,
+        opened: Opened | None = None,
+    ) -> BalancedMicrobatch:
+        """Return the microbatch of the packs and the images that this rank encodes.
+
+        Args:
+            images: Images that this rank decodes, by module, among those that it encodes.
+            step, opened: If None, all samples are blank.
+        """
+        encoders = self._reader.encoders
+        read = RowBuilder(self._reader, images)
+        decodes = _Wanted(images)
+        own_decodes = _Wanted({**images, **dict.fromkeys(encoders, range(0))})
+        own = {_key(item) for pack in packs for item in pack}
+        decoded: dict[tuple[int, int, int], list[bool]] = {}
+        for item, chosen in encoded.samples:
+            decoded[_key(item)] = decodes.among(item, encoders, chosen)
+        samples: dict[tuple[int, int, int], DecodedSample] = {}
+
+        def sample_of(item: Item, wanted: _OfSample) -> DecodedSample:
+            if step is None or opened is None:
+                return self._blank(item, wanted)
+            try:
+                return self._decode(item, wanted, step, opened)
+            except CorruptSampleError as error:
+                step.corrupt[sample_name(item.meta)] = str(error)
+                return self._blank(item, wanted)
+
+        row = RowBuilder(self._reader, (*encoders, *images))
+        for pack in packs:
+            for item in pack:
+                wanted = own_decodes.next(item, encoders)
+                wanted = replace(wanted, images=decoded.get(_key(item), wanted.images))
+                sample = samples[_key(item)] = sample_of(item, wanted)
+                row.append(replace(sample, pixels=[None] * len(sample.pixels)), item.meta)
+            row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
+        for item, chosen in encoded.samples:
+            if _key(item) in own:
+                sample = samples[_key(item)]
+            else:
+                nothing = [False] * len(item.meta.generated)
+                sample = sample_of(item, _OfSample(decoded[_key(item)], nothing))
+            read.append_images(sample, item.meta, chosen)
+        microbatch = row.microbatch(packs, self._sequence_length)
+        values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
+        return BalancedMicrobatch(
+            **values,
+            read=read.encoder_inputs(),
+            read_for=encoded.read_for,
+            read_by=encoded.read_by,
+            balanced_meta=task_meta,
+        )
+
     def wanted(self, microbatches: list[list[PackItems]]) -> list[dict[str, range]]:
         """By microbatch of a step and module: which of its images are decoded; all where none are
         given."""
-        found: list[dict[str, range]] = [{} for _ in microbatches]
+        return self._wanted(
+            [microbatch_meta(packs, self._sequence_length) for packs in microbatches]
+        )
+
+    def _wanted(self, metas: Sequence[MicrobatchMeta]) -> list[dict[str, range]]:
+        found: list[dict[str, range]] = [{} for _ in metas]
         if self._reads is None:
             return found
-        metas = [microbatch_meta(packs, self._sequence_length) for packs in microbatches]
         for name in (*self._reader.encoders, *([GENERATOR] if self._reader.drawings else [])):
             for own, images in zip(found, self._reads.images(metas, name) or (), strict=False):
                 own[name] = images
@@ -173,16 +269,20 @@ class StepDecoder(Dataset[DecodedStep]):
         step.read_bytes += opened.read_bytes
         return step
 
-    def step_bytes(self, microbatches: list[list[PackItems]]) -> int:
+    def step_bytes(self, share: list[list[PackItems]] | BalancedShare) -> int:
         """Return the bytes of a step's tensors, without reading or decoding anything.
 
         Positions of targets, 8 bytes each, do not count: blank samples have none.
         """
-        blank = [
-            self._microbatch(packs, _Wanted(images))
-            for packs, images in zip(microbatches, self.wanted(microbatches), strict=True)
-        ]
-        step = with_noise(self.drawings, DecodedStep(blank, {}), microbatches)
+        step = DecodedStep([], {})
+        if isinstance(share, BalancedShare):
+            microbatches = share.microbatches
+            self._append_balanced(share, step, blank=True)
+        else:
+            microbatches = share
+            for packs, images in zip(share, self.wanted(share), strict=True):
+                step.microbatches.append(self._microbatch(packs, _Wanted(images)))
+        step = with_noise(self.drawings, step, microbatches)
         return sum(microbatch.nbytes for microbatch in step.microbatches)
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
@@ -211,6 +311,12 @@ class StepDecoder(Dataset[DecodedStep]):
         """A microbatch of these packs as it is if samples of these names ("source[index]") are
         corrupt; its tensors are written to."""
         return blank_out(self._reader, microbatch, packs, self._sequence_length, torn)
+
+    def blank_read(
+        self, microbatch: BalancedMicrobatch, encoded: EncodedImages, torn: Collection[str]
+    ) -> None:
+        """Make the images blank that this rank encodes of corrupt samples, in place."""
+        blank_read(self._reader, microbatch, encoded, torn)
 
     def _microbatch(
         self,
@@ -436,6 +542,14 @@ class _Wanted:
             [self._takes(name) for name in names], [self._takes(GENERATOR) for _ in meta.generated]
         )
 
+    def among(self, item: Item, encoders: Sequence[str], chosen: Sequence[bool]) -> list[bool]:
+        """Return whether each image of a sample is decoded; only chosen images are counted."""
+        meta = item.meta
+        names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
+        return [
+            is_chosen and self._takes(name) for name, is_chosen in zip(names, chosen, strict=True)
+        ]
+
     def _takes(self, module: str) -> bool:
         number = self._seen.get(module, 0)
         self._seen[module] = number + 1
@@ -480,6 +594,11 @@ def _pictures(file: EncodedFile, max_pixels: int) -> list[Image.Image]:
     if isinstance(file, ClipFrames):
         return file.images()
     return [decode_rgb(data_of(file), max_pixels)]
+
+
+def _key(item: Item) -> tuple[int, int, int]:
+    """Return what identifies a sample in a step."""
+    return item.feed, item.epoch, item.meta.index
 
 
 def _drawing_key(item: Item, number: int) -> Key:

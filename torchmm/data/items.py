@@ -7,6 +7,7 @@ only of the samples that somebody asks for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
@@ -32,3 +33,46 @@ def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> Microba
     """Metadata of the packs of one microbatch."""
     samples = tuple(item.meta for pack in packs for item in pack)
     return MicrobatchMeta(samples, len(packs) * sequence_length)
+
+
+class ReadSample(NamedTuple):
+    """A sample with images that this rank encodes."""
+
+    item: Item
+    images: list[bool]
+    """Whether this rank encodes each of its images."""
+
+
+class EncodedImages(NamedTuple):
+    """Images of one microbatch of all data-parallel ranks that one rank encodes."""
+
+    samples: list[ReadSample]
+    """In the order of the ranks that train on them."""
+    read_for: dict[str, list[int]]
+    """Rank that trains on each of the images, by encoder."""
+    read_by: dict[str, list[int]]
+    """Rank that encodes each image of the rank's own microbatch, by encoder."""
+
+    def task_meta(self, meta: MicrobatchMeta) -> MicrobatchMeta:
+        """Return the sizes of the tasks of the rank.
+
+        Args:
+            meta: The rank's own microbatch.
+        """
+        return meta.with_images(
+            [
+                replace(image, encoder=image.encoder or sample.item.meta.encoder)
+                for sample in self.samples
+                for image, is_read in zip(sample.item.meta.images, sample.images, strict=True)
+                if is_read
+            ]
+        )
+
+
+class BalancedShare(NamedTuple):
+    """The work of one rank in a step whose images are balanced."""
+
+    microbatches: list[list[PackItems]]
+    """Its own packs."""
+    encoded: list[EncodedImages]
+    """Images that it encodes in each microbatch."""

@@ -38,14 +38,15 @@ from torchmm.common.processes import (
     make_worker_setup,
     workers_of,
 )
-from torchmm.common.row_slices import Reads
+from torchmm.common.row_slices import BalancedMicrobatch, Reads
 from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
-from torchmm.data.items import PackItems
+from torchmm.data.items import BalancedShare, EncodedImages, PackItems
+from torchmm.data.rows import sample_name
 from torchmm.data.samples import SampleSet, find_samples, remote_decoder
 from torchmm.data.sources.open import Samples
 from torchmm.data.steps.beside import StepsBeside
-from torchmm.data.steps.step_packs import Arrange, Position, Steps, StepSamples
+from torchmm.data.steps.step_packs import Arrange, Balance, Position, Steps, StepSamples
 from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
@@ -79,6 +80,8 @@ class StepBatch:
     Ranks with the same samples may have found others, until all have told (`Loader.settle`)."""
     packs: list[list[PackItems]] = field(default_factory=list)
     """Samples of every microbatch."""
+    encoded: list[EncodedImages] | None = None
+    """Images that this rank encodes in every microbatch; None: those of `packs`."""
     decoded_images: int = 0
     """See `DecodedStep`."""
     read_bytes: int = 0
@@ -94,7 +97,7 @@ class StepBatch:
         return sum(count.total() for count in counts.values()) if counts else None
 
 
-class StepQueue(Sampler[list[list[PackItems]]]):
+class StepQueue(Sampler[list[list[PackItems]] | BalancedShare]):
     """Steps planned and not yet trained on; yields this rank's share of each to the DataLoader.
 
     Args:
@@ -112,14 +115,14 @@ class StepQueue(Sampler[list[list[PackItems]]]):
         self._upcoming: deque[StepSamples] = deque()
         self._handed = 0
 
-    def __iter__(self) -> Iterator[list[list[PackItems]]]:
+    def __iter__(self) -> Iterator[list[list[PackItems]] | BalancedShare]:
         self.close()
         self._steps = self._begin()
         self._upcoming.clear()
         self._handed = 0
         while self._handed < len(self._upcoming) or self._plan_one():
             self._handed += 1
-            yield self._upcoming[self._handed - 1].ranks[self._rank]
+            yield rank_share(self._upcoming[self._handed - 1], self._rank)
 
     @property
     def notice(self) -> str:
@@ -150,6 +153,12 @@ class StepQueue(Sampler[list[list[PackItems]]]):
         if plan is not None:
             self._upcoming.append(plan)
         return plan is not None
+
+
+def rank_share(step: StepSamples, rank: int) -> list[list[PackItems]] | BalancedShare:
+    """Return the part of a step that a rank decodes."""
+    packs = step.ranks[rank]
+    return packs if step.encoded is None else BalancedShare(packs, step.encoded(rank))
 
 
 class Loader:
@@ -260,6 +269,7 @@ class Loader:
                     plan.epoch,
                     step.corrupt,
                     plan.ranks[self._rank],
+                    None if plan.encoded is None else plan.encoded(self._rank),
                     step.decoded_images,
                     step.read_bytes,
                 )
@@ -279,7 +289,8 @@ class Loader:
         if not Path(SHARED_MEMORY).is_dir():
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed = self._decoder.step_bytes(plan.ranks[self._rank]) * self._prefetched * ranks
+        share = rank_share(plan, self._rank)
+        needed = self._decoder.step_bytes(share) * self._prefetched * ranks
         if needed > (size := shutil.disk_usage(SHARED_MEMORY).total):
             logger.warning(
                 "/dev/shm has %.1f MB, but %d prefetched steps of %d local ranks, as large as the "
@@ -309,7 +320,8 @@ class Loader:
         """The batch without what ranks with the same samples could not decode.
 
         Args:
-            torn: reasons by "source[index]", of all these ranks.
+            torn: reasons by "source[index]", of all these ranks; of all ranks of the run if images
+                are balanced.
         """
         if not torn:
             return batch
@@ -317,9 +329,15 @@ class Loader:
             self._decoder.blank_out(microbatch, packs, torn)
             for microbatch, packs in zip(batch.microbatches, batch.packs, strict=True)
         ]
+        for microbatch, encoded in zip(found, batch.encoded or (), strict=False):
+            assert isinstance(microbatch, BalancedMicrobatch)
+            self._decoder.blank_read(microbatch, encoded, torn)
         if self._pin_memory:
             found = [microbatch.pin_memory() for microbatch in found]  # what is new of them
-        skipped = self._report([f"{name}: {why}" for name, why in torn.items()])
+        names = {sample_name(item.meta) for m in batch.packs for pack in m for item in pack}
+        # With balanced images, the rank that trains on a sample reports it.
+        own = {name: why for name, why in torn.items() if batch.encoded is None or name in names}
+        skipped = self._report([f"{name}: {why}" for name, why in own.items()])
         return replace(batch, microbatches=found, skipped=[*batch.skipped, *skipped], torn={})
 
     def images(self, source: str, index: int) -> list[Image.Image]:
@@ -413,6 +431,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
     arrange: Arrange | None = None,
+    balance: Balance | None = None,
     resume_changed: bool = False,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
@@ -428,6 +447,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation: load `data.validation` once, in an order that is the same for every run.
         generator_spec: how the generator wants its images; None: nothing is drawn.
         arrange: which packs of a global batch go where; None: in natural order.
+        balance: Assigns the images of a microbatch to ranks; None: each rank encodes its own.
         resume_changed: continue after `state` even if data or order have changed.
         samples: of these sources, if they were opened before.
         reads: which images this rank decodes; None: all of its data-parallel rank's.
@@ -447,7 +467,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         generator_spec=generator_spec,
     )
     rank = data_parallel_rank
-    position = Position(rank, data_parallel_size, state, arrange, resume_changed)
+    position = Position(rank, data_parallel_size, state, arrange, resume_changed, balance)
     return Loader(
         StepQueue(_steps_of(samples, data, training, position), rank),
         samples.decoder.for_rank(reads),
@@ -463,8 +483,10 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
 def _steps_of(
     samples: SampleSet, data: DataConfig, training: TrainingConfig, position: Position
 ) -> Callable[[], Steps]:
-    """Plans steps: where they are arranged, in another process as soon as that is worth it."""
-    if position.arrange is None or not data.workers or not isinstance(samples, Samples):
+    """Return what plans steps; if they are arranged or balanced, in another process as soon as
+    that is worth it."""
+    is_natural = position.arrange is None and position.balance is None
+    if is_natural or not data.workers or not isinstance(samples, Samples):
         return partial(samples.sequence, data, training, position)
     if samples.streamed:  # and can be read by one process only
         return partial(samples.sequence, data, training, position)

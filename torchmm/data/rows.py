@@ -27,8 +27,9 @@ from torchmm.common.batch import (
 )
 from torchmm.common.generated import GeneratorInputs, held_rows
 from torchmm.common.module_names import GENERATOR
+from torchmm.common.row_slices import BalancedMicrobatch
 from torchmm.common.tiles import Kept
-from torchmm.data.items import Item, PackItems, microbatch_meta
+from torchmm.data.items import EncodedImages, Item, PackItems, microbatch_meta
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingRow
 from torchmm.data.media.medium import MediaPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
@@ -88,20 +89,40 @@ class RowBuilder:
         self._generated = DrawingRow()
 
     def append(self, sample: DecodedSample, meta: SampleMeta) -> None:
-        """Adds a sample behind the others."""
+        """Append a sample."""
         first = self._cu_seqlens[-1]
-        blocks: list[VisionBlock] = []
-        for start, pixels, kept, places, image in zip(
+        self.append_images(sample, meta, [True] * len(meta.images))
+        blocks = [
+            self._block(start, image)
+            for start, image in zip(sample.image_starts, meta.images, strict=True)
+            if self._reader.medium(image).spec.modality == "image"  # audio positions are text's
+        ]
+        for drawing in sample.drawings:
+            self._generated.append(drawing, first)
+        positions = self._text_positions(len(sample.ids_L), blocks)
+        self._append_tokens(sample.ids_L, sample.targets_L, positions)
+
+    def append_images(
+        self, sample: DecodedSample, meta: SampleMeta, chosen: Sequence[bool]
+    ) -> None:
+        """Append only images of a sample.
+
+        Args:
+            chosen: Whether each image is appended.
+        """
+        first = self._cu_seqlens[-1]
+        for start, pixels, kept, places, image, is_chosen in zip(
             sample.image_starts,
             sample.pixels,
             sample.kept,
             sample.places,
             meta.images,
+            chosen,
             strict=True,
         ):
+            if not is_chosen:
+                continue
             medium = self._reader.medium(image)
-            if medium.spec.modality == "image":  # a sound counts up as text does
-                blocks.append(self._block(start, image))
             read = self._read.setdefault(medium.spec.encoder, _Read())
             if pixels is not None:
                 read.pixels.append(pixels)
@@ -114,10 +135,6 @@ class RowBuilder:
             if medium.spec.ends_lines:
                 _, rows, columns = medium.block(image)
                 read.kept.append(kept or Kept(0, rows, 0, columns, 0))
-        for drawing in sample.drawings:
-            self._generated.append(drawing, first)
-        positions = self._text_positions(len(sample.ids_L), blocks)
-        self._append_tokens(sample.ids_L, sample.targets_L, positions)
 
     def append_padding(self, tokens: int) -> None:
         """Adds tokens that nobody predicts, if there are to be any."""
@@ -128,16 +145,20 @@ class RowBuilder:
 
     def microbatch(self, packs: Sequence[PackItems], sequence_length: int) -> Microbatch:
         """What was added, which is all of `packs`."""
-        media = self._reader.media
         return Microbatch(
             input_ids_T=_tensor(self._ids),
             targets_T=_tensor(self._targets),
             position_ids=torch.from_numpy(np.concatenate(self._positions, axis=-1)),
             cu_seqlens=self._cu_seqlens,
-            encoders={n: self._inputs(n, media[n]) for n in media if n in self._read},
+            encoders=self.encoder_inputs(),
             meta=microbatch_meta(packs, sequence_length),
             generator=self._drawn(),
         )
+
+    def encoder_inputs(self) -> dict[str, EncoderInputs]:
+        """Return the images that were appended, by encoder."""
+        media = self._reader.media
+        return {name: self._inputs(name, media[name]) for name in media if name in self._read}
 
     def _append_tokens(
         self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray
@@ -252,6 +273,29 @@ def blank_out(
     return replace(microbatch, target_positions_L=None)  # type: ignore[arg-type]  # found again
 
 
+def blank_read(
+    reader: SampleReader,
+    microbatch: BalancedMicrobatch,
+    encoded: EncodedImages,
+    torn: Collection[str],
+) -> None:
+    """Write blank images over those that this rank encodes of corrupt samples, in place.
+
+    Args:
+        encoded: Images that this rank encodes.
+        torn: Names of corrupt samples (`sample_name`).
+    """
+    read = dict.fromkeys(microbatch.read, 0)  # images of the preceding samples
+    for item, chosen in encoded.samples:
+        row = RowBuilder(reader)
+        row.append_images(blank_sample(reader, item.meta), item.meta, chosen)
+        for name, theirs in row.encoder_inputs().items():
+            images = range(read[name], read[name] + len(theirs.grids_thw))
+            read[name] = images.stop
+            if sample_name(item.meta) in torn:
+                _write_blank_images(microbatch.read[name], theirs, images)
+
+
 def sample_name(meta: SampleMeta) -> str:
     """ "source[index]", which always names the same sample."""
     return f"{meta.source}[{meta.index}]"
@@ -280,15 +324,20 @@ def _write_blank(
         tokens = [image.tokens for image in microbatch.meta.images_read_by(name)]
         place = sum(tokens[:first])
         inputs.positions_K[place : place + len(theirs.positions_K)] = theirs.positions_K + start
-        rows, held = held_rows(inputs.pixel_rows, inputs.held, images)
-        if held is None:
-            inputs.pixels[rows] = theirs.pixels
-        elif held:
-            own, _ = held_rows(theirs.pixel_rows, None, range(held[0], held[-1] + 1))
-            inputs.pixels[rows] = theirs.pixels[own]
-        inputs.blank = sorted({*inputs.blank, *images})
-        if inputs.kept is not None and theirs.kept is not None:
-            inputs.kept[first : images.stop] = theirs.kept
+        _write_blank_images(inputs, theirs, images)
+
+
+def _write_blank_images(inputs: EncoderInputs, theirs: EncoderInputs, images: range) -> None:
+    """Write blank images over those of these numbers."""
+    rows, held = held_rows(inputs.pixel_rows, inputs.held, images)
+    if held is None:
+        inputs.pixels[rows] = theirs.pixels
+    elif held:
+        own, _ = held_rows(theirs.pixel_rows, None, range(held[0], held[-1] + 1))
+        inputs.pixels[rows] = theirs.pixels[own]
+    inputs.blank = sorted({*inputs.blank, *images})
+    if inputs.kept is not None and theirs.kept is not None:
+        inputs.kept[images.start : images.stop] = theirs.kept
 
 
 def _blank_drawings(

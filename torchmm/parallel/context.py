@@ -47,14 +47,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.common.layers import ConvolutionSizes, DeltaSizes, LayerDescription
-from torchmm.common.row_slices import FeatureRoute, slice_ranges
+from torchmm.common.row_slices import slice_ranges
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.parallel.exchange import Counts, exchange
+from torchmm.parallel.exchange import Counts, FeatureRanks, exchange
 
 
-class ContextRanks:
+class ContextRanks(FeatureRanks):
     """The ranks that share rows (`torchmm.models.layers.shared_rows.RowRanks`).
 
     Args:
@@ -62,27 +62,22 @@ class ContextRanks:
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._group = mesh.get_group()
+        super().__init__(mesh.get_group())
         self.rank = mesh.get_local_rank()
-        self.size = mesh.size()
 
     def heads(self, tokens: int) -> ContextHeads:
         return ContextHeads(
-            self._group, self.rank, [len(own) for own in slice_ranges(tokens, self.size)]
+            self.group, self.rank, [len(own) for own in slice_ranges(tokens, self.size)]
         )
-
-    def features(self, found_KD: Tensor, route: FeatureRoute) -> Tensor:
-        rows_KD = found_KD.index_select(0, route.rows_K)
-        return exchange(rows_KD, Counts(route.sent, route.received), self._group)
 
     def summed(self, values: Tensor) -> Tensor:
         total = values.clone()
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self.group)
         return total
 
     def of_last(self, values: Tensor) -> Tensor:
         values = values.detach().clone()
-        dist.broadcast(values, group_src=self.size - 1, group=self._group)
+        dist.broadcast(values, group_src=self.size - 1, group=self.group)
         return values
 
 

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from torchmm.common.row_slices import FeatureRoute
+from torchmm.parallel.mesh import ParallelMesh
+
 
 class Counts(NamedTuple):
     """Rows that this rank and each other one exchange."""
@@ -32,6 +35,32 @@ def exchange(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
         (R, ...): first what comes from rank 0, then from rank 1, and so on.
     """
     return _Exchange.apply(rows, counts, group)
+
+
+class FeatureRanks:
+    """Ranks that encode images of each other."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = group.size()
+
+    def features(self, found_KD: Tensor, route: FeatureRoute) -> Tensor:
+        """Return the features of this rank's tokens; collective, and so is the backward.
+
+        Args:
+            found_KD: Features of the images that this rank encodes. Rows that the route does not
+                name, those of dummy images, are dropped.
+        """
+        rows_KD = found_KD.index_select(0, route.rows_K)
+        return exchange(rows_KD, Counts(route.sent, route.received), self.group)
+
+
+def data_parallel_exchange(mesh: ParallelMesh) -> FeatureRanks:
+    """Return the data-parallel ranks with the same tensor-parallel rank. Collective."""
+    # FSDP2 gathers parameters in its own groups meanwhile.
+    groups = [[*ranks] for ranks in zip(*(share[0] for share in mesh.shares), strict=True)]
+    own, _ = dist.new_subgroups_by_enumeration(groups)
+    return FeatureRanks(own)
 
 
 class _Exchange(torch.autograd.Function):

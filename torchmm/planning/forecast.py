@@ -27,6 +27,7 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.costs.step_costs import slowest_update_ms
+from torchmm.balance.image_shares import balanced_shares, with_feature_exchange
 from torchmm.balance.planners import PLANNERS, plan_by_costs, promised_ms
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import Tuner
@@ -53,7 +54,7 @@ from torchmm.planning.first_step import (
     slowest_group,
     total_flops,
 )
-from torchmm.planning.reordering import dealt
+from torchmm.planning.reordering import dealt, image_balance
 from torchmm.planning.resolved import recipe_model, resolve
 from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_graph
@@ -205,6 +206,8 @@ class Forecaster:
             shares = self._shares = self._dealt(parallel)
             if leaves_segments_open(parallel):  # they choose, and are dealt again for the choice
                 shares = self._dealt(self._divided(parallel))
+        if (balance := image_balance(recipe, self.modules)) is not None:
+            shares = self._shares = balanced_shares(balance, shares)
         self.shares: list[list[MicrobatchMeta]] = shares
         """Microbatches of the first step, by share of the global batch."""
         if self.run.units:
@@ -335,6 +338,9 @@ class Forecaster:
             return Forecast(name, problem=" ".join(str(error).split()))
         costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise, peers=peers)
         costs = self._as_measured(costs, plan.graph.layout)
+        if self.recipe.data.balance != "none":
+            ranks = self.run.shares
+            costs = with_feature_exchange(costs, plan.graph, self.modules, metas, model, ranks)
         return self.rate(name, simulate(plan, costs), model, workload)
 
     @without_collection()

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.reordering.step import OrderedLayout, OrderOfStep, StepReorder
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
@@ -76,6 +77,13 @@ def run_arrangement(
     costs = run_costs(run, modules, run_profile(run.recipe, device))
     recipe = run.with_parallel(parallel).recipe
     return arrangement(recipe, modules, costs, layout, run.shares)
+
+
+def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
+    """Return what `data.balance` requests; None: each rank encodes its own images."""
+    if recipe.data.balance == "none":
+        return None
+    return ImageBalance(tuple(module for module in modules if module.kind == "encoder"))
 
 
 def synchronized_shares(parallel: ParallelConfig, model: CostModel) -> int:

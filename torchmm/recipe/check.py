@@ -171,6 +171,7 @@ def _check_data(recipe: Recipe) -> Problems:
         yield from _check_places(list_name, sources, data.producers.plan)
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
+    yield from _check_balance(recipe)
     yield from _check_producers(data.producers)
     storage = data.storage
     elsewhere = any(is_address(source.path) for source in (*data.sources, *data.validation))
@@ -181,6 +182,32 @@ def _check_data(recipe: Recipe) -> Problems:
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
+
+
+def _check_balance(recipe: Recipe) -> Problems:
+    """Yield what `data.balance` does not support."""
+    data, parallel = recipe.data, recipe.parallel
+    if data.balance == "none":
+        return
+    key, value = "data.balance", data.balance
+    if parallel.pipeline > 1:
+        text = f'parallel.pipeline = {parallel.pipeline} is not supported; use 1, or "none"'
+        yield Problem(key, value, text, ("parallel.pipeline",))
+    if parallel.placement != "interleaved":
+        text = f'parallel.placement = "{parallel.placement}" is not supported; use "interleaved"'
+        yield Problem(key, value, text + ', or "none"', ("parallel.placement",))
+    if parallel.context > 1:
+        text = f'parallel.llm.context = {parallel.context} is not supported; use 1, or "none"'
+        yield Problem(key, value, text, ("parallel.llm.context",))
+    for index, source in enumerate(data.sources):
+        if source.streaming:
+            streaming = f"data.sources[{index}].streaming"
+            text = f'requires random access; set {streaming} = false, or use "none"'
+            yield Problem(key, value, text, (streaming,))
+    producers = data.producers
+    if producers.addresses or producers.registry is not None:
+        text = 'is not supported with data.producers; decode on the ranks, or use "none"'
+        yield Problem(key, value, text, ("data.producers",))
 
 
 def _check_places(list_name: str, sources: Sequence[SourceConfig], planned: bool) -> Problems:

@@ -22,6 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.common.batch import MicrobatchMeta
@@ -46,6 +47,7 @@ from torchmm.parallel.apply import parallelize
 from torchmm.parallel.attention_kernels import kernel_problems, use_kernels
 from torchmm.parallel.compilation import Compilation, compiler_problem
 from torchmm.parallel.context import context_problems, cut_problems
+from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.expert import expert_problems
 from torchmm.parallel.float8 import apply_float8, float8_problems
 from torchmm.parallel.health.preflight import check_ranks
@@ -60,7 +62,7 @@ from torchmm.planning.executions import (
     run_tuning,
 )
 from torchmm.planning.first_step import first_step, one_by_one
-from torchmm.planning.reordering import dealt, run_arrangement
+from torchmm.planning.reordering import dealt, image_balance, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout
@@ -270,6 +272,7 @@ def build_run(
         mesh,
         state=restored.state["data"] if restored else None,
         reorder=reorder,
+        balance=image_balance(recipe, pipeline.descriptions),
         samples=data.training,
         reads=pipeline.reads,
     )
@@ -371,6 +374,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     validation: bool = False,
     for_prompts: bool = False,
     reorder: StepReorder | None = None,
+    balance: ImageBalance | None = None,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
 ) -> Loader:
@@ -381,6 +385,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         validation: held-out samples, decoded in this process (they are few and kept).
         for_prompts: the same samples on all ranks, one sequence per microbatch.
         reorder: which packs of a global batch go where; None: in natural order.
+        balance: Assigns the images of a microbatch to ranks; None: each rank encodes its own.
         samples: of the same sources, if they were opened before.
         reads: which images it decodes; None: all of its share.
     """
@@ -398,6 +403,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         state=state,
         validation=validation,
         arrange=reorder,
+        balance=balance,
         resume_changed=run.recipe.checkpoint.resume_changed_data,
         samples=samples,
         reads=reads,
@@ -440,7 +446,10 @@ def fill_model(
     filled = load_weights(model) | load_adapters(model, sources)
     init_weights(model, training.seed, skip=filled)
     dtype = DTYPES[training.dtype]
-    pipeline = Pipeline(model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype)
+    exchange = None if recipe.data.balance == "none" else data_parallel_exchange(mesh)
+    pipeline = Pipeline(
+        model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype, exchange
+    )
     return FilledModel(pipeline, compilation)
 
 

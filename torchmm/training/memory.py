@@ -61,7 +61,7 @@ def predicted_peak_bytes(
 ) -> float:
     """What this rank needs at most in a step; no number where that cannot be simulated."""
     modules = pipeline.descriptions
-    metas = [m.meta for m in microbatches]
+    metas = [m.task_meta for m in microbatches]
     targets = [m.target_count for m in microbatches]
     try:
         model = run_costs(run, modules, run_profile(run.recipe, mesh.device))

@@ -67,7 +67,7 @@ def save_timeline(
     directory.mkdir(exist_ok=True)
     graph = outcome.plan.graph
     content = StepContent(
-        tuple(m.meta for m in microbatches), tuple(m.target_count for m in microbatches)
+        tuple(m.task_meta for m in microbatches), tuple(m.target_count for m in microbatches)
     )
     write_records(directory / f"step-{step}.json", aligned, graph, content)
     write_chrome_trace(directory / f"step-{step}.trace.json", aligned, graph.layout)

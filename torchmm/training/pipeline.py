@@ -26,7 +26,13 @@ import torch
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
-from torchmm.common.row_slices import Reads, slice_meta, slice_row
+from torchmm.common.row_slices import (
+    BalancedMicrobatch,
+    Reads,
+    exchanged_row,
+    slice_meta,
+    slice_row,
+)
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
@@ -34,6 +40,7 @@ from torchmm.models.layers.shared_rows import RowRanks
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import reshards_after_forward
+from torchmm.parallel.exchange import FeatureRanks
 from torchmm.parallel.fsdp import FSDPModule, LayerSharding, Sharding, StepSharding
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
@@ -48,6 +55,7 @@ from torchmm.pipelining.run.pixels import PixelRanks, reading_stages
 from torchmm.pipelining.run.runtime import PipelineRuntime, StepResult, channel_pairs
 from torchmm.pipelining.run.stage import (
     FinishingStage,
+    LlmStage,
     PipelineStage,
     TextStage,
     VelocityStage,
@@ -75,6 +83,8 @@ class Pipeline:
         layout: of all ranks.
         descriptions: of the modules, whole.
         dtype: in which modules compute.
+        feature_ranks: data-parallel ranks that encode the images of each other; None: each encodes
+            its own.
 
     Collective over all ranks.
     """
@@ -88,6 +98,7 @@ class Pipeline:
         config: ParallelConfig,
         mesh: ParallelMesh,
         dtype: torch.dtype,
+        feature_ranks: FeatureRanks | None = None,
     ) -> None:
         self.layout = layout
         self.descriptions = descriptions
@@ -103,7 +114,11 @@ class Pipeline:
         """When FSDP2 gathers parameters."""
         if any(isinstance(module, FSDPModule) for module in modules.values()):
             self.sharding = "layer" if reshards_after_forward(config) else "step"
+        self._feature_ranks = feature_ranks
         stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
+        for stage in stages.values():
+            if isinstance(stage, LlmStage):
+                stage.feature_ranks = feature_ranks
         self._reading = {m for m, own in reading_stages(layout).items() if set(own) & set(modules)}
         """Modules whose pixels this rank's stages read."""
         for index, module in modules.items():
@@ -175,7 +190,7 @@ class Pipeline:
         Raises:
             PlanError: see `plan`.
         """
-        return self.plan([m.meta for m in microbatches], **choices)
+        return self.plan([m.task_meta for m in microbatches], **choices)
 
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
         """The plan of a training step that another process has encoded (`encode_plan`), with the
@@ -223,7 +238,11 @@ class Pipeline:
         return self._pixels.deliver(plan.graph, [self._own_part(m) for m in microbatches])
 
     def _own_part(self, microbatch: Microbatch) -> Microbatch:
-        part = slice_row(microbatch, *self._slice)
+        if isinstance(microbatch, BalancedMicrobatch):
+            assert self._feature_ranks is not None
+            part: Microbatch = exchanged_row(microbatch, self._feature_ranks.size)
+        else:
+            part = slice_row(microbatch, *self._slice)
         # Views of page-locked memory are so too; what slicing has made is not yet.
         sliced = part is not microbatch and self.device.type == "cuda"
         return part.pin_memory() if sliced else part

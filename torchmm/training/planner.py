@@ -202,7 +202,7 @@ class StepPlanner:
             PlanError: the schedule cannot run them, they do not fit into memory, or ranks of a
                 pipeline have different ones.
         """
-        metas = [m.meta for m in microbatches]
+        metas = [m.task_meta for m in microbatches]
         if self._shared is None:
             (planned_metas, plan), self._ahead = self._ahead, ([], None)
             if plan is not None and planned_metas == metas:
@@ -268,7 +268,7 @@ class StepPlanner:
         if not self._learns and self._monitor is None:
             return
         graph = outcome.plan.graph
-        metas = [m.meta for m in microbatches]
+        metas = [m.task_meta for m in microbatches]
         targets = [m.target_count for m in microbatches]
         flops = task_durations(graph, self._pipeline.descriptions, metas, targets)
         every = self._of_all_ranks(rank_totals(outcome.result.records or (), graph, flops), graph)
@@ -315,7 +315,7 @@ class StepPlanner:
         """Pictures and records of a step into a directory; collective over all ranks."""
         save_timeline(directory, step, outcome, microbatches, self._mesh)
         if self._mesh.rank == 0:
-            metas = [m.meta for m in microbatches]
+            metas = [m.task_meta for m in microbatches]
             flops = task_durations(outcome.plan.graph, self._pipeline.descriptions, metas)
             reorders = self._searches and self._config.schedule == "searched"
             plot = plot_schedules if reorders else plot_prediction

@@ -76,16 +76,20 @@ def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
     return {LLM: generator.text_loss_weight, GENERATOR: generator.loss_weight}
 
 
-def torn_samples(own: Mapping[str, str], mesh: ParallelMesh) -> dict[str, str]:
-    """What ranks with the same samples could not decode, the same on all of them; collective over
-    all ranks.
+def torn_samples(
+    own: Mapping[str, str], mesh: ParallelMesh, *, of_all_ranks: bool = False
+) -> dict[str, str]:
+    """Return the samples that could not be decoded, with reasons; collective over all ranks.
 
     Args:
         own: reasons by "source[index]" of samples that this rank could not decode.
+        of_all_ranks: Whether to return the samples of all ranks of the run, instead of the ranks
+            with the same samples.
     """
     texts = gather_texts(json.dumps(own))
     found: dict[str, str] = {}
-    for rank in sorted(rank for alike in mesh.plan_ranks for rank in alike):
+    alike = sorted(rank for ranks in mesh.plan_ranks for rank in ranks)
+    for rank in range(mesh.world_size) if of_all_ranks else alike:
         found = {**json.loads(texts[rank]), **found}
     return dict(sorted(found.items()))
 

@@ -309,7 +309,9 @@ class Trainer:
             self._undone = f". Data for step {step} did not come; see the ranks' logs"
             return None, True
         if agreed.torn:
-            batch = parts.loader.settle(batch, torn_samples(batch.torn, parts.mesh))
+            balanced = batch.encoded is not None
+            torn = torn_samples(batch.torn, parts.mesh, of_all_ranks=balanced)
+            batch = parts.loader.settle(batch, torn)
             agreed = self._agree(batch)
         self._corrupt.add(agreed.skipped, agreed.samples)
 

@@ -8,6 +8,7 @@ import pytest
 import tomli
 from rich.console import Console
 
+from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.records import read_records
@@ -57,6 +58,9 @@ tokens = 16
 images = [0, 12]
 """
 
+ENCODER = "hidden_size = 1024\nintermediate_size = 4096\nnum_hidden_layers = 8"
+"""An encoder whose time does not consist of kernel launches."""
+
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
@@ -75,6 +79,34 @@ def test_images_of_many_sizes_need_an_encoder_that_reads_them(recipe_file):
     text = recipe_file.read_text().replace("patches = 16\ntokens", "patches = [4, 16]\n# tokens")
     with pytest.raises(ConfigError, match=r"simulation.images.vision: .* brings all images to one"):
         Forecaster(Recipe.model_validate(tomli.loads(text)), 8, load_profile("a100"))
+
+
+def test_forecast_of_balanced_images_is_faster(recipe_file, monkeypatch):
+    text = recipe_file.read_text().replace("pipeline = 4", 'schedule = "1f1b"')
+    for small, large in (
+        ("image_size = 64", "image_size = 448"),
+        ("patches = 16", "patches = 784"),
+        ("hidden_size = 256\nintermediate_size = 512\nnum_hidden_layers = 4", ENCODER),
+    ):
+        text = text.replace(small, large)
+    recipe = Recipe.model_validate(tomli.loads(text))
+
+    def forecast(balance: str) -> tuple[Forecaster, Forecast]:
+        data = recipe.data.model_copy(update={"balance": balance})
+        own = recipe.model_copy(update={"data": data})
+        forecaster = Forecaster(own, 8, load_profile("a100"))
+        return forecaster, forecaster.forecast()
+
+    _, natural = forecast("none")
+    forecaster, balanced = forecast("images")
+    assert balanced.iteration_ms < natural.iteration_ms
+    counts = [[meta.images_of("vision") for meta in share] for share in forecaster._shares]
+    packs = forecaster.sample.packs
+    assert sum(map(sum, counts)) == sum(pack.images_of("vision") for pack in packs)
+    assert all(max(column) - min(column) <= 1 for column in zip(*counts, strict=True))
+    monkeypatch.setattr(CostModel, "transfers_ms", lambda self, sent, links: [0.0] * len(sent))
+    _, free = forecast("images")
+    assert free.iteration_ms < balanced.iteration_ms
 
 
 def test_every_schedule_is_planned_and_rated(recipe):

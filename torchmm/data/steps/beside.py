@@ -19,12 +19,13 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from torchmm.common.errors import TorchmmError
 from torchmm.common.processes import StepWork, fork_server, make_worker_setup
-from torchmm.data.items import PackItems
+from torchmm.data.items import EncodedImages, PackItems
 from torchmm.data.steps.shuffling import Int64s
 from torchmm.data.steps.step_packs import Position, Steps, StepSamples
 
@@ -47,6 +48,24 @@ class _Share(NamedTuple):
     skipped: list[str]
     state: dict[str, Any]
     epoch: float
+    encoded: list[EncodedImages] | None
+    """Images that the rank encodes, if they are balanced."""
+
+    def step(self) -> StepSamples:
+        """Return the step, of which only the part of this rank is known."""
+        encoded = None if self.encoded is None else partial(_same, self.encoded)
+        return StepSamples(
+            self.packs.__getitem__,
+            self.places_RMB,
+            self.skipped,
+            self.state,
+            self.epoch,
+            encoded,
+        )
+
+
+def _same(encoded: list[EncodedImages], rank: int) -> list[EncodedImages]:
+    return encoded
 
 
 class StepsBeside:
@@ -153,9 +172,8 @@ class _Process:
             raise StopIteration
         if isinstance(found, Exception):
             raise found
-        return StepSamples(
-            found.packs.__getitem__, found.places_RMB, found.skipped, found.state, found.epoch
-        )
+        assert isinstance(found, _Share)
+        return found.step()
 
     def close(self) -> None:
         """Ends it."""
@@ -188,6 +206,7 @@ def plan_steps(
                     step.skipped,
                     step.state,
                     step.epoch,
+                    None if step.encoded is None else step.encoded(position.rank),
                 )
             )
         connection.send(None)

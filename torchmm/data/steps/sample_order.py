@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torchmm.data.steps.balanced import BalancedSteps
 from torchmm.data.steps.order import Feed, Mixture, Stage
 from torchmm.data.steps.step_packs import Position, StepSequence
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig
@@ -57,7 +58,7 @@ class SampleOrder:
         Raises:
             CheckpointError: the position belongs to other data.
         """
-        return StepSequence(
+        steps = StepSequence(
             self.mixture(),
             training,
             open_packs=data.open_packs,
@@ -70,6 +71,9 @@ class SampleOrder:
             content=self.identity,
             resume_changed=position.resume_changed,
         )
+        if position.balance is None:
+            return steps
+        return BalancedSteps(steps, position.balance, training.sequence_length)
 
 
 def _weight(config: SourceConfig, size: int | None) -> float:

@@ -29,7 +29,7 @@ from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import first_of
 from torchmm.data.identity import comparable, find_changes, same_stream
-from torchmm.data.items import Item, PackItems, microbatch_meta
+from torchmm.data.items import EncodedImages, Item, PackItems, microbatch_meta
 from torchmm.data.steps.order import Drawn, Mixture, joined
 from torchmm.data.steps.packing import Packer, members
 from torchmm.data.steps.shuffling import Int64s
@@ -45,6 +45,10 @@ Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]
 """From the packs of a global batch, each as a separate microbatch, to their indices by rank and
 microbatch."""
 
+Balance = Callable[[Sequence[MicrobatchMeta]], dict[str, list[int]]]
+"""From one microbatch of every rank to the rank that encodes each image, by encoder, in the order
+of the ranks."""
+
 
 class Position(NamedTuple):
     """Where a rank's steps begin, and which part of them is its own.
@@ -55,6 +59,7 @@ class Position(NamedTuple):
         state: of an earlier sequence, to continue from.
         arrange: which pack goes where; None: in natural order.
         resume_changed: continue from `state` even if it is of other data.
+        balance: Assigns images to ranks; None: each rank encodes its own.
     """
 
     rank: int = 0
@@ -62,6 +67,7 @@ class Position(NamedTuple):
     state: dict[str, Any] | None = None
     arrange: Arrange | None = None
     resume_changed: bool = False
+    balance: Balance | None = None
 
 
 class Steps(Protocol):
@@ -104,6 +110,8 @@ class StepSamples:
     """The planner's state after this step."""
     epoch: float
     """Passes over the source with the fewest passes that are trained on after this step."""
+    encoded: Callable[[int], list[EncodedImages]] | None = None
+    """Return the images that a rank encodes in each microbatch; None: those of its own packs."""
 
     @property
     def ranks(self) -> ByRank[list[PackItems]]:
@@ -111,10 +119,14 @@ class StepSamples:
         return ByRank(len(self.places_RMB), self._share)
 
     def metas(self, sequence_length: int) -> ByRank[MicrobatchMeta]:
-        """Metadata of every microbatch, by rank."""
+        """Return the sizes of the tasks of every microbatch, by rank."""
 
         def of(rank: int) -> list[MicrobatchMeta]:
-            return [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
+            metas = [microbatch_meta(packs, sequence_length) for packs in self._share(rank)]
+            if self.encoded is None:
+                return metas
+            every = self.encoded(rank)
+            return [each.task_meta(meta) for each, meta in zip(every, metas, strict=True)]
 
         return ByRank(len(self.places_RMB), of)
 

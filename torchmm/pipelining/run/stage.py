@@ -41,6 +41,7 @@ from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.token_cache import PackedCache
 from torchmm.models.llm import Given, LlmModule
 from torchmm.parallel.activation import host_inputs, set_layer_modes
+from torchmm.parallel.exchange import FeatureRanks
 from torchmm.parallel.fsdp import Sharding
 from torchmm.parallel.host_inputs import Waiting
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
@@ -186,6 +187,11 @@ class LlmStage(PipelineStage):
 
     module: LlmModule
 
+    def __init__(self, module: LlmModule, sharding: Sharding | None = None) -> None:
+        super().__init__(module, sharding)
+        self.feature_ranks: FeatureRanks | None = None
+        """Ranks that encode the images of each other. If None, those that share rows."""
+
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
@@ -228,9 +234,10 @@ class LlmStage(PipelineStage):
         for message, (features,) in zip(graph.incoming(task), inputs, strict=True):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
         found = {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
+        ranks = self.feature_ranks or self.module.row_ranks
         for name, route in routes.items():
-            assert self.module.row_ranks is not None
-            found[name] = self.module.row_ranks.features(found[name], route)
+            assert ranks is not None
+            found[name] = ranks.features(found[name], route)
         return microbatch, found
 
     def tied_parameter(self) -> nn.Parameter:

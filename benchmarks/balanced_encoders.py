@@ -1,0 +1,312 @@
+"""FSDP2 with and without `data.balance = "images"`, for image counts of PipeWeaver's VLM-S.
+
+    python benchmarks/balanced_encoders.py --quick
+
+Ranks of FSDP2 wait for each other in every layer, so a microbatch takes as long as the encoder of
+the slowest rank. "sleeping": layers of a tiny model sleep for as long as they would compute, with
+0.7 of the work in the encoder as in VLM-S; processes, FSDP2 and messages over gloo are real.
+"computing": two ranks compute. "lockstep CPU" is the CPU time of the slowest rank, summed over
+microbatches, which other programs on the machine do not change. Programs take turns on each step;
+ratios are medians of runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from documents import Sample
+from support.balanced_microbatches import balanced_microbatch
+from support.harness import Row, describe_machine, make_parser, report
+from support.models.pipeline_model import IMAGE_TOKENS, Size, make_microbatch
+from support.ranks import Comparison, Stopwatch, run_ranks
+from torch import Tensor, nn
+
+from torchmm.balance.image_shares import ImageBalance, assign_images
+from torchmm.balance.simulation.workload import sample_microbatches
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.data.items import Item
+from torchmm.data.steps.balanced import encoded_images
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.exchange import data_parallel_exchange
+from torchmm.parallel.mesh import build_mesh
+from torchmm.pipelining.plan.actions import COMPUTE
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
+from torchmm.training.pipeline import Pipeline
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "papers" / "pipeweaver_vlm_s.toml"
+SHORTEN = 4
+"""Image counts are divided by this."""
+TOKENS = 48 // SHORTEN * IMAGE_TOKENS + 64
+ENCODER_SHARE = 0.7
+"""Of the work of VLM-S."""
+MANY_RANKS = 1024
+QUIET = 0.3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How long to measure what.
+
+    Attributes:
+        worlds: Numbers of sleeping ranks.
+        image_layer_s: Sleep of an encoder layer in the forward pass of an image; twice in backward.
+    """
+
+    worlds: tuple[int, ...]
+    microbatches: int
+    steps: int
+    runs: int
+    image_layer_s: float
+    sleeping: Size
+    computing: Size
+    patience_s: float
+
+
+FULL = Setting((2, 4, 8), 8, 4, 5, 4e-3, Size(4, 4, 32, 32), Size(4, 4, 96, 96), 600)
+QUICK = Setting((2, 4), 4, 1, 2, 6e-3, Size(2, 2, 32, 32), Size(2, 2, 64, 64), 0)
+
+
+def image_counts(steps: int, microbatches: int, ranks: int) -> np.ndarray:
+    """(steps, microbatches, ranks): images of each sequence, drawn as in the recipe."""
+    shape = (steps, microbatches, ranks)
+    metas = sample_vlm_s(int(np.prod(shape)))
+    return np.array([meta.image_count // SHORTEN for meta in metas]).reshape(shape)
+
+
+def sample_vlm_s(count: int) -> list[MicrobatchMeta]:
+    """Sequences of VLM-S."""
+    recipe = load_recipe(RECIPE).recipe
+    return sample_microbatches(
+        recipe.simulation,
+        count,
+        sequence_length=recipe.training.sequence_length,
+        microbatch_size=1,
+        first=0,
+    )
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps in the forward pass, and twice as long in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return hidden.clone()  # FSDP2 warns about views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradients[0], None
+
+
+def put_to_sleep(model: MultimodalModel, images: float, image_layer_s: float) -> None:
+    """Lets layers sleep.
+
+    Args:
+        images: Mean number of images of a microbatch.
+    """
+    vision, llm = model.modality_modules()
+    mean_s = images * image_layer_s * len(vision.layers)
+    llm_s = mean_s * (1 - ENCODER_SHARE) / ENCODER_SHARE / len(llm.layers)
+
+    def sleep(layer: nn.Module, image_s: float, fixed_s: float) -> None:
+        def after(module: nn.Module, inputs: Any, output: Any) -> Any:
+            hidden = output if isinstance(output, Tensor) else output[0]
+            slept = _Sleep.apply(hidden, fixed_s + image_s * hidden.shape[0])
+            return slept if isinstance(output, Tensor) else (slept, *output[1:])
+
+        layer.register_forward_hook(after)
+
+    for layer in vision.layers:
+        sleep(layer, image_layer_s, 0.0)
+    for layer in llm.layers:
+        sleep(layer, 0.0, llm_s)
+
+
+class Steps:
+    """Steps of one rank, balanced or not."""
+
+    def __init__(self, name: str, pipeline: Pipeline, steps: Sequence[Sequence[Microbatch]]):
+        self.name, self.pipeline, self.steps = name, pipeline, steps
+
+    def step(self, index: int) -> float:
+        """Seconds in which the rank computed, or slept, with waits for other ranks in layers."""
+        return self._run(self.steps[index])
+
+    def _run(self, microbatches: Sequence[Microbatch]) -> float:
+        result = self.pipeline.run(self.pipeline.plan_training(microbatches), microbatches)
+        done = (r for r in result.records or () if r.action.type in COMPUTE)
+        return sum(r.end_ms - r.start_ms for r in done) / 1e3
+
+    def lockstep_cpu_s(self) -> float:
+        """CPU time of the slowest rank, summed over the microbatches of all steps."""
+        own = []
+        for microbatch in (m for step in self.steps for m in step):
+            begin_s = time.process_time()
+            self._run([microbatch])
+            own.append(time.process_time() - begin_s)
+        slowest = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return float(slowest.sum())
+
+
+class Traffic(NamedTuple):
+    """Messages of a rank in a step, mean over ranks and steps."""
+
+    exchanges: float
+    feature_bytes: float
+    parameter_bytes: float
+    """Gathered in forward and backward, and gradients reduced, by FSDP2."""
+
+
+class Found(NamedTuple):
+    """Results of one world."""
+
+    comparison: Comparison
+    lockstep_cpu_s: dict[str, float]
+    traffic: Traffic
+
+
+def run(setting: Setting, computing: bool) -> Found:
+    """What one rank does."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    counts = image_counts(setting.steps, setting.microbatches, ranks)
+    size = setting.computing if computing else setting.sleeping
+    model = size.build()
+    if not computing:
+        put_to_sleep(model, float(counts.mean()), setting.image_layer_s)
+    config = ParallelConfig(shard=ranks)
+    mesh = build_mesh(config, torch.device("cpu"))
+    modules = [module.describe() for module in model.modality_modules()]
+    every = [
+        [make_microbatch([Sample(int(n), TOKENS)], i, TOKENS) for i, n in enumerate(row)]
+        for row in counts.reshape(-1, ranks)
+    ]
+    layout = plan_layout(config, modules, [m.meta for row in every for m in row])
+    stages = cut_for_rank(model, layout, 0)
+    parameters = sum(p.numel() for p in model.parameters())
+    recompute, compiles = ActivationCheckpointConfig(), CompileConfig(enabled=False)
+    parallelize(model, mesh, config, recompute, compiles, torch.float32)
+    exchange = data_parallel_exchange(mesh)
+    pipelines = [
+        Pipeline(model, stages, layout, modules, config, mesh, torch.float32, ranks_of_features)
+        for ranks_of_features in (None, exchange)
+    ]
+    balance = ImageBalance(tuple(module for module in modules if module.kind == "encoder"))
+    plain = [row[rank] for row in every]
+    balanced = [balanced_microbatch(row, balance, rank) for row in every]
+    programs = [
+        Steps(name, pipeline, _in_steps(own, setting.microbatches))
+        for name, pipeline, own in zip(
+            ("plain", "balanced"), pipelines, (plain, balanced), strict=True
+        )
+    ]
+    watch = Stopwatch(setting.patience_s, QUIET)
+    comparison = watch.compare(programs, setting.steps, setting.runs)
+    cpu_s = {p.name: p.lockstep_cpu_s() for p in programs} if computing else {}
+    sent = sum(
+        sum(tokens for home, tokens in _sent(microbatch) if home != rank) for microbatch in balanced
+    )
+    width = model.llm.text_config.hidden_size
+    total = torch.tensor(2.0 * 4 * sent * width)
+    dist.all_reduce(total)
+    traffic = Traffic(
+        2.0 * setting.microbatches,
+        float(total) / ranks / setting.steps,
+        3.0 * 4 * parameters * (ranks - 1) / ranks * setting.microbatches,
+    )
+    return Found(comparison, cpu_s, traffic)
+
+
+def _in_steps(microbatches: Sequence[Microbatch], count: int) -> list[list[Microbatch]]:
+    return [list(microbatches[i : i + count]) for i in range(0, len(microbatches), count)]
+
+
+def _sent(microbatch: Any) -> list[tuple[int, int]]:
+    """Rank that each image goes to, and its tokens."""
+    images = microbatch.task_meta.images_read_by("vision")
+    homes = microbatch.read_for["vision"]
+    return [(home, image.tokens) for home, image in zip(homes, images, strict=True)]
+
+
+def rows_of(case: str, found: Found) -> list[Row]:
+    """Rows of one world."""
+    times = found.comparison
+    rows = [
+        Row(case, "speed ratio", "x", times.speed_ratio("balanced", "plain"), 1.0, goal=1.3),
+        Row(
+            case, "step time", "s", times.wall_s("balanced"), times.wall_s("plain"), better="lower"
+        ),
+    ]
+    if found.lockstep_cpu_s:
+        ours, plain = (found.lockstep_cpu_s[name] for name in ("balanced", "plain"))
+        rows.append(Row(case, "lockstep CPU", "s", ours, plain, better="lower"))
+    traffic = found.traffic
+    rows += [
+        Row(case, "feature exchanges of a step", "messages", traffic.exchanges, 0.0),
+        Row(case, "features and gradients sent by a rank in a step", "MB",
+            traffic.feature_bytes / 1e6, 0.0, better="lower"),
+        Row(case, "parameters and gradients of FSDP2", "MB", traffic.parameter_bytes / 1e6,
+            traffic.parameter_bytes / 1e6, better="lower"),
+    ]  # fmt: skip
+    return rows
+
+
+def host_rows(microbatches: int) -> list[Row]:
+    """CPU time of the assignment for `MANY_RANKS`, which a process beside training does."""
+    metas = sample_vlm_s(MANY_RANKS)
+    vision, _ = (module.describe() for module in Size(2, 2, 32, 32).build().modality_modules())
+    balance = ImageBalance((vision,))
+    balance(metas)  # sizes of images become known once
+    packs = [[[Item(0, 0, sample) for sample in meta.samples]] for meta in metas]
+    times: dict[str, list[float]] = {"assignment": [], "assignment and images of a rank": []}
+    for _ in range(microbatches):
+        begin_s = time.process_time()
+        owners = balance(metas)
+        times["assignment"].append(time.process_time() - begin_s)
+        encoded_images(packs, metas, owners, 7)
+        times["assignment and images of a rank"].append(time.process_time() - begin_s)
+    case = f"{MANY_RANKS} ranks, {sum(meta.image_count for meta in metas)} images"
+    rows = [
+        Row(case, f"{name}, a microbatch", "ms", 1e3 * min(found), goal=5.0, better="lower")
+        for name, found in times.items()
+    ]
+    costs = balance.costs(vision, metas)
+    work = np.zeros(MANY_RANKS)
+    np.add.at(work, assign_images(costs), [cost for own in costs for cost in own])
+    slowest = float(work.max() / work.mean())
+    natural = max(map(sum, costs)) / float(work.mean())
+    rows.append(Row(case, "work of the slowest rank / mean", "x", slowest, natural, better="lower"))
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    arguments = make_parser(__doc__ or "").parse_args()
+    setting = QUICK if arguments.quick else FULL
+    cases = {f"{ranks} sleeping ranks": (ranks, False) for ranks in setting.worlds}
+    cases["2 computing ranks"] = (2, True)
+    rows = host_rows(2 if arguments.quick else 8)
+    for case, (ranks, computing) in cases.items():
+        found = run_ranks(run, ranks, setting, computing)
+        rows += rows_of(case, found)
+        print(f"{case}: {found.comparison}")
+    title = f"Balanced encoders; {describe_machine(torch.device('cpu'))}"
+    report(title, rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Ranks that encode images of each other give the loss and gradients of one process."""
+
+from dataclasses import dataclass
+
+import pytest
+from launch import run_distributed
+from microbatches import composite_model, with_patches
+from test_layouts import Case, compare_all
+
+from torchmm.common.batch import Microbatch
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
+from torchmm.parallel.exchange import FeatureRanks
+from torchmm.recipe.model_section import FreezeConfig
+
+
+@dataclass(frozen=True)
+class CompositeCase(Case):
+    """A layout of a model with other encoders."""
+
+    composite: str = ""
+
+    @property
+    def batch(self) -> list[Microbatch]:
+        return [with_patches(microbatch, self.composite) for microbatch in super().batch]
+
+    def model(self) -> MultimodalModel:
+        config = composite_model(self.composite, 3, 4)
+        return build_model(config, FreezeConfig(modules=list(self.freeze)))
+
+
+COMPOSITES = [
+    CompositeCase("deepstack", shard=2, balance=True, composite="qwen3_vl"),
+    CompositeCase("two encoders", shard=2, balance=True, composite="qwen2_5_omni_thinker"),
+    CompositeCase(
+        "two encoders and deepstack",
+        shard=2,
+        balance=True,
+        composite="qwen3_omni_moe_thinker",
+        freeze=("vision",),
+    ),
+    CompositeCase("audio", shard=2, balance=True, composite="voxtral"),
+]
+
+CASES_OF_2 = [
+    Case("fsdp2", shard=2, balance=True),
+    Case("fsdp2, no image anywhere", shard=2, images=(0,) * 8, balance=True),
+    Case("fsdp2, images on one rank", shard=2, images=(5, 0, 4, 0), balance=True),
+    Case("fsdp2, one image", shard=2, images=(0, 0, 0, 1), balance=True),
+    Case("replicate2", replicate=2, balance=True),
+    Case("fsdp2, full recomputation", shard=2, recompute="full", balance=True),
+    Case("fsdp2, selective recomputation", shard=2, recompute="selective", balance=True),
+    Case("fsdp2, tower frozen", shard=2, freeze=("vision",), balance=True),
+    Case("fsdp2, LLM frozen", shard=2, freeze=("llm",), balance=True),
+    Case("fsdp2, encoder frozen", shard=2, freeze=("vision", "vision.connector"), balance=True),
+    Case("fsdp2, adapters", shard=2, adapters=("llm", "vision"), balance=True),
+    Case("ep2", shard=2, llm="qwen3_moe", pipeline={"expert": 2}, balance=True),
+    Case(
+        "fsdp2, gathered once per step",
+        shard=2,
+        pipeline={"reshard_after_forward": "never"},
+        balance=True,
+    ),
+]
+CASES_OF_4 = [
+    Case("fsdp4", shard=4, balance=True),
+    Case("hsdp 2x2", replicate=2, shard=2, balance=True),
+    Case("hsdp 2x2, tower frozen", replicate=2, shard=2, freeze=("vision",), balance=True),
+    Case("fsdp2 x tp2", shard=2, tensor=2, balance=True),
+    Case("fsdp2 x tp2, sequence parallel", 1, 2, 2, True, "full", balance=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, [*CASES_OF_2[:5], *COMPOSITES[:2]]),
+        pytest.param(2, COMPOSITES, marks=pytest.mark.campaign),
+        pytest.param(2, CASES_OF_2, marks=pytest.mark.campaign),
+        pytest.param(4, CASES_OF_4, marks=pytest.mark.campaign),
+    ],
+)
+def test_balanced_encoders_equal_single_process(ranks, cases):
+    for outcomes in zip(*run_distributed(compare_all, ranks, cases), strict=True):
+        for name, loss_error, norm_error, gradient_errors in outcomes:
+            assert loss_error <= 1e-5, (name, loss_error)
+            assert norm_error <= 1e-5, (name, norm_error)
+            assert gradient_errors == {}, (name, gradient_errors)
+
+
+def test_features_of_other_tokens_are_found():
+    for [(_, loss_error, _, _)] in run_distributed(_compare_with_wrong_features, 2):
+        assert loss_error > 1e-4
+
+
+def _compare_with_wrong_features():
+    right = FeatureRanks.features
+    FeatureRanks.features = lambda self, found_KD, route: right(self, found_KD, route).roll(4, 0)
+    return compare_all(CASES_OF_2[:1])

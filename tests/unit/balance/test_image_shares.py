@@ -1,0 +1,53 @@
+"""Assignment of images to data-parallel ranks."""
+
+from itertools import product
+from random import Random
+
+import pytest
+
+from torchmm.balance.image_shares import assign_images, balanced_metas
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+
+
+def slowest(costs: list[list[int]], owners: list[int]) -> int:
+    work = [0] * len(costs)
+    for cost, owner in zip((c for own in costs for c in own), owners, strict=True):
+        work[owner] += cost
+    return max(work)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_assignment_is_near_optimal(seed):
+    rng = Random(seed)
+    ranks = rng.choice((2, 3))
+    costs = [[rng.randint(1, 30) for _ in range(rng.randint(0, 4))] for _ in range(ranks)]
+    count = sum(map(len, costs))
+    best = min(slowest(costs, list(o)) for o in product(range(ranks), repeat=count))
+    found = slowest(costs, assign_images(costs))
+    assert best <= found <= (4 / 3) * best
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_equal_images_stay_on_their_ranks(count):
+    owners = assign_images([[7] * count for _ in range(4)])
+    assert owners == [rank for rank in range(4) for _ in range(count)]
+
+
+def test_only_surplus_images_move():
+    owners = assign_images([[3] * 6, [3] * 2])
+    assert sorted(owners) == [0] * 4 + [1] * 4
+    assert owners[6:] == [1, 1]
+
+
+def test_balanced_sizes_keep_tokens_and_images():
+    small, large = ImageMeta(0, 0, 4, 1), ImageMeta(0, 0, 16, 4, encoder="audio")
+    metas = [
+        MicrobatchMeta((SampleMeta("a", 0, 9, (small, large, small), "vision"),), 12),
+        MicrobatchMeta((SampleMeta("a", 1, 7),), 12),
+    ]
+    first, second = balanced_metas(metas, {"vision": [1, 0], "audio": [1]})
+    assert [meta.tokens for meta in (first, second)] == [12, 12]
+    assert [meta.used_tokens for meta in (first, second)] == [9, 7]
+    assert (first.patches("vision"), second.patches("vision")) == ([4], [4])
+    assert (first.patches("audio"), second.patches("audio")) == ([], [16])
+    assert first.balanced and second.balanced

@@ -1,0 +1,212 @@
+"""Loaders of ranks that encode images of each other: pixels, routes, corrupt samples, resume."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
+
+from torchmm.balance.image_shares import balanced_metas
+from torchmm.common.batch import EncoderInputs, MicrobatchMeta
+from torchmm.common.generated import GeneratorSpec
+from torchmm.common.row_slices import Reads, Share, exchanged_row
+from torchmm.data.loader import Loader, StepBatch, build_loader
+from torchmm.recipe.data_section import SourceConfig
+
+RANKS = 2
+TORN = (0, 3, 11, 13, 17)
+"""Images of captions, of documents, and one that is generated."""
+
+
+def alternate(metas: list[MicrobatchMeta]) -> dict[str, list[int]]:
+    """Image after image to the last and the first rank, whatever they cost."""
+    count = sum(meta.images_of("vision") for meta in metas)
+    return {"vision": [(RANKS - 1 - number) % RANKS for number in range(count)]}
+
+
+@pytest.fixture
+def make(tmp_path, tokenizer, text_spec):
+    """Builds the loader of a rank: captions, documents with two images, text, generated images."""
+    for number in range(24):
+        (tmp_path / f"{number}.png").write_bytes(png(20 + number, 24 + 3 * (number % 5), number))
+    captions = [{"image": f"{n}.png", "text": caption(n)} for n in range(10)]
+    documents = [
+        {"images": [f"{n}.png", None, f"{n + 1}.png", None], "texts": [None, "one", None, "two"]}
+        for n in range(10, 16, 2)
+    ]
+    texts = [{"text": caption(n) + " and no image at all"} for n in range(6)]
+    drawn = [{"image": f"{n}.png", "text": caption(n)} for n in range(16, 24)]
+    sources = [
+        SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", captions + documents)), name="a"),
+        SourceConfig(
+            path=str(write_jsonl(tmp_path / "b.jsonl", drawn)), name="b", generate="image"
+        ),
+        SourceConfig(path=str(write_jsonl(tmp_path / "c.jsonl", texts)), name="c"),
+    ]
+
+    def build(
+        rank: int = 0, ranks: int = RANKS, balance=alternate, spec=CLIP, positions="1d", **options
+    ) -> Loader:
+        return build_loader(
+            data_config(tmp_path, *sources, shuffle=False, workers=options.pop("workers", 0)),
+            training(global_batch_size=4, microbatch_size=1, sequence_length=64),
+            text_spec=replace(text_spec, positions=positions),
+            image_specs={"vision": spec},
+            tokenizer=tokenizer,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            state=options.pop("state", None),
+            generator_spec=GeneratorSpec(size_px=16, patch_size_px=8),
+            balance=balance,
+            **options,
+        )
+
+    return build
+
+
+def batches_of(loader: Loader, count: int = 1) -> list[StepBatch]:
+    found = list(islice(loader.batches(), count))
+    assert all(batch is not None for batch in found)
+    return found
+
+
+def one_by_one(inputs: EncoderInputs | None) -> list[torch.Tensor]:
+    """Values of each image."""
+    if inputs is None:
+        return []
+    values = inputs.values()
+    return [values.select(range(i, i + 1)).pixels for i in range(len(inputs.grids_thw))]
+
+
+def arriving(balanced: list[StepBatch], number: int, rank: int) -> list[torch.Tensor]:
+    """Images of a microbatch of a rank, from the ranks that encode them, as features travel."""
+    found = []
+    for batch in balanced:
+        microbatch = batch.microbatches[number]
+        images = one_by_one(microbatch.read.get("vision"))
+        homes = microbatch.read_for["vision"]
+        found += [image for image, home in zip(images, homes, strict=True) if home == rank]
+    return found
+
+
+def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
+    """Balanced batches of all ranks have the samples and images of plain ones."""
+    for rank, (ours, theirs) in enumerate(zip(balanced, plain, strict=True)):
+        for number, (own, whole) in enumerate(
+            zip(ours.microbatches, theirs.microbatches, strict=True)
+        ):
+            for key in ("input_ids_T", "targets_T", "position_ids", "target_positions_L"):
+                assert torch.equal(getattr(own, key), getattr(whole, key)), key
+            assert own.meta == whole.meta and own.cu_seqlens == whole.cu_seqlens
+            assert own.generated_count == whole.generated_count
+            row = exchanged_row(own, RANKS)
+            order = sorted(range(len(own.read_by["vision"])), key=own.read_by["vision"].__getitem__)
+            wanted = one_by_one(whole.encoders.get("vision"))
+            found = arriving(balanced, number, rank)
+            assert len(found) == len(wanted) == len(order)
+            for image, place in zip(found, order, strict=True):
+                assert torch.equal(image, wanted[place])
+            tokens = [image.tokens for image in whole.meta.images_read_by("vision")]
+            if whole.encoders:
+                places = whole.encoders["vision"].positions_K.split(tokens)
+                arrived = torch.cat([places[image] for image in order])
+                assert torch.equal(row.for_llm().encoders["vision"].positions_K, arrived)
+            assert sum(row.row.routes["vision"].received) == sum(tokens)
+            assert len(row.row.routes["vision"].rows_K) == sum(
+                image.tokens for image in own.task_meta.images_read_by("vision")
+            )
+
+
+@pytest.mark.parametrize(
+    ("spec", "positions"),
+    [(CLIP, "1d"), (NAFLEX, "1d"), (QWEN, "mrope")],
+    ids=["fixed", "patches", "mrope"],
+)
+def test_balanced_ranks_decode_every_image_once(make, spec, positions):
+    options = {"spec": spec, "positions": positions}
+    plain = [batches_of(make(r, balance=None, **options))[0] for r in range(RANKS)]
+    balanced = [batches_of(make(r, **options))[0] for r in range(RANKS)]
+    assert_same_work(balanced, plain)
+    counts = [sum(len(m.meta.samples) > 0 for m in b.microbatches) for b in plain]
+    assert min(counts) > 0
+    assert sum(b.decoded_images for b in balanced) == sum(b.decoded_images for b in plain)
+    moved = [
+        home != rank
+        for rank, batch in enumerate(balanced)
+        for microbatch in batch.microbatches
+        for home in microbatch.read_for["vision"]
+    ]
+    assert any(moved)
+
+
+def test_balanced_loader_knows_its_tasks_in_advance(make):
+    loader = make(1)
+    metas = loader.next_metas()
+    [batch] = batches_of(loader)
+    assert metas is not None
+    assert metas[1] == [microbatch.task_meta for microbatch in batch.microbatches]
+    assert all(meta.balanced for meta in metas[1])
+    plain = make(1, balance=None).next_metas()
+    assert plain is not None
+    for number, own in enumerate(metas[1]):
+        of_ranks = [share[number] for share in plain]
+        assert balanced_metas(of_ranks, alternate(of_ranks))[1] == own
+    for microbatch in batch.microbatches:
+        images = microbatch.task_meta.images_of("vision")
+        assert images == len(microbatch.read_for["vision"])
+        assert microbatch.task_meta.used_tokens == microbatch.meta.used_tokens
+
+
+@pytest.mark.parametrize(
+    ("spec", "positions"), [(CLIP, "1d"), (QWEN, "mrope")], ids=["fixed", "mrope"]
+)
+def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
+    options = {"spec": spec, "positions": positions}
+    for number in TORN:
+        file = tmp_path / f"{number}.png"
+        file.write_bytes(file.read_bytes()[:-700])
+    plain = [next(iter(make(r, balance=None, **options))) for r in range(RANKS)]
+    loaders = [make(r, **options) for r in range(RANKS)]
+    balanced = [batches_of(loader)[0] for loader in loaders]
+    torn = {name: why for batch in balanced for name, why in batch.torn.items()}
+    assert torn
+    settled = [loader.settle(b, torn) for loader, b in zip(loaders, balanced, strict=True)]
+    assert_same_work(settled, plain)
+    for ours, theirs in zip(settled, plain, strict=True):
+        assert sorted(ours.skipped) == sorted(theirs.skipped)
+    with pytest.raises(AssertionError):
+        # A rank that does not learn of them trains on other samples.
+        fresh = [batches_of(make(r, **options))[0] for r in range(RANKS)]
+        assert_same_work(fresh, plain)
+
+
+def test_balanced_loader_resumes_exactly(make):
+    first, second, third = batches_of(make(1), 3)
+    [again] = batches_of(make(1, state=second.state))
+    assert first.state != second.state
+    for ours, theirs in zip(again.microbatches, third.microbatches, strict=True):
+        assert torch.equal(ours.input_ids_T, theirs.input_ids_T)
+        assert ours.task_meta == theirs.task_meta
+        pairs = (one_by_one(m.read.get("vision")) for m in (ours, theirs))
+        assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def test_tensor_parallel_ranks_share_balanced_images(make):
+    [whole] = batches_of(make(1))
+    parts = [batches_of(make(1, reads=Reads({"vision": Share(p, 2)})))[0] for p in range(2)]
+    for number, microbatch in enumerate(whole.microbatches):
+        inputs = [part.microbatches[number].read.get("vision") for part in parts]
+        held = [image for each in inputs if each is not None for image in each.held]
+        assert held == list(range(len(microbatch.read_for["vision"])))
+        rows = [each.pixels for each in inputs if each is not None]
+        if rows:
+            assert torch.equal(torch.cat(rows), microbatch.read["vision"].pixels)
+
+
+def test_step_bytes_of_balanced_share_match(make):
+    loader = make(0)
+    [batch] = batches_of(loader)
+    step = next(iter(loader._queue))
+    nbytes = sum(m.nbytes - m.target_positions_L.nbytes for m in batch.microbatches)
+    assert loader._decoder.step_bytes(step) == nbytes
