@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,14 @@ from support.cases.plain_methods import (
     with_values,
 )
 from support.cases.search_stand_in import Candidate, search_plans
-from support.harness import Row, describe_machine, make_parser, report
+from support.harness import (
+    Row,
+    append_record,
+    describe_machine,
+    make_parser,
+    read_records,
+    report,
+)
 from support.workloads import WORKLOADS, Workload
 
 from torchmm.balance.costs.profiles import load_profile
@@ -46,6 +54,16 @@ TOLERANCE = 1.005
 """The planner has to be within this factor of the fastest plan."""
 QUICK = (Workload("recipes/papers/pipeweaver_vlm_s", 16, 4),)
 Record = dict[str, Any]
+PAGE = """# No pipeline against pipelines, simulated
+
+    python benchmarks/plain_alternative.py --rows benchmarks/results/plain_alternative.jsonl \\
+        --page benchmarks/results/plain_alternative.md
+
+Written on {date}. One simulator with one cost model times all plans, in seconds per step. Nothing
+is fitted and no device is measured. "planner" is the plan of a search over all methods. Time to
+plan is wall-clock time of one process, without imports. [Conclusions](../../docs/grow/which_placement.md).
+
+"""
 
 
 def plain_record(best: Mapping[str, Option | None]) -> Record:
@@ -176,24 +194,9 @@ def _seconds(step_s: float | None) -> str:
     return f"{step_s:.3g}"
 
 
-def read_records(file: Path | None) -> list[Record]:
-    """Return the finished rows of a file of JSON lines; an incomplete last line is ignored."""
-    if file is None or not file.exists():
-        return []
-    records = []
-    for line in file.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:  # the benchmark was stopped while it wrote this line
-            continue
-    return records
-
-
-def append_record(record: Record, file: Path) -> None:
-    """Append a row to a file of JSON lines."""
-    has_open_line = file.exists() and not file.read_text().endswith("\n") and file.stat().st_size
-    with file.open("a") as stream:
-        stream.write(("\n" if has_open_line else "") + json.dumps(record) + "\n")
+def page(records: Sequence[Record]) -> str:
+    """Return the results page in Markdown."""
+    return PAGE.format(date=date.today()) + markdown(records) + "\n"
 
 
 def main() -> None:
@@ -207,6 +210,7 @@ def main() -> None:
                         help="time limit of a search (default: %(default)s)")  # fmt: skip
     parser.add_argument("--rows", type=Path, metavar="FILE", help="append rows, skip finished ones")
     parser.add_argument("--report", action="store_true", help="only print the table of --rows")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the results page there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workloads = QUICK if arguments.quick else WORKLOADS
@@ -226,6 +230,8 @@ def main() -> None:
     titles = [each.title for each in workloads if each.title in records]
     shown = [records[title] for title in titles]
     print(markdown(shown))
+    if arguments.page is not None:
+        arguments.page.write_text(page(shown))
     rows = [row for record in shown for row in table_rows(record)]
     machine = describe_machine(torch.device("cpu"))
     report(f"No pipeline against pipelines, simulated; {machine}", rows, arguments.json)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.table import Table
@@ -196,6 +196,26 @@ def kept_rows(json_file: Path | None, cases: Collection[str]) -> list[Row]:
     names = {field.name for field in fields(Row)}
     rows = [Row(**{k: v for k, v in record.items() if k in names}) for record in records]
     return [row for row in rows if row.case not in cases]
+
+
+def read_records(file: Path | None) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; incomplete lines are skipped."""
+    if file is None or not file.exists():
+        return []
+    records = []
+    for line in file.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:  # the benchmark was stopped while it wrote this line
+            continue
+    return records
+
+
+def append_record(record: Mapping[str, Any], file: Path) -> None:
+    """Append an object to a file of JSON lines."""
+    is_open = file.exists() and not file.read_text().endswith("\n") and file.stat().st_size > 0
+    with file.open("a") as stream:
+        stream.write(("\n" if is_open else "") + json.dumps(record) + "\n")
 
 
 def write_rows(rows: Sequence[Row], json_file: Path) -> None:
