@@ -61,7 +61,8 @@ PAGE = """# No pipeline against pipelines, simulated
 
 Written on {date}. One simulator with one cost model times all plans, in seconds per step. Nothing
 is fitted and no device is measured. "planner" is the plan of a search over all methods. Time to
-plan is wall-clock time of one process, without imports. [Conclusions](../../docs/grow/which_placement.md).
+plan is wall-clock time of one process, without imports.
+[Conclusions](../../docs/grow/which_placement.md).
 
 """
 

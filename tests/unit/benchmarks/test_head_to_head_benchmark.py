@@ -124,3 +124,14 @@ def test_finished_workloads_are_skipped(benchmark, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", [*arguments, "--report"])
     benchmark.main()
     assert first.title in page.read_text() and second.title not in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["head_to_head", "plain_alternative"])
+def test_results_page_has_rows_of_its_file(load, name):
+    module = load(name)
+    results = Path(__file__).parents[3] / "benchmarks" / "results"
+    records = module.read_records(results / f"{name}.jsonl")
+    titles = [each.title for each in module.WORKLOADS]
+    records.sort(key=lambda record: titles.index(record["workload"]))
+    text = (results / f"{name}.md").read_text()
+    assert text.split("\n", 6)[-1] == module.page(records).split("\n", 6)[-1]
