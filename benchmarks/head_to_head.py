@@ -59,7 +59,7 @@ METHODS = (
 QUICK = (Workload("recipes/papers/pipeweaver_vlm_s", 16, 4),)
 NOT_DRAWN = (FSDP2, HSDP, REORDERED, MEGATRON)
 """Methods without a pipeline, and a step that is several times longer than the others."""
-BUDGET_S = 24.0
+BUDGET_S = 16.0
 Record = dict[str, Any]
 PAGE = """# Head to head, simulated
 
@@ -188,7 +188,7 @@ def draw(workload: Workload, results: Sequence[Result], directory: Path) -> Path
 def page(records: Sequence[Record]) -> str:
     """Return the results page in Markdown."""
     return (
-        PAGE.format(date=date.today())
+        PAGE.format(date=f"{date.today():%d %B %Y}")
         + "\n\n".join([summary(records), *map(details, records)])
         + "\n"
     )

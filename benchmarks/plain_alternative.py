@@ -197,7 +197,7 @@ def _seconds(step_s: float | None) -> str:
 
 def page(records: Sequence[Record]) -> str:
     """Return the results page in Markdown."""
-    return PAGE.format(date=date.today()) + markdown(records) + "\n"
+    return PAGE.format(date=f"{date.today():%d %B %Y}") + markdown(records) + "\n"
 
 
 def main() -> None:

@@ -105,8 +105,8 @@ def best(results: Sequence[Result | None]) -> Result | None:
 class Comparison:
     """All methods on one model, batch and cluster.
 
-    Each pipeline method takes the faster of the sizes that the paper prints and the sizes that the
-    planner chooses.
+    Each pipeline method takes the faster of the sizes that its paper prints for the model, if it
+    does, and the sizes that the planner chooses.
 
     Args:
         recipe: Recipe of the model and the batch.
@@ -159,7 +159,7 @@ class Comparison:
             [self._static(chains)],
             [*self._printed_colocated(), self._planned(WHOLE, "colocated")],
             list(self._kernels()),
-            [self.forecast(SEARCHED, printed, "searched"), self._planned(SEARCHED, "separated")],
+            [*self._printed_searched(), self._planned(SEARCHED, "separated")],
             [self._planned(SEPARATE, "disaggregated")],
         )
         yield from (each for each in map(best, found) if each is not None)
@@ -226,6 +226,11 @@ class Comparison:
         if forecast.step is None:
             return None
         return Result(STATIC, forecast, sizes(recipe))
+
+    def _printed_searched(self) -> Iterator[Result | None]:
+        """Yield the recipe as it is, if it describes modules in separate segments."""
+        if self.recipe.parallel.separates_modules:
+            yield self.forecast(SEARCHED, self.printed, "searched")
 
     def _printed_colocated(self) -> Iterator[Result | None]:
         """Yield the recipe as it is, if it describes encoders in bubbles with their sizes."""

@@ -125,7 +125,12 @@ def simulate_plain(
 
 
 def plain_options(
-    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample, method: str
+    recipe: Recipe,
+    gpus: int,
+    profile: Profile,
+    sample: StepSample,
+    method: str,
+    sharded: Sequence[Option] | None = None,
 ) -> list[Option]:
     """Return plans without a pipeline, the fastest first.
 
@@ -134,9 +139,13 @@ def plain_options(
 
     Args:
         method: `FSDP2` or `HSDP`.
+        sharded: Plans of FSDP2. HSDP shards less, so only their tensor-parallel sizes can fit.
     """
     found = []
+    fitting = None if sharded is None else {each.recipe.parallel.tensor for each in sharded}
     for sized in plain_sizes(recomputing(recipe, "tuned"), gpus, method, sample):
+        if fitting is not None and sized.parallel.tensor not in fitting:
+            continue
         best_ms = float("inf")
         for size in SIZES:
             tried = with_values(sized, "training", microbatch_size=size)
@@ -174,9 +183,9 @@ def best_plain(
     recipe: Recipe, gpus: int, profile: Profile, sample: StepSample
 ) -> dict[str, Option | None]:
     """Return the fastest plan of FSDP2, of HSDP, and of either with reordered sequences."""
-    by_method = {
-        method: plain_options(recipe, gpus, profile, sample, method) for method in (FSDP2, HSDP)
-    }
+    by_method = {FSDP2: plain_options(recipe, gpus, profile, sample, FSDP2)}
+    sharded = by_method[FSDP2]
+    by_method[HSDP] = plain_options(recipe, gpus, profile, sample, HSDP, sharded)
     every = [option for options in by_method.values() for option in options]
     best: dict[str, Option | None] = {
         method: options[0] if options and options[0].step_ms < float("inf") else None
