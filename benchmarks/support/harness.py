@@ -163,11 +163,16 @@ def run_cases(
     cases: Mapping[str, Callable[[str], Iterable[Sequence[Row]]]],
     conditions: str,
 ) -> None:
-    """Command line of a benchmark that prints a table, and writes the file, as cases end.
+    """Run a benchmark that consists of several cases, all of them or those of `--cases`.
+
+    The table of each case is printed when it is finished. The JSON file then has its rows in place
+    of older rows of the same case, so that a long benchmark can run in pieces.
 
     Args:
-        cases: by name: rows of one table after the other, for "tiny", "quick" or "full".
-        conditions: what is printed below the machine: data and seeds.
+        title: Title of the tables.
+        description: Description of the command line; the first line is shown.
+        cases: Rows by name of the case, one table after the other, for "tiny", "quick" or "full".
+        conditions: Data and seeds, printed after the machine.
     """
     parser = make_parser((description or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="NAME")
@@ -185,7 +190,8 @@ def run_cases(
             report(f"{title}: {case}", rows, None)
             found += rows
             if arguments.json is not None:
-                write_rows(found, arguments.json)
+                others = kept_rows(arguments.json, {row.case for row in found})
+                write_rows(others + found, arguments.json)
 
 
 def kept_rows(json_file: Path | None, cases: Collection[str]) -> list[Row]:

@@ -229,7 +229,8 @@ class Comparison:
 
     def _printed_searched(self) -> Iterator[Result | None]:
         """Yield the recipe as it is, if it describes modules in separate segments."""
-        if self.recipe.parallel.separates_modules:
+        parallel = self.recipe.parallel
+        if parallel.placement == "interleaved" and parallel.separates_modules:
             yield self.forecast(SEARCHED, self.printed, "searched")
 
     def _printed_colocated(self) -> Iterator[Result | None]:
