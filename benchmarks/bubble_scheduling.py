@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise, product
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from support.harness import Row, describe_machine, make_parser, report
+from support.harness import Row, run_cases
 from support.models.bubble_memory import (
     DEVICE_BYTES,
     activation_bytes,
@@ -81,6 +80,8 @@ OPTIMUS_ERROR = 0.15
 """Of table 5's cells."""
 FITTED = 1.75
 """Patches per token with which the coarse efficiency on 1536 GPUs is table 7's."""
+PATCHES = (FITTED, 1, 4)
+"""Numbers of patches per token at full size."""
 
 
 class Filled(NamedTuple):
@@ -315,26 +316,30 @@ def optimum_ratio(seed: int, alike: bool, granularity: Granularity) -> float:
     return found.total_ms * PICOSECONDS_PER_MS / min(placed)
 
 
-def all_rows(quick: bool, patches: Sequence[float]) -> list[Row]:
-    """Everything."""
-    speeds = [fitted(each) for each in patches]
-    rows = scheduler_rows(speeds[0], 3 if quick else 10)
-    for speed in speeds:
+def scheduler(size: str) -> list[list[Row]]:
+    """Return the times of the scheduler, and small cases against the best assignment."""
+    full = size == "full"
+    rows = scheduler_rows(fitted(FITTED), 10 if full else 3)
+    return [rows, optimum_rows(100 if full else 20)]
+
+
+def steps(size: str) -> Iterator[list[Row]]:
+    """Yield tables 5 to 7 and figures 15 to 17, for one number of patches after the other."""
+    for patches in PATCHES if size == "full" else (FITTED,):
+        speed = fitted(patches)
         case = f"{speed.patches:g} patches per token"
-        rows.append(Row(case, "fitted efficiency", "", speed.efficiency, kind="simulated"))
+        rows = [Row(case, "fitted efficiency", "", speed.efficiency, kind="simulated")]
         for gpus in OPTIMUS_SCHEDULER:
             rows += strong_rows(speed, gpus)
-        rows += weak_rows(speed) + two_encoder_rows(speed)
-    return rows + optimum_rows(20 if quick else 100)
+        yield rows + weak_rows(speed) + two_encoder_rows(speed)
+
+
+CASES: dict[str, Callable[[str], Iterable[list[Row]]]] = {"scheduler": scheduler, "steps": steps}
 
 
 def main() -> None:
-    """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
-    torch.set_num_threads(1)
-    rows = all_rows(arguments.quick, (FITTED,) if arguments.quick else (FITTED, 1, 1.3, 2, 4))
-    machine = describe_machine(torch.device("cpu"))
-    report(f"Bubble scheduling; {machine}", rows, arguments.json)
+    """Print the tables."""
+    run_cases("Bubble scheduling", __doc__, CASES, "simulated but for the scheduler's times")
 
 
 if __name__ == "__main__":

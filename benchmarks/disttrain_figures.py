@@ -22,14 +22,13 @@ stand-ins, see recipes/papers/bases/disttrain.toml.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from support.harness import Row, describe_machine, make_parser, report
+from support.harness import Row, run_cases
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.orchestration.baselines import ratio_shares, rigid_plan
@@ -301,23 +300,26 @@ def range_rows(
 
 
 FIGURES: dict[str, Callable[[Sequence[str]], list[Row]]] = {
-    "overall": overall_rows,
     "orchestration": orchestration_rows,
     "reordering": reordering_rows,
     "frozen": frozen_rows,
+    "overall": overall_rows,
 }
 
 
+def figure(name: str, size: str) -> Iterator[list[Row]]:
+    """Yield the rows of a figure; short runs leave out the plans of 1,296 GPUs."""
+    names = list(MODELS) if size == "full" else ["9b"]
+    if size == "full" or name != "overall":
+        yield FIGURES[name](names)
+
+
+CASES = {name: partial(figure, name) for name in FIGURES}
+
+
 def main() -> None:
-    """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
-    torch.set_num_threads(1)
-    # In short runs the overall figures are left out: plans of 1296 devices take longest.
-    names = ["9b"] if arguments.quick else list(MODELS)
-    figures = [f for f in FIGURES if f != "overall" or not arguments.quick]
-    rows = [row for figure in figures for row in FIGURES[figure](names)]
-    title = f"DistTrain's figures, simulated; {describe_machine(torch.device('cpu'))}"
-    report(title, rows, arguments.json)
+    """Print the tables."""
+    run_cases("DistTrain's figures", __doc__, CASES, "simulated")
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ little memory a step runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from support.harness import Row, describe_machine, make_parser, report
+from support.harness import Row, run_cases
 from support.integer_program import solve_exactly
 from support.memory_needs import memory_needs
 
@@ -279,22 +279,38 @@ def fixed_rows(name: str, case: str, limit_share: float, steps: int) -> list[Row
     return rows
 
 
+def solving(size: str) -> list[list[Row]]:
+    """Return the times of solves and their gaps."""
+    full = size == "full"
+    count = 64 if full else 16
+    rows = solving_rows(Step("vlm_l", count), f"vlm_l, {count} microbatches", 20 if full else 3)
+    return [rows, highs_rows(Step("vlm_s", 8), "vlm_s, 8 microbatches", 60 if full else 10)]
+
+
+def gains(size: str) -> Iterator[list[Row]]:
+    """Yield the gains over fixed modes and the costs of offloading, one model after the other."""
+    limits = (0.4, 0.6, 0.85) if size == "full" else (0.5, 0.85)
+    for name in GPUS if size == "full" else ("vlm_s",):
+        case = f"{name}, 32 microbatches"
+        yield [*offload_rows(Step(name, 32), case), *gain_rows(Step(name, 32), case, limits)]
+
+
+def fixed(size: str) -> list[list[Row]]:
+    """Return the gain over modes that fit in many steps."""
+    steps = 10 if size == "full" else 3
+    return [fixed_rows("vlm_s", "vlm_s, 32 microbatches", 0.5, steps)]
+
+
+CASES: dict[str, Callable[[str], Iterable[list[Row]]]] = {
+    "solving": solving,
+    "gains": gains,
+    "fixed": fixed,
+}
+
+
 def main() -> None:
-    """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
-    torch.set_num_threads(1)
-    quick: bool = arguments.quick
-    rows = []
-    large = Step("vlm_l", 16 if quick else 64)
-    rows += solving_rows(large, f"vlm_l, {16 if quick else 64} microbatches", 3 if quick else 20)
-    rows += highs_rows(Step("vlm_s", 8), "vlm_s, 8 microbatches", 10 if quick else 120)
-    limits = (0.5, 0.85) if quick else (0.4, 0.5, 0.6, 0.7, 0.85)
-    for name in ("vlm_s",) if quick else GPUS:
-        rows += offload_rows(Step(name, 32), f"{name}, 32 microbatches")
-        rows += gain_rows(Step(name, 32), f"{name}, 32 microbatches", limits)
-    rows += fixed_rows("vlm_s", "vlm_s, 32 microbatches", 0.5, 3 if quick else 20)
-    machine = describe_machine(torch.device("cpu"))
-    report(f"Layer tuning, seed 0; {machine}", rows, arguments.json)
+    """Print the tables."""
+    run_cases("Layer tuning", __doc__, CASES, "seed 0")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """PipeWeaver's ablation, iterations, sub-microbatches, sizes and large models, in simulation.
 
-    python benchmarks/pipeweaver_figures.py [--quick] [--json FILE]
+    python benchmarks/pipeweaver_figures.py [--quick] [--json FILE] [--cases NAME ...]
 
 VLM-S (ViT 5B + Llama3 8B, TP 4, PP 4, 16 H800) on 32 microbatches of 8192 tokens; image counts are
 ours, sampled with the printed seed. Technique after technique, as in the paper:
@@ -51,13 +51,12 @@ is a picture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import fmean
 
 import numpy as np
-import torch
-from support.harness import Row, describe_machine, make_parser, report
+from support.harness import Row, run_cases
 from support.papers.paper_figures import (
     PIPEWEAVER_ABLATION,
     PIPEWEAVER_COARSE_GAIN,
@@ -79,6 +78,8 @@ from torchmm.balance.recomputation.costs import LAYER_MODES
 from torchmm.pipelining.plan.graph import StageGraph
 
 MICROBATCHES = 32
+EVALUATIONS = 1000
+"""Number of orders that a search tries."""
 SIZES = (4, 8, 12, 16, 24, 32)
 BASELINES = ("Megatron-LM", "static plan", COARSE)
 MEASURED = {
@@ -331,23 +332,78 @@ def large_rows(models: Sequence[str], microbatches: int, evaluations: int) -> li
                        1 + PIPEWEAVER_LARGE_GAIN.value, kind="simulated")]  # fmt: skip
 
 
-def main() -> None:
-    """Prints the tables."""
-    arguments = make_parser(__doc__ or "").parse_args()
-    torch.set_num_threads(1)
-    quick: bool = arguments.quick
-    count, evaluations = (16, 200) if quick else (MICROBATCHES, 4000)
-    rows = ablation_rows(Setting(count), evaluations, fixed=not quick)
-    rows += size_rows(count, (4, 12, 32) if quick else SIZES, evaluations)
-    rows += dynamic_rows(Setting(count), 10 if quick else 1, evaluations // 4)
-    rows += average_rows(list(MEASURED)[:1] if quick else list(MEASURED), count, evaluations // 4)
-    rows += memory_rows(count, evaluations // 4)
-    rows += partition_rows(Setting(count), evaluations)
+def _count(size: str) -> int:
+    """Return the number of microbatches."""
+    return MICROBATCHES if size == "full" else 16
+
+
+def _evaluations(size: str) -> int:
+    """Return the number of orders that a search tries."""
+    return EVALUATIONS if size == "full" else EVALUATIONS // 20
+
+
+def ablation(size: str) -> list[list[Row]]:
+    """Return table 5; the best fixed modes only at full size."""
+    return [ablation_rows(Setting(_count(size)), _evaluations(size), fixed=size == "full")]
+
+
+def sub_microbatches(size: str) -> list[list[Row]]:
+    """Return figure 10."""
+    sizes = SIZES if size == "full" else (4, 12, 32)
+    return [size_rows(_count(size), sizes, _evaluations(size))]
+
+
+def iterations(size: str) -> list[list[Row]]:
+    """Return figure 9b."""
+    stride = 1 if size == "full" else 10
+    return [dynamic_rows(Setting(_count(size)), stride, _evaluations(size) // 4)]
+
+
+def averages(size: str) -> list[list[Row]]:
+    """Return figure 9a."""
+    names = list(MEASURED) if size == "full" else list(MEASURED)[:1]
+    return [average_rows(names, _count(size), _evaluations(size))]
+
+
+def memory(size: str) -> list[list[Row]]:
+    """Return figure 11."""
+    return [memory_rows(_count(size), _evaluations(size) // 4)]
+
+
+def partitions(size: str) -> list[list[Row]]:
+    """Return the text of figure 8."""
+    return [partition_rows(Setting(_count(size)), _evaluations(size))]
+
+
+def parallel_sizes(size: str) -> list[list[Row]]:
+    """Return figure 13."""
     sizes = grid(64, LONGEST)
-    rows += grid_rows(sizes[-2:] if quick else sizes, 64 if quick else 128, evaluations // 20)
-    rows += large_rows(list(LARGE)[:1] if quick else list(LARGE), count, evaluations // 4)
-    machine = describe_machine(torch.device("cpu"))
-    report(f"PipeWeaver, {count} microbatches, seed {SEED}; {machine}", rows, arguments.json)
+    if size == "full":
+        return [grid_rows(sizes, 128, EVALUATIONS // 5)]
+    return [grid_rows(sizes[-2:], 64, EVALUATIONS // 100)]
+
+
+def large(size: str) -> list[list[Row]]:
+    """Return figure 14."""
+    names = list(LARGE) if size == "full" else list(LARGE)[:1]
+    return [large_rows(names, _count(size), _evaluations(size))]
+
+
+CASES: dict[str, Callable[[str], list[list[Row]]]] = {
+    "table5": ablation,
+    "figure10": sub_microbatches,
+    "figure9b": iterations,
+    "figure9a": averages,
+    "figure11": memory,
+    "figure8": partitions,
+    "figure13": parallel_sizes,
+    "figure14": large,
+}
+
+
+def main() -> None:
+    """Print the tables."""
+    run_cases("PipeWeaver", __doc__, CASES, f"seed {SEED}, simulated")
 
 
 if __name__ == "__main__":

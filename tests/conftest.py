@@ -127,7 +127,6 @@ CAMPAIGNS = {
     # Benchmarks that time real ranks.
     "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
     "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
-    "test_head_to_head_benchmark.py::test_best_combination_is_at_least_as_fast_as_searched",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
     # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
     "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",

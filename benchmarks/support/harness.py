@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.table import Table
@@ -163,11 +163,16 @@ def run_cases(
     cases: Mapping[str, Callable[[str], Iterable[Sequence[Row]]]],
     conditions: str,
 ) -> None:
-    """Command line of a benchmark that prints a table, and writes the file, as cases end.
+    """Run a benchmark that consists of several cases, all of them or those of `--cases`.
+
+    The table of each case is printed when it is finished. The JSON file then has its rows in place
+    of older rows of the same case, so that a long benchmark can run in pieces.
 
     Args:
-        cases: by name: rows of one table after the other, for "tiny", "quick" or "full".
-        conditions: what is printed below the machine: data and seeds.
+        title: Title of the tables.
+        description: Description of the command line; the first line is shown.
+        cases: Rows by name of the case, one table after the other, for "tiny", "quick" or "full".
+        conditions: Data and seeds, printed after the machine.
     """
     parser = make_parser((description or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases), metavar="NAME")
@@ -185,7 +190,8 @@ def run_cases(
             report(f"{title}: {case}", rows, None)
             found += rows
             if arguments.json is not None:
-                write_rows(found, arguments.json)
+                others = kept_rows(arguments.json, {row.case for row in found})
+                write_rows(others + found, arguments.json)
 
 
 def kept_rows(json_file: Path | None, cases: Collection[str]) -> list[Row]:
@@ -196,6 +202,26 @@ def kept_rows(json_file: Path | None, cases: Collection[str]) -> list[Row]:
     names = {field.name for field in fields(Row)}
     rows = [Row(**{k: v for k, v in record.items() if k in names}) for record in records]
     return [row for row in rows if row.case not in cases]
+
+
+def read_records(file: Path | None) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines; incomplete lines are skipped."""
+    if file is None or not file.exists():
+        return []
+    records = []
+    for line in file.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:  # the benchmark was stopped while it wrote this line
+            continue
+    return records
+
+
+def append_record(record: Mapping[str, Any], file: Path) -> None:
+    """Append an object to a file of JSON lines."""
+    is_open = file.exists() and not file.read_text().endswith("\n") and file.stat().st_size > 0
+    with file.open("a") as stream:
+        stream.write(("\n" if is_open else "") + json.dumps(record) + "\n")
 
 
 def write_rows(rows: Sequence[Row], json_file: Path) -> None:

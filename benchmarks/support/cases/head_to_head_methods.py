@@ -1,8 +1,6 @@
 """The ways of training that `head_to_head` compares, each as a function of a recipe.
 
-All of them may recompute: a step is simulated with what the recipe says of recomputation, and with
-layers tuned to memory (PipeWeaver §6.3): that fits where the recipe's step does not, and recomputes
-less where there is room. The faster one that fits counts.
+All pipelines tune what layers recompute to the memory (PipeWeaver §6.3), except the static plan.
 """
 
 from __future__ import annotations
@@ -11,11 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from support.models.kernel_steps import SEARCHED, optimus_kernels
+from support.cases.plain_methods import (
+    best_plain,
+    describe,
+    fits,
+    recomputing,
+    with_values,
+)
+from support.cases.search_stand_in import Candidate, search_plans
+from support.models.kernel_steps import optimus_kernels
+from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.orchestration.space import Variant
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import tune_layers
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -25,100 +31,265 @@ from torchmm.common.processes import without_collection
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
-from torchmm.planning.apart.problem import plan_variants
-from torchmm.planning.apart.search import EFFORT, search_plans
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.step import plan_layout, step_graph
-from torchmm.planning.together.encoder_sizes import Tried, choose_encoders, least_promise_ms
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.training_section import ActivationCheckpointConfig
 
-TUNED = ActivationCheckpointConfig(mode="tuned", memory_limit="97%")
+MEGATRON, CHAIN, STATIC = "Megatron-LM", "Megatron-LM balanced", "static plan (nnScaler*)"
+WHOLE, KERNELS = "Optimus, whole actions", "Optimus, kernels"
+SEARCHED, SEPARATE = "PipeWeaver", "DistTrain"
+SHARED_METHODS = ("chain", "separated", "colocated")
 EVALUATIONS = 32
+"""Number of orders that the kernel scheduler evaluates."""
 ROUNDS = 2
-"""Of orders found and layers tuned."""
-OPTIMUS = "Optimus"
-KERNELS_LEAST = 0.9
-"""Of what whole actions are promised to take, kernels take at least this (0.91 with printed sizes):
-what is bounded by it is not tried. A margin, no bound."""
-TRIED = 2
-"""Sizes of encoders that kernels begin with, for each way to recompute."""
+"""Number of rounds of the kernel scheduler and layer tuning."""
+STATIC_MODES = ("none", "selective", "encoders", "full")
+"""Recomputation of static plans; "encoders": "full" for encoders, "selective" for the LLM."""
 
 
 class Result(NamedTuple):
-    """A method's step."""
+    """A method and the forecast of its step.
+
+    Attributes:
+        method: Name of the method.
+        forecast: Forecast with a step.
+        note: Parallel sizes in words.
+        hidden: Computation inside of LLM actions, as a fraction of the step of all ranks.
+    """
 
     method: str
-    step: SimulatedStep
-    mfu: float
+    forecast: Forecast
     note: str = ""
     hidden: float = 0.0
-    """Computation inside of the LLM's actions, as a share of all ranks' step."""
+
+    @property
+    def step(self) -> SimulatedStep:
+        """The simulated step."""
+        assert self.forecast.step is not None
+        return self.forecast.step
 
     @property
     def step_s(self) -> float:
-        """Duration."""
-        return self.step.makespan_ms / 1e3
+        """Time of the step and the optimizer update in seconds."""
+        return self.forecast.iteration_ms / 1e3
+
+    @property
+    def fits(self) -> bool:
+        """Whether all ranks have enough memory."""
+        return fits(self.step)
 
     @property
     def idle(self) -> float:
-        """Share of the step without computation, mean of the ranks."""
+        """Fraction of the step without computation, as mean of the ranks."""
         return self.step.timeline.bubble_fraction - self.hidden
 
     @property
     def peak_gib(self) -> float:
-        """Memory of the rank that needs most."""
+        """Memory of the rank with the highest memory use in GiB."""
         return max(self.step.peak_bytes) / 2**30
 
 
-def key(found: Result) -> tuple[bool, float]:
-    """Sorts: what fits first, then by time."""
-    return not found.step.fits, found.step_s
+def key(result: Result) -> tuple[bool, float]:
+    """Return the sort key: results that fit first, then by time."""
+    return not result.fits, result.step_s
 
 
-def best(found: Sequence[Result | None], method: str) -> Result | None:
-    """The best of some, as one method's."""
-    least = min((each for each in found if each is not None), key=key, default=None)
-    return None if least is None else least._replace(method=method)
+def best(results: Sequence[Result | None]) -> Result | None:
+    """Return the best of several results of one method; None if there is none."""
+    return min((each for each in results if each is not None), key=key, default=None)
 
 
-def tuned(recipe: Recipe) -> Recipe:
-    """The recipe with layers tuned to memory."""
-    return recipe.model_copy(update={"activation_checkpoint": TUNED})
+class Comparison:
+    """All methods on one model, batch and cluster.
+
+    Each pipeline method takes the faster of the sizes that its paper prints for the model, if it
+    does, and the sizes that the planner chooses.
+
+    Args:
+        recipe: Recipe of the model and the batch.
+        gpus: Number of GPUs.
+        profile: Profile of one GPU.
+        budget_s: Time limit of the planner in seconds.
+    """
+
+    def __init__(self, recipe: Recipe, gpus: int, profile: Profile, budget_s: float) -> None:
+        self.recipe = with_values(recipe, "data", reorder="none")
+        self.gpus, self.profile = gpus, profile
+        self.sample = StepSample(recipe)
+        self.printed = self.recipe
+        if recipe.parallel.placement != "interleaved":
+            self.printed = in_one_chain(self.recipe)
+        self.chosen = self._choose(budget_s)
+
+    def _choose(self, budget_s: float) -> dict[str, Candidate]:
+        """Return the fastest plan of each pipeline method; DistTrain also reorders sequences."""
+        reordered = with_values(self.recipe, "data", reorder="both")
+        found: dict[str, Candidate | str] = {}
+        for recipe, methods, share in (
+            (self.recipe, SHARED_METHODS, 3 / 4),
+            (reordered, ("disaggregated",), 1 / 4),
+        ):
+            result = search_plans(
+                recipe,
+                self.gpus,
+                self.profile,
+                methods=methods,
+                budget_s=share * budget_s,
+                sample=self.sample,
+            )
+            found |= result.best_by_method
+        return {name: each for name, each in found.items() if isinstance(each, Candidate)}
+
+    def results(self) -> Iterator[Result]:
+        """Yield the result of each method that can run the model."""
+        plain = best_plain(self.recipe, self.gpus, self.profile, self.sample)
+        for method, option in plain.items():
+            if option is not None:
+                yield Result(method, option.forecast, describe(option.recipe))
+        chains = [self.printed]
+        if "chain" in self.chosen:
+            chains.append(self.chosen["chain"].recipe)
+        printed = self.printed
+        found = (
+            [self.forecast(MEGATRON, own, "megatron", stages=1) for own in chains],
+            [self.forecast(CHAIN, printed, "megatron_balanced"), self._planned(CHAIN, "chain")],
+            [self._static(chains)],
+            [*self._printed_colocated(), self._planned(WHOLE, "colocated")],
+            list(self._kernels()),
+            [*self._printed_searched(), self._planned(SEARCHED, "separated")],
+            [self._planned(SEPARATE, "disaggregated")],
+        )
+        yield from (each for each in map(best, found) if each is not None)
+
+    def forecast(
+        self, method: str, recipe: Recipe, schedule: str, stages: int | None = None
+    ) -> Result | None:
+        """Return the result of shared ranks with layers tuned to memory; None without a plan.
+
+        Args:
+            method: Name of the result.
+            recipe: Recipe with parallel sizes.
+            schedule: Schedule instead of the recipe's.
+            stages: Stages per rank instead of the recipe's.
+        """
+        stages = stages or recipe.parallel.virtual_stages
+        changes = {"schedule": schedule, "placement": "interleaved", "virtual_stages": stages}
+        sized = with_values(recomputing(recipe, "tuned"), "parallel", **changes)
+        return self._simulated(method, sized)
+
+    def _simulated(self, method: str, recipe: Recipe) -> Result | None:
+        if check_recipe(recipe, self.gpus):
+            return None
+        try:
+            forecaster = Forecaster(recipe, self.gpus, self.profile, sample=self.sample)
+            forecast = forecaster.forecast_parallel(recipe.parallel)
+        except ConfigError:
+            return None
+        return None if forecast.step is None else Result(method, forecast, sizes(recipe))
+
+    def _planned(self, method: str, name: str) -> Result | None:
+        """Return the plan of the planner."""
+        if name not in self.chosen:
+            return None
+        found = self.chosen[name]
+        schedule = found.recipe.parallel.schedule
+        return Result(method, found.forecast, f"{found.sizes}, {schedule}; sizes of the planner")
+
+    def _static(self, chains: Sequence[Recipe]) -> Result | None:
+        """Return the step of a plan that was made for another batch.
+
+        PipeWeaver's strongest baseline, nnScaler*, generates one static plan with a representative
+        batch before training. Stages, sizes and recomputation are the fastest of the representative
+        batch that fit, and are then used for the batch of the comparison.
+        """
+        seed = self.recipe.simulation.seed + 1
+        sample = StepSample(with_values(self.recipe, "simulation", seed=seed), self.sample.model)
+        tried: list[tuple[bool, float, Recipe, Forecaster]] = []
+        for chain in chains:
+            for mode in STATIC_MODES:
+                own = static_recomputation(chain, mode, self.sample)
+                own = with_values(own, "parallel", schedule="megatron_balanced")
+                representative = with_values(own, "simulation", seed=seed)
+                forecaster = Forecaster(representative, self.gpus, self.profile, sample=sample)
+                found = forecaster.forecast_parallel(own.parallel)
+                if found.step is not None:
+                    tried.append((not fits(found.step), found.iteration_ms, own, forecaster))
+        if not tried:
+            return None
+        *_, recipe, planned = min(tried, key=lambda each: each[:2])
+        forecaster = Forecaster(recipe, self.gpus, self.profile, sample=self.sample)
+        forecaster.typical = planned.typical  # the stages of the representative batch
+        forecast = forecaster.forecast_parallel(recipe.parallel)
+        if forecast.step is None:
+            return None
+        return Result(STATIC, forecast, sizes(recipe))
+
+    def _printed_searched(self) -> Iterator[Result | None]:
+        """Yield the recipe as it is, if it describes modules in separate segments."""
+        parallel = self.recipe.parallel
+        if parallel.placement == "interleaved" and parallel.separates_modules:
+            yield self.forecast(SEARCHED, self.printed, "searched")
+
+    def _printed_colocated(self) -> Iterator[Result | None]:
+        """Yield the recipe as it is, if it describes encoders in bubbles with their sizes."""
+        if self.recipe.parallel.placement == "colocated":
+            yield self._simulated(WHOLE, self.recipe)
+            yield self._simulated(WHOLE, recomputing(self.recipe, "tuned"))
+
+    @without_collection()
+    def _kernels(self) -> Iterator[Result | None]:
+        """Yield encoder kernels inside of LLM layers: a bound, which no plan of ours executes."""
+        starts = [self.recipe] if self.recipe.parallel.placement == "colocated" else []
+        if "colocated" in self.chosen:
+            starts.append(self.chosen["colocated"].recipe)
+        elif not starts and any(module.kind == "encoder" for module in self.sample.modules):
+            starts = [colocated(self.printed)]
+        for start in starts:
+            own = recomputing(start, "tuned")
+            if check_recipe(own, self.gpus):
+                continue
+            try:
+                forecaster = Forecaster(own, self.gpus, self.profile, sample=self.sample)
+                made = Colocated.of(forecaster, own).kernels(own, "interleaved_1f1b")
+            except (ConfigError, PlanError):
+                continue
+            if made is not None:
+                forecast = forecaster.rate("optimus", made[0])
+                yield Result(KERNELS, forecast, sizes(own), made[1])
+
+
+def sizes(recipe: Recipe) -> str:
+    """Return pipeline and tensor-parallel sizes and stages per rank, in words."""
+    parallel = recipe.parallel
+    words = [f"pipeline {parallel.pipeline}, tensor {parallel.tensor}"]
+    if parallel.virtual_stages > 1:
+        words.append(f"{parallel.virtual_stages} stages per rank")
+    if parallel.placement == "colocated":
+        for name, own in parallel.modules.items():
+            words.append(f"{name}: pipeline {own.pipeline or 1}, tensor {own.tensor or 1}")
+    return ", ".join([*words, f"recomputation {recipe.activation_checkpoint.mode}"])
+
+
+def static_recomputation(recipe: Recipe, mode: str, sample: StepSample) -> Recipe:
+    """Return the recipe with one of `STATIC_MODES`."""
+    if mode != "encoders":
+        return recomputing(recipe, mode)
+    names = [module.name for module in sample.modules if module.kind == "encoder"]
+    modules = dict.fromkeys(names, "full")
+    return with_values(recipe, "activation_checkpoint", mode="selective", modules=modules)
 
 
 def colocated(recipe: Recipe, **changes: object) -> Recipe:
-    """The recipe with encoders in the LLM's bubbles."""
+    """Return the recipe with encoders in the bubbles of the LLM."""
     changes = {"placement": "colocated", "schedule": "optimus", **changes}
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
-
-
-def memory_ways(recipe: Recipe) -> Iterator[tuple[Recipe, str]]:
-    """The recipe as it is, and tuned, with words for a note."""
-    yield recipe, ""
-    yield tuned(recipe), "layers tuned"
-
-
-def forecast(
-    method: str, recipe: Recipe, gpus: int, profile: Profile, schedule: str | None = None
-) -> Result | None:
-    """The better of both ways; None where the method cannot run the model with these sizes."""
-    found = []
-    for own, note in memory_ways(recipe):
-        made = Forecaster(own, gpus, profile).forecast(schedule)
-        found.append(result(method, made, note))
-    return best(found, method)
-
-
-def result(method: str, made: Forecast, note: str = "") -> Result | None:
-    """None where there is no step."""
-    return None if made.step is None else Result(method, made.step, made.mfu, note)
+    return with_values(recipe, "parallel", **changes)
 
 
 class Colocated(NamedTuple):
-    """One step of encoders on the LLM's ranks."""
+    """One step of encoders on the ranks of the LLM."""
 
     forecaster: Forecaster
     parallel: ParallelConfig
@@ -129,7 +300,7 @@ class Colocated(NamedTuple):
 
     @classmethod
     def of(cls, forecaster: Forecaster, recipe: Recipe) -> Colocated:
-        """The recipe's first step."""
+        """Return the first step of the recipe."""
         own = colocated(recipe, pipeline=forecaster.run.llm.pipeline)
         parallel = own.parallel
         modules, metas = forecaster.modules, forecaster.workload.microbatches
@@ -142,10 +313,10 @@ class Colocated(NamedTuple):
         return cls(forecaster, parallel, graph, model, costs, "step" if sharded else "none")
 
     def kernels(self, recipe: Recipe, llm_schedule: str) -> tuple[SimulatedStep, float] | None:
-        """Kernels in bubbles; the step, and the share of it that they hide. None: nothing fits.
+        """Return the step with kernels in bubbles and its hidden fraction; None if nothing fits.
 
-        Where layers are tuned, they are for the order found without, and another order is looked
-        for with what they then take; the better of both counts.
+        If layers are tuned, they are tuned for the first order. A second order is then scheduled
+        with the new times, and the better of both is returned.
         """
         modules, metas = self.forecaster.modules, self.forecaster.workload.microbatches
         tuning = layer_tuning(recipe, modules, self.model, layerwise=False)
@@ -164,198 +335,11 @@ class Colocated(NamedTuple):
             if tuning is not None:
                 try:
                     plan = tune_layers(plan, modules, metas, tuning).plan
-                except PlanError:  # not even with everything recomputed
+                except PlanError:  # too large even if all layers recompute
                     break
                 costs = costs_of_plan(plan, modules, metas, self.model)
             step = simulate(plan, planned.costs(costs))
             found.append((step, inside / len(step.peak_bytes) / step.makespan_ms))
-            if not plan.recompute:  # the next round would be the same
+            if not plan.recompute:  # the next round would be equal
                 break
         return min(found, key=lambda each: (not each[0].fits, each[0].makespan_ms), default=None)
-
-
-class Start(NamedTuple):
-    """Encoders with sizes, from which kernels in bubbles begin."""
-
-    recipe: Recipe
-    note: str
-
-
-class Filled(NamedTuple):
-    """Encoders in bubbles by whole actions."""
-
-    whole: Result | None
-    starts: tuple[Start, ...]
-    """The fastest sizes, as a run has them and otherwise."""
-
-
-def whole_actions(recipe: Recipe, gpus: int, profile: Profile) -> Filled:
-    """As a run plans them: sizes, stages and images at once of encoders by `choose_encoders`."""
-    found: list[Result | None] = []
-    starts: list[Start] = []
-    for own, note in memory_ways(colocated(recipe)):
-        try:
-            choice = choose_encoders(Forecaster(own, gpus, profile))
-        except ConfigError:  # nothing fits
-            continue
-        first, *others = (_start(tried, note) for tried in choice.tried[:TRIED])
-        starts += [first, *others]
-        made = choice.tried[0].forecast
-        words = first.note
-        if choice.refined is not None:
-            made = choice.refined.forecast
-            words = "; ".join([first.note, *choice.refined.words])
-            starts.append(Start(choice.recipe, words))
-        found.append(result(OPTIMUS, made, words))
-    return Filled(best(found, OPTIMUS), tuple(starts))
-
-
-def _start(tried: Tried, note: str) -> Start:
-    """With sizes that were tried."""
-    words = [f"pipeline ranks: {tried.sizes}", note]
-    return Start(tried.recipe, "; ".join(filter(None, words)))
-
-
-class Bubbles(NamedTuple):
-    """Encoders in bubbles, with the fastest sizes that fit."""
-
-    whole: Result | None
-    """By whole actions."""
-    kernels: Result | None
-    """By kernels, or by whole actions where those are no longer."""
-    starts: tuple[Start, ...]
-    """Of the latter."""
-
-
-def in_bubbles(recipes: Sequence[Recipe], gpus: int, profile: Profile) -> Bubbles:
-    """Of recipes that differ in sizes, those of the shortest promises first (`promised_ms`), until
-    what was found is faster than what is promised.
-
-    Sizes are told in notes where there is more than one recipe.
-    """
-    promises_ms: list[tuple[float, int]] = []
-    for index, recipe in enumerate(recipes if len(recipes) > 1 else ()):
-        try:  # with all that is kept: recomputing takes longer
-            lean = tuned(colocated(recipe))
-            promises_ms.append((least_promise_ms(Forecaster(lean, gpus, profile)), index))
-        except ConfigError:  # its states do not fit
-            continue
-    found = Bubbles(None, None, ())
-    for promise_ms, index in sorted(promises_ms) or [(0.0, 0)]:
-        limits_ms = (found.whole, promise_ms), (found.kernels, KERNELS_LEAST * promise_ms)
-        if all(own and own.step.fits and own.step_s * 1e3 < ms for own, ms in limits_ms):
-            break
-        recipe = recipes[index]
-        filled = whole_actions(recipe, gpus, profile)
-        kernels = best([kernels_in_bubbles(filled.starts, gpus, profile), filled.whole], OPTIMUS)
-        sized = [
-            made and made._replace(note=noted(recipe, made.note) if len(recipes) > 1 else made.note)
-            for made in (filled.whole, kernels)
-        ]
-        starts = filled.starts
-        if found.kernels is not None and (kernels is None or key(kernels) >= key(found.kernels)):
-            starts = found.starts
-        found = Bubbles(
-            best([found.whole, sized[0]], OPTIMUS), best([found.kernels, sized[1]], OPTIMUS), starts
-        )
-    return found
-
-
-def noted(recipe: Recipe, note: str) -> str:
-    """A note that begins with sizes."""
-    parallel = recipe.parallel
-    sizes = f"pipeline {parallel.pipeline}, tensor {parallel.tensor}"
-    if parallel.virtual_stages > 1:
-        sizes += f", {parallel.virtual_stages} stages per rank"
-    return f"{sizes}; {note}" if note else sizes
-
-
-@without_collection()
-def kernels_in_bubbles(
-    starts: Sequence[Start], gpus: int, profile: Profile, llm_schedule: str = "interleaved_1f1b"
-) -> Result | None:
-    """The best of some encoder plans with kernels in bubbles, planned with the costs that time it.
-
-    Args:
-        llm_schedule: of the LLM.
-    """
-    found: list[Result | None] = []
-    for start in starts:
-        forecaster = Forecaster(start.recipe, gpus, profile)
-        made = Colocated.of(forecaster, start.recipe).kernels(start.recipe, llm_schedule)
-        if made is not None:
-            mfu = forecaster.rate("optimus", made[0]).mfu
-            found.append(Result(OPTIMUS, made[0], mfu, start.note, made[1]))
-    return best(found, OPTIMUS)
-
-
-def disttrain(
-    recipe: Recipe, gpus: int, profile: Profile, effort: float = EFFORT
-) -> tuple[Result | None, Result | None]:
-    """The fastest plan of modules apart under 1F1B, as in the paper, and under any schedule.
-
-    Args:
-        effort: of each search, as of `search_plans`.
-    """
-    sample = StepSample(recipe)
-    try:
-        variants = plan_variants(recipe, gpus, profile, sample)
-    except ConfigError:
-        return None, None
-    plain = [variant for variant in variants if variant.schedule == "1f1b"]
-    under_1f1b, under_any = (
-        _apart(recipe, gpus, profile, sample, some, effort) for some in (plain, variants)
-    )
-    either = best([under_1f1b, under_any], "modules apart, any schedule")
-    return best([under_1f1b], "DistTrain"), either
-
-
-def _apart(
-    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample, variants: Sequence[Variant],
-    effort: float,
-) -> Result | None:  # fmt: skip
-    judged = search_plans(recipe, gpus, profile, effort=effort, sample=sample, variants=variants)
-    found = judged.best
-    if found is None:
-        return None
-    parallel, mode = found.recipe.parallel, found.recipe.activation_checkpoint.mode
-    words = [f"pipeline x data x tensor: {found.sizes}; {found.devices} devices"]
-    words += [parallel.schedule] if parallel.schedule != "1f1b" else []
-    words += ["layers tuned" if mode == TUNED.mode else f"recomputation: {mode}"]
-    return result("DistTrain", found.forecast, "; ".join(words))
-
-
-def combined(
-    recipe: Recipe,
-    gpus: int,
-    profile: Profile,
-    starts: Sequence[Start],
-    others: Sequence[Result | None],
-) -> Result | None:
-    """The best combination of the three: encoder plans of Optimus, searched or other orders of the
-    LLM, microbatches reordered over and inside of data-parallel groups, layers tuned.
-
-    Args:
-        starts: encoder plans.
-        others: further candidates, each with its name in `method`.
-    """
-    data = recipe.data.model_copy(update={"reorder": "both"})
-    reordered = recipe.model_copy(update={"data": data})
-    own = [
-        start._replace(recipe=start.recipe.model_copy(update={"data": data})) for start in starts
-    ]
-    found = [each for each in others if each is not None]
-    for name in (SEARCHED, "interleaved_1f1b", "zero_bubble"):
-        try:
-            each = kernels_in_bubbles(own, gpus, profile, name)
-        except (ConfigError, PlanError, ValueError):  # an order the model or its memory cannot have
-            continue
-        if each is not None:
-            words = noted(starts[0].recipe, each.note)
-            method = f"Optimus' encoders, LLM {name}, reordered"
-            found.append(each._replace(method=method, note=words))
-    each = forecast("searched, reordered", reordered, gpus, profile, "searched")
-    found += [each._replace(note=noted(recipe, each.note))] if each is not None else []
-    least = min(found, key=key)
-    words = "; ".join(word for word in (least.method, least.note) if word)
-    return least._replace(method="best combination", note=words)

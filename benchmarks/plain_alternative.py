@@ -1,0 +1,242 @@
+"""No pipeline against the best pipeline, and the answer of the planner, on many workloads.
+
+    python benchmarks/plain_alternative.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
+
+For each model, data and cluster of `support/workloads.py`, this benchmark simulates the best plan
+without a pipeline (FSDP2 and HSDP, also with sequences reordered over the ranks) and the best plan
+of each pipeline method of the planner (chain, separated, colocated, disaggregated). It then runs
+the planner over all methods and checks that its plan is at least as fast as all of these. One cost
+model times all plans. Nothing is fitted and no device is measured.
+
+Plans without a pipeline are enumerated by `support/cases/plain_methods.py`, not by the planner.
+All plans keep within the same part of the memory, and all methods but "FSDP2" and "HSDP" may
+reorder the sequences of a step.
+
+`--rows` appends every finished row to a file of JSON lines. A later call with the same file skips
+these rows, so that the benchmark can run in pieces. `--report` prints the table of the file only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.cases.plain_methods import (
+    FSDP2,
+    HSDP,
+    REORDERED,
+    Option,
+    best_plain,
+    describe,
+    with_values,
+)
+from support.cases.search_stand_in import Candidate, search_plans
+from support.harness import (
+    Row,
+    append_record,
+    describe_machine,
+    make_parser,
+    read_records,
+    report,
+)
+from support.workloads import WORKLOADS, Workload
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.planning.forecast import StepSample
+
+PIPELINES = ("chain", "separated", "colocated", "disaggregated")
+TOLERANCE = 1.005
+"""The planner has to be within this factor of the fastest plan."""
+QUICK = (Workload("recipes/papers/pipeweaver_vlm_s", 16, 4),)
+Record = dict[str, Any]
+PAGE = """# No pipeline against pipelines, simulated
+
+    python benchmarks/plain_alternative.py --rows benchmarks/results/plain_alternative.jsonl \\
+        --page benchmarks/results/plain_alternative.md
+
+Written on {date}. One simulator with one cost model times all plans, in seconds per step. Nothing
+is fitted and no device is measured. "planner" is the plan of a search over all methods. Time to
+plan is wall-clock time of one process, without imports.
+[Conclusions](../../docs/grow/which_placement.md).
+
+"""
+
+
+def plain_record(best: Mapping[str, Option | None]) -> Record:
+    """Return step times in seconds and sizes of the plans without a pipeline."""
+    return {
+        method: None
+        if option is None
+        else {"step_s": option.step_ms / 1e3, "sizes": describe(option.recipe)}
+        for method, option in best.items()
+    }
+
+
+def plan_record(found: Candidate | str) -> Record:
+    """Return step time in seconds, MFU, memory and sizes of a plan, or the reason for no plan."""
+    if isinstance(found, str):
+        return {"problem": found}
+    step = found.forecast.step
+    assert step is not None
+    return {
+        "method": found.method,
+        "step_s": found.step_ms / 1e3,
+        "mfu": found.forecast.mfu,
+        "memory_gib": max(step.peak_bytes) / 2**30,
+        "sizes": found.sizes,
+        "devices": found.devices,
+    }
+
+
+def measure(workload: Workload, budget_s: float) -> Record:
+    """Return the row of a workload.
+
+    Args:
+        workload: Model, data and cluster.
+        budget_s: Time limit of each search in seconds.
+    """
+    recipe = with_values(workload.load(), "data", reorder="intra")
+    profile = load_profile(recipe.simulation.device)
+    sample = StepSample(recipe)
+    started = time.process_time()
+    plain = best_plain(recipe, workload.gpus, profile, sample)
+    pipelines = search_plans(
+        recipe, workload.gpus, profile, methods=PIPELINES, budget_s=budget_s, sample=sample
+    )
+    found_s = time.process_time()
+    planned = search_plans(recipe, workload.gpus, profile, budget_s=budget_s, sample=sample)
+    return {
+        "workload": workload.title,
+        "device": recipe.simulation.device,
+        "plain": plain_record(plain),
+        "pipelines": {name: plan_record(found) for name, found in pipelines.best_by_method.items()},
+        "planner": plan_record(planned.best or "no plan fits"),
+        "planner_complete": planned.complete,
+        "planner_s": planned.seconds,
+        "opponents_cpu_s": found_s - started,
+        "planner_cpu_s": time.process_time() - found_s,
+    }
+
+
+def best_step_s(records: Mapping[str, Record | None]) -> float:
+    """Return the shortest step in seconds; infinite if there is no plan."""
+    steps = [each["step_s"] for each in records.values() if each and "step_s" in each]
+    return min(steps, default=float("inf"))
+
+
+def best_name(records: Mapping[str, Record | None]) -> str:
+    """Return the name of the fastest method."""
+    least_s = best_step_s(records)
+    names = [name for name, each in records.items() if each and each.get("step_s") == least_s]
+    return names[0] if names else "none fits"
+
+
+def picks_fastest(record: Record) -> bool:
+    """Return True if the planner is at most `TOLERANCE` times as slow as the fastest plan."""
+    fastest_s = min(best_step_s(record["plain"]), best_step_s(record["pipelines"]))
+    return bool(record["planner"].get("step_s", float("inf")) <= TOLERANCE * fastest_s)
+
+
+def table_rows(record: Record) -> list[Row]:
+    """Return the rows of one workload for the common table and JSON format."""
+    title, plain, pipelines = record["workload"], record["plain"], record["pipelines"]
+    planner_s = record["planner"].get("step_s", float("inf"))
+    plain_s, pipeline_s = best_step_s(plain), best_step_s(pipelines)
+    by_name = {name: each["step_s"] for name, each in plain.items() if each}
+    rows = [
+        Row(title, f"step, {name}", "s", step_s, better="lower", kind="simulated")
+        for name, step_s in by_name.items()
+    ]
+    rows += [
+        Row(title, f"step, {name}", "s", each["step_s"], better="lower", kind="simulated")
+        for name, each in pipelines.items()
+        if "step_s" in each
+    ]
+    if max(plain_s, pipeline_s) < float("inf"):
+        ratio = plain_s / pipeline_s
+        rows.append(Row(title, "no pipeline over best pipeline", "x", ratio, kind="simulated"))
+    if planner_s < float("inf"):
+        fastest_s = min(plain_s, pipeline_s)
+        rows.append(
+            Row(title, f"planner, {record['planner']['method']}, over fastest", "x",
+                planner_s / fastest_s, goal=TOLERANCE, better="lower", kind="simulated")
+        )  # fmt: skip
+    rows.append(Row(title, "time to plan", "s", record["planner_s"], better="lower"))
+    return rows
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Return the table for the results page."""
+    head = ["workload", FSDP2, HSDP, "reordered", "best pipeline", "", "no pipeline / pipeline"]
+    head += ["planner", "", "picks the fastest", "time to plan, s"]
+    lines = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|---|--:|--:|---|---|--:|"]
+    for record in records:
+        plain, pipelines = record["plain"], record["pipelines"]
+        plain_s, pipeline_s = best_step_s(plain), best_step_s(pipelines)
+        ratio = plain_s / pipeline_s if max(plain_s, pipeline_s) < float("inf") else None
+        cells = [record["workload"]]
+        cells += [_seconds((plain[name] or {}).get("step_s")) for name in (FSDP2, HSDP, REORDERED)]
+        cells += [_seconds(pipeline_s), best_name(pipelines)]
+        cells += ["-" if ratio is None else f"{ratio:.2f}"]
+        cells += [_seconds(record["planner"].get("step_s")), record["planner"].get("method", "")]
+        cells += ["yes" if picks_fastest(record) else "**no**", f"{record['planner_s']:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _seconds(step_s: float | None) -> str:
+    if step_s is None or step_s == float("inf"):
+        return "-"
+    return f"{step_s:.3g}"
+
+
+def page(records: Sequence[Record]) -> str:
+    """Return the results page in Markdown."""
+    return PAGE.format(date=f"{date.today():%d %B %Y}") + markdown(records) + "\n"
+
+
+def main() -> None:
+    """Simulate the rows and print the table."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="*", metavar="RECIPE", help="only rows of these recipes")
+    parser.add_argument(
+        "--gpus", nargs="*", type=int, metavar="N", help="only these numbers of GPUs"
+    )
+    parser.add_argument("--budget", type=float, default=20.0, metavar="SECONDS",
+                        help="time limit of a search (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="append rows, skip finished ones")
+    parser.add_argument("--report", action="store_true", help="only print the table of --rows")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write the results page there")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    workloads = QUICK if arguments.quick else WORKLOADS
+    if arguments.cases:
+        workloads = tuple(each for each in workloads if each.name in arguments.cases)
+    if arguments.gpus:
+        workloads = tuple(each for each in workloads if each.gpus in arguments.gpus)
+    budget_s = min(arguments.budget, 4.0) if arguments.quick else arguments.budget
+    records = {record["workload"]: record for record in read_records(arguments.rows)}
+    for workload in () if arguments.report else workloads:
+        if workload.title in records:
+            continue
+        record = records[workload.title] = measure(workload, budget_s)
+        if arguments.rows is not None:
+            append_record(record, arguments.rows)
+        print(f"{workload.title}: {json.dumps(record)}", flush=True)
+    titles = [each.title for each in workloads if each.title in records]
+    shown = [records[title] for title in titles]
+    print(markdown(shown))
+    if arguments.page is not None:
+        arguments.page.write_text(page(shown))
+    rows = [row for record in shown for row in table_rows(record)]
+    machine = describe_machine(torch.device("cpu"))
+    report(f"No pipeline against pipelines, simulated; {machine}", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

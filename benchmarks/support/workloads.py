@@ -1,0 +1,86 @@
+"""Models with their data and clusters, for comparisons of parallelism methods.
+
+The recipes of the papers' models are in recipes/papers, those of other models in recipes/zoo and
+benchmarks/support/recipes. Each recipe has the statistics of its sequences in [simulation].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from torchmm.balance.costs.devices import MEMORY_SHARE
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+
+
+class Workload(NamedTuple):
+    """A model with its data on a cluster.
+
+    Attributes:
+        recipe: Path of the recipe without suffix.
+        gpus: Number of GPUs.
+        batch: Sequences per step; None: as in the recipe.
+    """
+
+    recipe: str
+    gpus: int
+    batch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the recipe."""
+        return Path(self.recipe).name
+
+    @property
+    def title(self) -> str:
+        """Model, number of GPUs and sequences per step."""
+        sequences = "" if self.batch is None else f", {self.batch} sequences"
+        return f"{self.name}, {self.gpus} GPUs{sequences}"
+
+    def load(self, *overrides: str) -> Recipe:
+        """Return the recipe; plans may use `MEMORY_SHARE` of the memory, whatever the recipe sets.
+
+        Args:
+            overrides: Further arguments, as on the command line.
+        """
+        changes = [f"--activation_checkpoint.memory_limit={MEMORY_SHARE:.0%}", *overrides]
+        if self.batch is not None:
+            changes.append(f"--training.global_batch_size={self.batch}")
+        return load_recipe(ROOT / f"{self.recipe}.toml", changes).recipe
+
+
+PAPERS = (
+    Workload("recipes/papers/pipeweaver_vlm_s", 8),
+    Workload("recipes/papers/pipeweaver_vlm_s", 16),
+    Workload("recipes/papers/pipeweaver_vlm_s", 64, 128),
+    Workload("recipes/papers/pipeweaver_vlm_m", 32),
+    Workload("recipes/papers/pipeweaver_vlm_l", 64),
+    Workload("recipes/papers/pipeweaver_t2v_s", 16),
+    Workload("recipes/papers/optimus_model_a", 64),
+    Workload("recipes/papers/optimus_model_d", 512),
+    Workload("recipes/papers/optimus_vit22b_gpt175b", 1536),
+    Workload("recipes/papers/optimus_vit22b_gpt175b", 3072),
+    Workload("recipes/papers/disttrain_mllm_9b", 64, 128),
+    Workload("recipes/papers/disttrain_mllm_15b", 64, 128),
+    Workload("recipes/papers/disttrain_mllm_72b", 160, 64),
+    Workload("recipes/papers/disttrain_mllm_72b", 1280, 1920),
+)
+MODERN = (
+    Workload("recipes/zoo/qwen3_vl_8b", 16),
+    Workload("recipes/zoo/qwen3_vl_8b", 64),
+    Workload("recipes/zoo/qwen3_vl_30b_a3b", 32),
+    Workload("recipes/zoo/qwen3_vl_30b_a3b", 256, 512),
+    Workload("benchmarks/support/recipes/qwen2_5_vl_72b", 128),
+    Workload("recipes/zoo/internvit_qwen2_5_7b", 16),
+    Workload("benchmarks/support/recipes/internvl3_38b", 64),
+    Workload("recipes/zoo/siglip2_qwen3_8b", 64),
+    Workload("recipes/zoo/omni_qwen3_8b", 32),
+    Workload("recipes/zoo/qwen3_omni_30b_a3b", 32),
+    Workload("recipes/zoo/llava_1_5_7b", 16),
+    Workload("recipes/zoo/qwen3_vl_8b_long", 16),
+    Workload("benchmarks/support/recipes/qwen3_vl_8b_video", 64),
+)
+WORKLOADS = (*PAPERS, *MODERN)
