@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from support.cases.head_to_head_methods import (
+    EFFORT,
     Result,
     Start,
     combined,
@@ -52,7 +53,6 @@ from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.profiles import Profile, load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.draw import Panel, timelines_svg
-from torchmm.planning.apart.search import EFFORT
 from torchmm.recipe.read import check_recipe, load_recipe
 from torchmm.recipe.recipe import Recipe
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from support.models.kernel_steps import SEARCHED, optimus_kernels
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.orchestration.space import Variant
 from torchmm.balance.recomputation.costs import costs_of_plan
 from torchmm.balance.recomputation.tuning import tune_layers
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
@@ -25,12 +25,11 @@ from torchmm.common.processes import without_collection
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
-from torchmm.planning.apart.problem import plan_variants
-from torchmm.planning.apart.search import EFFORT, search_plans
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
+from torchmm.planning.search.encoder_sizes import Tried, choose_encoders, least_promise_ms
+from torchmm.planning.search.search import search_plans
 from torchmm.planning.step import plan_layout, step_graph
-from torchmm.planning.together.encoder_sizes import Tried, choose_encoders, least_promise_ms
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import ActivationCheckpointConfig
@@ -43,6 +42,8 @@ OPTIMUS = "Optimus"
 KERNELS_LEAST = 0.9
 """Of what whole actions are promised to take, kernels take at least this (0.91 with printed sizes):
 what is bounded by it is not tried. A margin, no bound."""
+EFFORT = 1_000_000.0
+"""Actions that DistTrain's planner simulates at most."""
 TRIED = 2
 """Sizes of encoders that kernels begin with, for each way to recompute."""
 
@@ -299,22 +300,33 @@ def disttrain(
     """
     sample = StepSample(recipe)
     try:
-        variants = plan_variants(recipe, gpus, profile, sample)
+        under_1f1b, under_any = (
+            _apart(recipe, gpus, profile, sample, some, effort) for some in (("1f1b",), None)
+        )
     except ConfigError:
         return None, None
-    plain = [variant for variant in variants if variant.schedule == "1f1b"]
-    under_1f1b, under_any = (
-        _apart(recipe, gpus, profile, sample, some, effort) for some in (plain, variants)
-    )
     either = best([under_1f1b, under_any], "modules apart, any schedule")
     return best([under_1f1b], "DistTrain"), either
 
 
 def _apart(
-    recipe: Recipe, gpus: int, profile: Profile, sample: StepSample, variants: Sequence[Variant],
+    recipe: Recipe,
+    gpus: int,
+    profile: Profile,
+    sample: StepSample,
+    schedules: Sequence[str] | None,
     effort: float,
-) -> Result | None:  # fmt: skip
-    judged = search_plans(recipe, gpus, profile, effort=effort, sample=sample, variants=variants)
+) -> Result | None:
+    judged = search_plans(
+        recipe,
+        gpus,
+        profile,
+        methods=("disaggregated",),
+        budget_s=inf,
+        effort=effort,
+        schedules=schedules,
+        sample=sample,
+    )
     found = judged.best
     if found is None:
         return None

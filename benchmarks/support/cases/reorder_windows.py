@@ -22,7 +22,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.orchestration.search import UnitSizes
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.balance.reordering.window import WindowReorder
-from torchmm.planning.apart.problem import sized_recipe
+from torchmm.planning.search.disaggregated import sized_recipe
 from torchmm.planning.executions import run_costs
 from torchmm.planning.first_step import Workload
 from torchmm.planning.forecast import Forecaster, StepSample

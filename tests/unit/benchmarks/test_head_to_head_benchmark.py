@@ -11,7 +11,7 @@ import pytest
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
-from torchmm.planning.together.encoder_sizes import with_pipelines
+from torchmm.planning.search.encoder_sizes import with_pipelines
 
 
 @pytest.fixture

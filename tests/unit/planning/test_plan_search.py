@@ -11,7 +11,7 @@ from test_orchestration import PROFILE, RECIPE
 from torchmm.balance.orchestration.search import UnitSizes, orchestrate
 from torchmm.balance.orchestration.space import PlanSpace
 from torchmm.common.errors import ConfigError
-from torchmm.planning.apart.problem import plan_variants, sized_recipe
+from torchmm.planning.search.disaggregated import plan_variants, sized_recipe
 from torchmm.planning.apart.search import fits, search_plans
 from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.recipe.check import find_problems
