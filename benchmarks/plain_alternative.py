@@ -35,7 +35,6 @@ from support.cases.plain_methods import (
     describe,
     with_values,
 )
-from support.cases.search_stand_in import Candidate, search_plans
 from support.harness import (
     Row,
     append_record,
@@ -48,6 +47,7 @@ from support.workloads import WORKLOADS, Workload
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.planning.forecast import StepSample
+from torchmm.planning.search.search import Candidate, search_plans
 
 PIPELINES = ("chain", "separated", "colocated", "disaggregated")
 TOLERANCE = 1.005

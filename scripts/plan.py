@@ -1,11 +1,11 @@
-"""Plan a run on a cluster: devices and parallel sizes of every module, before anything is started.
+"""Plan a run on a cluster: find the fastest parallel sizes before anything is started.
 
-Prints the best plan of modules on devices of their own, its simulated step, how far from the best
-of all plans it may be at most, the next-best plans and those of simpler rules, and why they lose.
+Simulates plans without a pipeline (FSDP2, HSDP, tensor, context and expert parallelism) and with
+one, prints the best plan of each method and why it is slower, and writes the best one as a recipe.
 Needs no GPU and no weights.
 
-python scripts/plan.py --config recipes/papers/disttrain_mllm_72b.toml --gpus 1296 --device a800_disttrain
-python scripts/plan.py --config my.toml --gpus 64 --device h100 --placement auto --out planned.toml
+python scripts/plan.py --config recipes/zoo/siglip2_qwen3_8b.toml --gpus 64 --out planned.toml
+python scripts/plan.py --config my.toml --gpus 64 --device h100 --placement fsdp chain
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
-    from torchmm.planning.apart.search import Candidate
+    from torchmm.planning.search.search import Candidate
+
+PLACEMENTS = {
+    "auto": ("fsdp", "chain", "separated", "colocated", "disaggregated"),
+    "interleaved": ("fsdp", "chain", "separated"),
+}
+"""Methods that a name of --placement stands for, besides the method of that name."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Plans what the command line asks for; returns the exit code."""
+    """Plan the run of the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")
-    add("--gpus", type=int, help="devices of the cluster (the recipe's [simulation] gpus)")
-    add("--device", help="name or profile file (the recipe's [simulation] device)")
-    add(
-        "--trials",
-        metavar="FILE",
-        help="measured times of modules, from scripts/profile_modules.py (simulation.trials)",
-    )
+    add("--gpus", type=int, help="number of devices (default: the recipe's [simulation] gpus)")
+    add("--device", help="name or profile file (default: the recipe's [simulation] device)")
+    add("--trials", metavar="FILE",
+        help="measured times of modules, from scripts/profile_modules.py (simulation.trials)")  # fmt: skip
     add("--global-batch-size", type=int, metavar="N", help="sequences per step (the recipe's)")
-    add("--placement", choices=("disaggregated", "auto"), default="disaggregated",
-        help="auto: simulate all placements and take the fastest")  # fmt: skip
-    add("--alternatives", type=int, default=5, metavar="N", help="next-best plans to print (5)")
-    add("--effort", type=float, default=1.0, metavar="N",
-        help="millions of actions to simulate at most (1, minutes on one core)")  # fmt: skip
-    add("--out", type=Path, metavar="FILE", help="write the planned recipe there")
+    add("--placement", nargs="+", default=["auto"], metavar="NAME",
+        choices=(*PLACEMENTS, *PLACEMENTS["auto"]),
+        help=f"methods to search: {', '.join((*PLACEMENTS, *PLACEMENTS['auto']))} (auto)")  # fmt: skip
+    add("--budget-s", type=float, metavar="S",
+        help="processor time of the search in seconds (10 for up to 64 GPUs, up to 100)")  # fmt: skip
+    add("--out", type=Path, metavar="FILE", help="write the best plan as a recipe")
     options, overrides = parser.parse_known_args(arguments)
     try:
         return _plan(options, overrides)
@@ -60,54 +63,60 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         overrides += ["--simulation.trials", options.trials]
     recipe = load_recipe(options.config, overrides).recipe
     devices = recipe.simulation.gpus if options.gpus is None else options.gpus
-    numbers = ("--gpus", devices), ("--alternatives", options.alternatives)
-    for name, value in (*numbers, ("--effort", options.effort)):
-        if value < (name == "--gpus"):
-            raise ConfigError(f"{name} {value}: must be a positive number")
+    if devices < 1:
+        raise ConfigError(f"--gpus = {devices} is not positive; use 1 or more")
+    budget_s = default_budget_s(devices) if options.budget_s is None else options.budget_s
+    if budget_s < 0:
+        raise ConfigError(f"--budget-s = {budget_s} is negative; use 0 or more")
     device = options.device or recipe.simulation.device
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.balance.costs.profiles import load_profile
-        from torchmm.planning import placement_report as tables
-        from torchmm.planning.placement import choose_placement, plan_recipe
+        from torchmm.planning.search.report import certificate, result_tables
+        from torchmm.planning.search.search import find_best, search_plans
 
     try:
         profile = load_profile(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    recipe = recipe.model_copy(
-        update={"simulation": recipe.simulation.model_copy(update={"device": device})}
-    )
-    with working(f"planning {devices} devices"):
-        planned = plan_recipe(recipe, devices, profile, effort=1e6 * options.effort)
+    simulation = recipe.simulation.model_copy(update={"device": device})
+    recipe = recipe.model_copy(update={"simulation": simulation})
+    methods = [name for given in options.placement for name in PLACEMENTS.get(given, (given,))]
+    name = f"planning {devices} devices"
+    with working(name) as work:
+        result = search_plans(
+            recipe,
+            devices,
+            profile,
+            methods=methods,
+            budget_s=budget_s,
+            report=lambda text: work.now(f"{name}, {text}"),
+        )
+    best = find_best(result, devices)
     console = make_console(width=170)
-    console.print(tables.unit_table(planned, profile.device.name))
-    console.print(tables.certificate(planned.judged), soft_wrap=True)
-    if options.placement == "auto":
-        with working("simulating other placements"):
-            candidates = choose_placement(recipe, planned, profile)
-    else:
-        candidates = list(planned.judged.candidates)
-    shown = candidates[: 1 + options.alternatives]
-    console.print(tables.placement_table(shown, tuple(planned.baselines.items())))
-    return _write(options, candidates[0], profile.device.name)
+    batch = recipe.training.global_batch_size
+    title = f"{devices} x {profile.device.name}, global batch {batch}"
+    for table in result_tables(result, title):
+        console.print(table)
+    console.print(certificate(result), soft_wrap=True)
+    return _write(options, best, profile.device.name)
 
 
-def _write(options: argparse.Namespace, chosen: Candidate, device: str) -> int:
-    """Writes the recipe, if one is wanted and its step can be run."""
-    from torchmm.planning.apart.search import fits
-    from torchmm.planning.placement_report import recipe_text
+def default_budget_s(devices: int) -> float:
+    """Return the processor time of a search: 10 s for up to 64 devices, 100 s for 1,296."""
+    return min(100.0, max(10.0, 10.0 + (devices - 64) * 90 / 1232))
 
-    step = chosen.forecast.step
-    if step is None or not fits(step):
-        problem = chosen.forecast.problem or "its first step does not fit into memory"
-        raise ConfigError(f"the best plan cannot be run: {problem}")
+
+def _write(options: argparse.Namespace, best: Candidate, device: str) -> int:
+    """Write the recipe of the best plan, if a file is given."""
+    from torchmm.planning.search.report import recipe_text
+
     if options.out is not None:
-        text = recipe_text(chosen, str(options.config), device)
+        text = recipe_text(best, str(options.config), device)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_atomically(options.out, text.encode())
-        shown = f"--config {options.out} --dry-run --world-size {chosen.devices}"
-        print(f"{options.out}, for {chosen.devices} ranks; look at it:\npython train.py {shown}")
+        command = f"python train.py --config {options.out} --dry-run --world-size {best.devices}"
+        print(f"wrote {options.out} for {best.devices} ranks; check it with\n{command}")
     return 0
 
 

@@ -61,9 +61,8 @@ INSPECT = (
     "torchmm.planning.inspection.page:write_page",
 )
 PLAN = (
-    "torchmm.planning.placement:StepSample",
-    "torchmm.planning.placement:search_plans",
-    "torchmm.planning.placement:Forecaster",
+    "torchmm.planning.search.search:StepSample",
+    "torchmm.planning.search.search:Forecaster",
 )
 QUICKSTART = ("--config", "recipes/quickstart.toml")
 PROGRAMS: dict[str, tuple[str, ...]] = {

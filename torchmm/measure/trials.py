@@ -54,7 +54,7 @@ from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
-from torchmm.planning.apart.problem import sampled_packs
+from torchmm.planning.search.disaggregated import sampled_packs
 from torchmm.planning.executions import recompute_mode
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe

@@ -1,8 +1,8 @@
 """From a recipe to sizes, layouts and plans, still without a process group.
 
 Imports everything above. Begin with `resolved.py` (a recipe on a number of devices), `step.py`
-(from microbatches to a plan) and `dry_run.py` (what `--dry-run` prints); `placement.py` fills in
-sizes that a recipe leaves open, found in `apart/` and `together/`.
+(from microbatches to a plan) and `dry_run.py` (what `--dry-run` prints). `search/` finds parallel
+sizes; `placement.py` fills in sizes that a recipe leaves open.
 """
 
 from torchmm.common.faces import public
@@ -13,7 +13,7 @@ __all__, __getattr__ = public(
         "dry_run": ("describe_run",),
         "executions": ("module_executions",),
         "forecast": ("Forecast", "Forecaster"),
-        "placement": ("plan_recipe",),
+        "placement": ("orchestrated",),
         "resolved": ("Resolved", "resolve"),
         "step": ("plan_layout", "plan_step"),
     },

@@ -17,8 +17,8 @@ from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import orchestrated_units
 from torchmm.planning.report import write_picture
 from torchmm.planning.resolved import resolve
+from torchmm.planning.search.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.summary import run_summary
-from torchmm.planning.together.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.recipe.recipe import Recipe
 
 HSDP_MIN_GAIN = 0.02

@@ -16,7 +16,6 @@ from support.cases.plain_methods import (
     recomputing,
     with_values,
 )
-from support.cases.search_stand_in import Candidate, search_plans
 from support.models.kernel_steps import optimus_kernels
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.model import CostModel
@@ -33,6 +32,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
+from torchmm.planning.search.search import Candidate, search_plans
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe

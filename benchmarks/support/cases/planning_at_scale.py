@@ -27,7 +27,7 @@ from torchmm.common.files import Handover
 from torchmm.data.items import Item, microbatch_meta
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
-from torchmm.planning.apart.problem import sized_recipe
+from torchmm.planning.search.disaggregated import sized_recipe
 from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
 from torchmm.planning.beside.work import plan_before_step
 from torchmm.planning.executions import layer_tuning, run_costs

@@ -20,9 +20,9 @@ from torchmm.balance.orchestration.trials import (
 )
 from torchmm.common.errors import ConfigError
 from torchmm.measure.trials import interpolation_errors, make_trials
-from torchmm.planning.apart.problem import orchestration_problem, sampled_packs
-from torchmm.planning.apart.search import search_plans
 from torchmm.planning.resolved import recipe_model
+from torchmm.planning.search.disaggregated import orchestration_problem, sampled_packs
+from torchmm.planning.search.search import search_plans
 from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.recipe import Recipe
 
@@ -115,7 +115,7 @@ def test_plans_follow_what_was_measured(recipe, trials, tmp_path):
         modelled = orchestration_problem(recipe, 8, profile).units[0].seconds
         assert set(vision.seconds) == set(modelled)
         assert vision.has_backward
-        best = search_plans(own, 8, profile, effort=20_000).best
+        best = search_plans(own, 8, profile, methods=("disaggregated",), effort=20_000).best
         devices.append(units_of(best.recipe, best.devices)["vision"].ranks)
     assert devices[1] > devices[0]
 

@@ -14,7 +14,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.placement import orchestrated
-from torchmm.planning.together.encoder_sizes import (
+from torchmm.planning.search.encoder_sizes import (
     PROMISE_MARGIN,
     choose_encoders,
     encoder_combinations,

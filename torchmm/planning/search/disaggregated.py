@@ -7,9 +7,9 @@ way to recompute that is tried; with every schedule these are the *variants* of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from math import inf
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.balance.orchestration.bounds import SampleSeconds, UnitBound, Waiting
 from torchmm.balance.orchestration.problem import OrchestrationProblem
-from torchmm.balance.orchestration.search import UnitSizes
-from torchmm.balance.orchestration.space import Variant
+from torchmm.balance.orchestration.search import UnitSizes, orchestrate
+from torchmm.balance.orchestration.space import PlanGuess, PlanSpace, Variant
 from torchmm.balance.orchestration.unit_costs import (
     TENSOR_SIZES,
     Profiler,
@@ -34,16 +34,31 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import parameter_states, trial_runner, whole_costs
 from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.forecast import StepSample
+from torchmm.planning.search.space import (
+    TUNED,
+    VIRTUAL_STAGES,
+    Plan,
+    Value,
+    recompute_modes,
+    with_recompute,
+)
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, schedules_for
 from torchmm.recipe.sizes import AXES
-from torchmm.recipe.training_section import FixedMode
 
+MODES = ("none", "full", TUNED)
+WIDER = 1.15
+"""Limit of a band of lower bounds over that of the band before."""
+LAYOUTS = 400
+"""Layouts of the LLM in a band."""
+FAVORITES = 2
+"""Plans of the formula besides its best, for each recomputation mode."""
+UNLIKELY = 1.5
+"""Factor of the estimate of plans that the formula expects not to fit, or is not made for."""
+UNORDERED = 1.02
+"""Expected step time without reordering over that with it."""
 SAMPLED = 512
 """Sequences of which the data's statistics are taken, at most."""
-VIRTUAL_STAGES = (2, 4)
-"""Stages of the LLM on each of its ranks that are tried besides 1."""
-TUNED = "tuned"
 WAITING: dict[str, Waiting] = {"gpipe": "all"}
 """Of schedules that are no 1F1B: what is known."""
 
@@ -102,26 +117,6 @@ def sampled_packs(recipe: Recipe, model: MultimodalModel) -> list[MicrobatchMeta
     return first_microbatches(recipe.model_copy(update={"training": one_by_one}), model, 1)[0]
 
 
-def recompute_modes(recipe: Recipe) -> list[str]:
-    """Ways to recompute that are tried, the recipe's first: all, as steps give the same numbers
-    with each, unless times were measured under one."""
-    own = recipe.activation_checkpoint.mode
-    if recipe.simulation.trials:
-        return [own]
-    return [own, *(mode for mode in (*get_args(FixedMode), TUNED) if mode != own)]
-
-
-def with_recompute(recipe: Recipe, mode: str) -> Recipe:
-    """The recipe with another mode for the modules that have none of their own, tuned to no larger
-    a share of memory than what is planned may take (`MEMORY_SHARE`)."""
-    own = recipe.activation_checkpoint
-    limit = own.memory_limit
-    if limit.endswith("%") and float(limit[:-1]) > 100 * MEMORY_SHARE:
-        limit = f"{MEMORY_SHARE:.0%}"
-    section = own.model_copy(update={"mode": mode, "memory_limit": limit})
-    return recipe.model_copy(update={"activation_checkpoint": section})
-
-
 def plan_variants(
     recipe: Recipe, devices: int, profile: Profile, sample: StepSample
 ) -> list[Variant]:
@@ -132,7 +127,7 @@ def plan_variants(
     """
     found = []
     packs = sampled_packs(recipe, sample.model)
-    for mode in recompute_modes(recipe):
+    for mode in MODES if len(recompute_modes(recipe)) > 1 else recompute_modes(recipe):
         own = with_recompute(recipe, mode)
         problem = orchestration_problem(own, devices, profile, sample, packs)
         bounds = _bounds(own, problem, profile, sample)
@@ -291,3 +286,131 @@ def sized_recipe(
     table["simulation"]["gpus"] = sum(size.devices for size in sizes.values())
     found = Recipe.model_validate(table)
     return found if recompute is None else with_recompute(found, recompute)
+
+
+Guess = tuple[Plan, float, float]
+"""A plan, its lower bound in ms, and its estimate in ms (for siblings: relative to their plan)."""
+
+
+class DisaggregatedPlans:
+    """Plans of modules on separate ranks, in the order of DistTrain's formula.
+
+    Args:
+        recipe: Plain recipe.
+        devices: Number of devices in the cluster.
+        profile: Profile of one device.
+        sample: Model and first step of the recipe.
+        exact: Whether plans have to use all devices.
+        schedules: Schedules to use; None for all.
+        limits: Largest number of devices by module.
+
+    Raises:
+        ConfigError: The recipe has no plans of this kind (`orchestration_problem`).
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        devices: int,
+        profile: Profile,
+        sample: StepSample,
+        *,
+        exact: bool,
+        schedules: Sequence[str] | None = None,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        self._recipe = recipe
+        self._limits = limits
+        self._variants = [
+            variant
+            for variant in plan_variants(recipe, devices, profile, sample)
+            if schedules is None or variant.schedule in schedules
+        ]
+        if not self._variants:
+            raise ConfigError(f"none of the schedules {schedules} runs disaggregated modules")
+        # Plans that use all devices are few and rarely worse, so they are listed first.
+        spaces = [PlanSpace(self._variants, exact=True, limits=limits)]
+        if not exact:
+            spaces.append(PlanSpace(self._variants, limits=limits))
+        self._spaces = spaces
+        self._rest_s = [space.least_s for space in spaces]
+        self._limits_s = list(self._rest_s)
+        self._open_s = inf
+        self._guesses: dict[str, PlanGuess] = {}
+
+    @property
+    def open_ms(self) -> float:
+        """Lower bound of the plans that are not listed; infinite if all are."""
+        return 1e3 * min(self._rest_s[-1], self._open_s)
+
+    def favorites(self) -> Iterator[Guess]:
+        """Yield the best plans of DistTrain's formula, which bands reach late on many devices."""
+        for index, variant in enumerate(self._variants):
+            if variant.recompute == TUNED or (variant.schedule, variant.stages) != ("1f1b", 1):
+                continue
+            try:
+                found = orchestrate(variant.problem, alternatives=FAVORITES, limits=self._limits)
+            except ValueError:  # no plan fits with this recomputation
+                continue
+            for plan in (found.best, *found.alternatives):
+                guess = self._spaces[-1].plan(index, tuple(unit.sizes for unit in plan.units))
+                if guess is not None:
+                    yield self._listed(guess)
+
+    def next_band(self) -> Iterator[Guess]:
+        """Yield the plans in the next band of lower bounds."""
+        index = next((i for i, rest_s in enumerate(self._rest_s) if rest_s < inf), None)
+        if index is None:
+            self._open_s = inf
+            return
+        space = self._spaces[index]
+        self._limits_s[index] = max(WIDER * self._limits_s[index], self._rest_s[index] * (1 + 1e-9))
+        band = space.band(self._limits_s[index], LAYOUTS)
+        self._rest_s[index] = band.beyond_s
+        if index == len(self._spaces) - 1:
+            self._open_s = min(self._open_s, band.open_s)
+        for guess in band.plans:
+            yield self._listed(guess)
+
+    def siblings(self, plan: Plan) -> Iterator[Guess]:
+        """Yield the sizes of a plan under other schedules and with layers tuned to memory."""
+        guess = self._guesses[plan.text]
+        if plan.changes["data.reorder"] == "both":
+            unordered = plan.changed(data__reorder="none")
+            self._guesses[unordered.text] = guess
+            yield unordered, 1e3 * guess.bound_s, UNORDERED
+        own = self._variants[guess.variant]
+        for index, variant in enumerate(self._variants):
+            is_alike = variant.schedule == own.schedule and variant.stages == own.stages
+            mode = TUNED if is_alike else own.recompute
+            if variant.recompute == mode and index != guess.variant:
+                found = self._spaces[-1].plan(index, guess.sizes)
+                if found is not None:
+                    yield (*self._listed(found)[:2], found.estimate_s / guess.estimate_s)
+
+    def _listed(self, guess: PlanGuess) -> Guess:
+        variant = self._variants[guess.variant]
+        names = [unit.name for unit in variant.problem.units]
+        sizes = dict(zip(names, guess.sizes, strict=True))
+        plan = sized_plan(self._recipe, sizes, variant)
+        self._guesses.setdefault(plan.text, guess)
+        doubt = 1.0 if guess.likely else UNLIKELY
+        return plan, 1e3 * guess.bound_s, 1e3 * doubt * max(guess.estimate_s, guess.bound_s)
+
+
+def sized_plan(recipe: Recipe, sizes: Mapping[str, UnitSizes], variant: Variant) -> Plan:
+    """Return a plan with separate ranks for every module."""
+    changes: dict[str, Value] = {
+        "parallel.placement": "disaggregated",
+        "parallel.schedule": variant.schedule,
+        "parallel.virtual_stages": variant.stages,
+        "parallel.sequence_parallel": recipe.parallel.sequence_parallel,
+        "activation_checkpoint.mode": variant.recompute,
+        "training.microbatch_size": recipe.training.microbatch_size,
+        "data.reorder": "both",
+    }
+    for name, size in sizes.items():
+        prefix = "parallel" if name == LLM else f"parallel.{name}"
+        values = dict(zip(AXES, (size.pipeline, 1, size.data, size.tensor), strict=True))
+        changes |= {f"{prefix}.{key}": value for key, value in values.items()}
+    return Plan("disaggregated", sum(size.devices for size in sizes.values()), changes)

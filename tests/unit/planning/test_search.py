@@ -1,0 +1,213 @@
+"""The search for parallel sizes against brute force, its bounds, its order and its script."""
+
+import re
+import runpy
+from dataclasses import replace
+from itertools import product
+from math import inf
+from pathlib import Path
+from random import Random
+
+import pytest
+import tomli
+from test_orchestration import PROFILE, RECIPE
+
+from torchmm.common.errors import ConfigError
+from torchmm.planning.dry_run import describe_run
+from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.planning.search import search as searches
+from torchmm.planning.search.bounds import PlanBound, PlanBounds
+from torchmm.planning.search.report import certificate, recipe_text, why_slower
+from torchmm.planning.search.search import fits, search_plans
+from torchmm.planning.search.space import (
+    METHODS,
+    Plan,
+    neighbors,
+    plain_recipe,
+    planned_recipe,
+    shared_plans,
+)
+from torchmm.recipe.check import find_problems
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+
+ROOT = Path(__file__).parents[3]
+PLAN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
+SHARED = ("fsdp", "chain", "separated")
+SEARCHED = ("fsdp", "chain")
+
+
+def random_recipe(seed: int) -> tuple[Recipe, int, object]:
+    """A small recipe, a number of devices, and a profile with little memory."""
+    random = Random(seed)
+    table = tomli.loads(RECIPE)
+    llm = table["model"]["llm"]["config"]
+    vision = table["model"]["encoders"]["vision"]["config"]
+    llm["num_hidden_layers"] = random.choice((4, 6, 8))
+    llm["num_key_value_heads"] = llm["num_attention_heads"] = random.choice((2, 4))
+    vision["num_hidden_layers"] = random.choice((2, 4, 8))
+    vision["num_attention_heads"] = random.choice((2, 4))
+    table["training"]["global_batch_size"] = random.choice((8, 16, 24))
+    table["simulation"]["sequences"][0]["images"] = random.choice(([0, 4], [0, 8], [6, 8]))
+    table["parallel"] = {}
+    devices = random.choice((4, 6, 8, 16))
+    memory = random.choice((3, 6, 80)) * 2**30
+    profile = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=memory))
+    return Recipe.model_validate(table), devices, profile
+
+
+def brute_force(recipe, devices, profile, sample):
+    """Steps of all sizes without and with a pipeline that fit, by a definition of its own."""
+    batch = recipe.training.global_batch_size
+    plain = plain_recipe(recipe)
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    found = {}
+    for tensor, pipeline, size, shard in product((1, 2), sizes, (1, 2), sizes):
+        ranks = tensor * pipeline * shard
+        if devices % ranks or batch % (devices // (tensor * pipeline) * size):
+            continue
+        schedules = (("1f1b", 1), ("interleaved_1f1b", 2)) if pipeline > 1 else (("1f1b", 1),)
+        for (schedule, stages), mode in product(schedules, ("none", "full")):
+            changes = {
+                "parallel.tensor": tensor,
+                "parallel.pipeline": pipeline,
+                "parallel.shard": shard,
+                "parallel.replicate": devices // ranks,
+                "parallel.schedule": schedule,
+                "parallel.virtual_stages": stages,
+                "parallel.sequence_parallel": tensor > 1,
+                "training.microbatch_size": size,
+                "activation_checkpoint.mode": mode,
+            }
+            own = planned_recipe(plain, Plan("chain", devices, changes))
+            if find_problems(own, devices):
+                continue
+            try:
+                forecaster = Forecaster(own, devices, profile, sample=sample)
+            except ConfigError:
+                continue
+            made = forecaster.forecast_parallel(own.parallel)
+            if made.step is not None and fits(made.step):
+                found[tensor, pipeline, size, shard, schedule, mode] = made.iteration_ms
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_search_is_never_slower_than_brute_force(seed):
+    recipe, devices, profile = random_recipe(seed)
+    sample = StepSample(recipe)
+    every = brute_force(recipe, devices, profile, sample)
+    found = search_plans(
+        recipe, devices, profile, methods=("fsdp", "chain"), budget_s=inf, sample=sample
+    )
+    assert found.complete
+    if every:
+        assert found.best.step_ms <= min(every.values()) * (1 + 1e-9), min(every, key=every.get)
+        assert found.bound_ms <= found.best.step_ms
+
+
+def test_search_without_pipelines_loses_to_brute_force():
+    """The control: the comparison finds a search that omits a method."""
+    recipe, devices, profile = random_recipe(0)
+    sample = StepSample(recipe)
+    every = brute_force(recipe, devices, profile, sample)
+    found = search_plans(recipe, devices, profile, methods=("fsdp",), budget_s=inf, sample=sample)
+    assert found.best.step_ms > min(every.values()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_do_not_exceed_simulations(seed):
+    recipe, devices, profile = random_recipe(seed)
+    sample = StepSample(recipe)
+    plain = plain_recipe(recipe)
+    bounds = PlanBounds(plain, profile, sample)
+    random, checked = Random(seed), 0
+    for method in SHARED:
+        plans = list(shared_plans(method, plain, devices, profile, sample))
+        plans += [other for plan in plans[:4] for other in neighbors(plan, plain, sample)]
+        for plan in random.sample(plans, min(12, len(plans))):
+            own = planned_recipe(plain, plan)
+            if plan.schedule == "searched" or find_problems(own, devices):
+                continue
+            forecaster = Forecaster(own, plan.devices, profile, sample=sample)
+            made = forecaster.forecast_parallel(own.parallel)
+            if made.step is None:
+                continue
+            bound = bounds.bound(plan)
+            assert bound.step_ms <= made.iteration_ms, plan.text
+            assert bound.memory_bytes <= max(made.step.peak_bytes), plan.text
+            checked += 1
+    assert checked > 10
+
+
+def test_search_with_wrong_bounds_is_detected(monkeypatch):
+    """The control: bounds that are too high exclude the best plan."""
+    recipe, devices, profile = random_recipe(0)
+    sample = StepSample(recipe)
+    best = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample).best
+    real = PlanBounds.bound
+
+    def doubled(self, plan):
+        found = real(self, plan)
+        factor = 4.0 if plan.data_parallel > 2 else 1.0
+        return PlanBound(factor * found.step_ms, factor * found.estimate_ms, found.memory_bytes)
+
+    monkeypatch.setattr(PlanBounds, "bound", doubled)
+    wrong = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample).best
+    assert wrong.step_ms > best.step_ms
+
+
+def test_search_is_deterministic():
+    recipe, devices, profile = random_recipe(1)
+    first, second = (
+        search_plans(recipe, devices, profile, budget_s=inf, effort=2_000) for _ in range(2)
+    )
+    assert first.simulated == second.simulated and first.best.step_ms == second.best.step_ms
+    assert first.best.recipe == second.best.recipe
+    assert set(first.best_by_method) == set(METHODS)
+
+
+def test_search_reports_a_cut_and_its_bound():
+    recipe, devices, profile = random_recipe(2)
+    messages = []
+    found = search_plans(recipe, devices, profile, budget_s=0.0, report=messages.append)
+    assert not found.complete and found.best is None
+    assert all(isinstance(reason, str) for reason in found.best_by_method.values())
+    with pytest.raises(ConfigError, match="no plan fits"):
+        searches.find_best(found, devices)
+
+
+def test_wrong_recipes_are_config_errors():
+    recipe, devices, profile = random_recipe(0)
+    training = recipe.training.model_copy(update={"microbatch_size": 5})
+    with pytest.raises(ConfigError, match="microbatch_size"):
+        search_plans(recipe.model_copy(update={"training": training}), devices, profile)
+    with pytest.raises(ConfigError, match="method 'pipeline' is unknown"):
+        search_plans(recipe, devices, profile, methods=("pipeline",))
+
+
+def test_planned_recipe_has_the_reported_step(tmp_path):
+    recipe, devices, _ = random_recipe(3)
+    found = search_plans(recipe, devices, PROFILE, methods=SEARCHED, budget_s=inf)
+    path = tmp_path / "planned.toml"
+    path.write_text(recipe_text(found.best, "tiny.toml", "a800"))
+    own = load_recipe(path, (), found.best.devices).recipe
+    text = re.sub(" +", " ", describe_run(own, found.best.devices))
+    assert f"first step {found.best.step_ms:,.1f} ms on a800" in text
+    for other in found.ranked[1:]:
+        assert re.match(r"\+[\d.]+%", why_slower(other, found.best))
+    assert "others have higher bounds" in certificate(found)
+
+
+def test_plan_script_prints_all_methods_and_writes(tmp_path, capsys):
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "out" / "planned.toml"
+    recipe.write_text(RECIPE)
+    command = ["--config", recipe, "--gpus", "4", "--global-batch-size", "8", "--out", out]
+    command += ["--budget-s", "4", "--training.steps", "7"]
+    assert PLAN([str(argument) for argument in command]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in (*METHODS, "best", "MFU %", "tokens/s", "plans simulated", str(out)):
+        assert word in printed
+    loaded = load_recipe(out, (), 4).recipe
+    assert loaded.training.steps == 7 and loaded.training.global_batch_size == 8
+    assert describe_run(loaded, loaded.simulation.gpus)

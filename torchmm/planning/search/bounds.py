@@ -1,0 +1,263 @@
+"""Lower bounds of the step time and memory of a plan, in about a millisecond.
+
+The search tries plans in the order of an estimate, and skips plans whose bound exceeds the best
+step found. Both add up the cost model's times of complete modules, which are computed once for all
+plans that run a module in the same way. The bound contains only what no schedule hides:
+
+- the average rank computes its share of the layers for its share of the batch;
+- FSDP2 without a pipeline gathers parameters in every forward and backward. A layer takes the
+  longer of computing and communication;
+- ranks of a chain are idle until the first microbatch arrives and after their last backward;
+- the optimizer updates the parameters of an average rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from torchmm.balance.costs.execution import Execution
+from torchmm.balance.costs.flops import gradients_arrive
+from torchmm.balance.costs.model import CostModel, StageCosts
+from torchmm.balance.costs.operators import Profile, Work
+from torchmm.balance.costs.sizes import pack_sizes
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
+from torchmm.planning.executions import run_costs
+from torchmm.planning.forecast import StepSample
+from torchmm.planning.resolved import resolve
+from torchmm.planning.search.space import TUNED, Plan, planned_recipe
+from torchmm.recipe.recipe import Recipe
+
+REGROUPED = 0.97
+"""Factor of the bound for work: data reordering joins other sequences to microbatches than those
+that the times are of, which changes the efficiency of kernels by up to a few per cent."""
+CHAINS = ("chain",)
+"""Methods whose ranks wait for the first microbatch, whatever the order of actions."""
+
+
+class PlanBound(NamedTuple):
+    """Bounds of a plan."""
+
+    step_ms: float
+    """Simulated steps are not shorter."""
+    estimate_ms: float
+    memory_bytes: float
+    """The rank with the highest memory use does not use less."""
+
+
+class _Sharing(NamedTuple):
+    """Costs of a complete module that depend on its parameters alone."""
+
+    update_ms: float
+    gather_ms: float
+    reduce_ms: float
+    state_bytes: float
+    """Weights, gathered weights and optimizer states."""
+    gradient_bytes: float
+
+
+class _ModuleTimes(NamedTuple):
+    """Times of a complete module, means over all microbatches of a step."""
+
+    forward_ms: float
+    backward_ms: float
+    least_ms: float
+    """Forward and backward of the microbatch with the shortest; 0 if one has no input."""
+    kept_bytes: float
+    """Saved activations of the microbatch that saves least."""
+
+
+class PlanBounds:
+    """Bounds of plans whose modules share all ranks.
+
+    Args:
+        recipe: Plain recipe (`plain_recipe`).
+        profile: Profile of the devices.
+        sample: Model and first step of the recipe.
+    """
+
+    def __init__(self, recipe: Recipe, profile: Profile, sample: StepSample) -> None:
+        self._recipe = recipe
+        self._profile = profile
+        self._sample = sample
+        self._metas: dict[int, list[MicrobatchMeta]] = {}
+        self._sizes: dict[tuple[str, int], tuple] = {}  # type: ignore[type-arg]
+        self._costs: dict[tuple[str, Execution, int], StageCosts | None] = {}
+        self._times: dict[tuple[object, ...], _ModuleTimes] = {}
+        self._models: dict[tuple[object, ...], CostModel] = {}
+        self._sharing: dict[tuple[str, Execution, bool], _Sharing] = {}
+
+    def bound(self, plan: Plan) -> PlanBound:
+        """Return the bounds of a plan.
+
+        Raises:
+            ConfigError: The sizes do not fit together.
+        """
+        model = self._model(plan)
+        leanest = model
+        if plan.recompute == TUNED:
+            leanest = self._model(plan.changed(activation_checkpoint__mode="full"))
+        return PlanBound(*self._step_ms(plan, model), self._memory_bytes(plan, leanest))
+
+    def _step_ms(self, plan: Plan, model: CostModel) -> tuple[float, float]:
+        """Return the bound and the estimate of the step time."""
+        pipeline = plan.size("pipeline")
+        microbatches = self._microbatches(plan)
+        stages = plan.size("virtual_stages")
+        work_ms = estimate_ms = ramp_ms = least_ramp_ms = update_ms = 0.0
+        for module in self._sample.modules:
+            own = self._module_times(plan, module, model)
+            rank_ms = microbatches * (own.forward_ms + own.backward_ms) / pipeline
+            work_ms += rank_ms
+            estimate_ms += rank_ms
+            if plan.method != "colocated" or module.kind == "llm":
+                ramp_ms += own.forward_ms + own.backward_ms
+            least_ramp_ms += own.least_ms
+            shared = self._module_sharing(plan, module, model)
+            update_ms += shared.update_ms / pipeline
+            if pipeline == 1:
+                estimate_ms += shared.reduce_ms / (len(module.layers) + 1)
+            else:
+                estimate_ms += (shared.reduce_ms + shared.gather_ms) / pipeline
+        estimate_ms += ramp_ms * (pipeline - 1) / pipeline / stages + update_ms
+        bound_ms = REGROUPED * work_ms + update_ms
+        if plan.method in CHAINS and plan.schedule == "1f1b":
+            bound_ms += REGROUPED * least_ramp_ms * (pipeline - 1) / (2 * pipeline)
+        return bound_ms, estimate_ms
+
+    def _memory_bytes(self, plan: Plan, model: CostModel) -> float:
+        """Return the memory of an average rank: states and the activations that it saves."""
+        pipeline = plan.size("pipeline")
+        layerwise = pipeline == 1
+        microbatches = self._microbatches(plan)
+        each = plan.changes.get("parallel.gradient_reduction") == "microbatch"
+        unsharded = not layerwise or (microbatches > 1 and not each)
+        waiting = min((pipeline + 1) / 2, microbatches)
+        found = 0.0
+        for module in self._sample.modules:
+            shared = self._module_sharing(plan, module, model)
+            states = shared.state_bytes + unsharded * shared.gradient_bytes
+            kept = self._module_times(plan, module, model).kept_bytes
+            found += (states + waiting * kept) / pipeline
+        return found
+
+    def _microbatches(self, plan: Plan) -> int:
+        batch = self._recipe.training.global_batch_size
+        return batch // (plan.shares * plan.microbatch_size)
+
+    def _model(self, plan: Plan) -> CostModel:
+        """Return the cost model of a plan, whose executions depend on few of its changes."""
+        keys = (
+            *("tensor", "replicate", "shard", "expert", "llm.context", "sequence_parallel"),
+            *("pipeline", "placement", "gradient_reduction"),
+        )
+        key = (plan.recompute, *(plan.changes.get(f"parallel.{name}") for name in keys))
+        if key not in self._models:
+            own = planned_recipe(self._recipe, plan)
+            run = resolve(own, plan.devices)
+            self._models[key] = run_costs(run, self._sample.modules, self._profile)
+        return self._models[key]
+
+    def _module_sharing(self, plan: Plan, module: ModuleDescription, model: CostModel) -> _Sharing:
+        layerwise = plan.size("pipeline") == 1
+        key = module.name, model.execution(module.name), layerwise
+        if key not in self._sharing:
+            stage = module, 0, len(module.layers)
+            gradient_bytes = model.gradient_bytes(*stage)
+            self._sharing[key] = _Sharing(
+                model.update_ms(*stage),
+                model.gather_ms(*stage),
+                model.reduce_ms(*stage),
+                model.static_bytes(*stage, layerwise=layerwise) - gradient_bytes,
+                gradient_bytes,
+            )
+        return self._sharing[key]
+
+    def _module_times(
+        self, plan: Plan, module: ModuleDescription, model: CostModel
+    ) -> _ModuleTimes:
+        layerwise = plan.size("pipeline") == 1
+        execution = model.execution(module.name)
+        size = plan.microbatch_size
+        key = module.name, execution, size, layerwise
+        if key not in self._times:
+            costs = self._module_costs(module, model, size)
+            self._times[key] = self._means(module, model, size, costs, layerwise=layerwise)
+        found = self._times[key]
+        context = plan.size("llm.context")
+        if module.kind == "llm" or context == 1:
+            return found
+        return _ModuleTimes(*(value / context for value in found))  # ranks divide the images
+
+    def _means(
+        self,
+        module: ModuleDescription,
+        model: CostModel,
+        size: int,
+        costs: StageCosts | None,
+        *,
+        layerwise: bool,
+    ) -> _ModuleTimes:
+        if costs is None:
+            return _ModuleTimes(0.0, 0.0, 0.0, 0.0)
+        execution = model.execution(module.name)
+        layers = len(module.layers)
+        shares = execution.shard > 1 or model.element_bytes < execution.states.weight
+        if layerwise and execution.uses_fsdp and shares:
+            gather = model.gather_work(module, 0, layers)
+            hides = self._profile.device.asynchronous
+            none = Work.none(len(costs.kept_bytes))
+            costs = costs.sharded(gather, none, layers + 1, hides)
+        count = len(self._microbatches_of(size))
+        forward_N, backward_N = costs.forward.total_ms, costs.backward.total_ms
+        everywhere = len(forward_N) == count
+        return _ModuleTimes(
+            float(forward_N.sum()) / count,
+            float(backward_N.sum()) / count,
+            float((forward_N + backward_N).min()) * everywhere,
+            float(costs.kept_bytes.min()) * everywhere,
+        )
+
+    def _module_costs(
+        self, module: ModuleDescription, model: CostModel, size: int
+    ) -> StageCosts | None:
+        """Return the costs of the complete module without sharding, by microbatch with input."""
+        execution = replace(model.execution(module.name), shard=1, replicate=1)
+        key = module.name, execution, size
+        if key not in self._costs:
+            sizes, arrives_N = self._module_sizes(module, size)
+            self._costs[key] = None
+            if sizes is not None:
+                layers = len(module.layers)
+                self._costs[key] = model.stage_costs(module, 0, layers, sizes, arrives_N)
+        return self._costs[key]
+
+    def _module_sizes(self, module: ModuleDescription, size: int):  # type: ignore[no-untyped-def]
+        key = module.name, size
+        if key not in self._sizes:
+            metas = self._microbatches_of(size)
+            at, sizes = pack_sizes(module, metas)
+            modules = self._sample.modules
+            arrives_N = np.array(
+                [gradients_arrive(modules, metas[i])[module.name] for i in at], bool
+            )
+            self._sizes[key] = sizes, arrives_N
+        return self._sizes[key]
+
+    def _microbatches_of(self, size: int) -> list[MicrobatchMeta]:
+        if size not in self._metas:
+            self._metas[size] = joined_packs(self._sample.packs, size)
+        return self._metas[size]
+
+
+def joined_packs(packs: Sequence[MicrobatchMeta], size: int) -> list[MicrobatchMeta]:
+    """Return microbatches of consecutive packs."""
+    groups = [packs[i : i + size] for i in range(0, len(packs), size)]
+    return [
+        MicrobatchMeta(tuple(s for pack in own for s in pack.samples), sum(p.tokens for p in own))
+        for own in groups
+    ]

@@ -1,0 +1,605 @@
+"""The search for the fastest parallel sizes, over all methods.
+
+    result = search_plans(recipe, 64, load_profile("h100"))
+    result.best.recipe, result.best.step_ms, result.best_by_method["chain"]
+
+Every candidate is judged by the forecast that a dry run of its recipe shows (`Forecaster`). The
+search is best-first: methods take turns until each has a plan that fits, then the plan with the
+lowest estimate is simulated next. Plans whose lower bound exceeds the best step are skipped. If a
+plan is among the fastest of its schedule, its neighbors are tried: other schedules, stages per
+rank, segments, images at once. If a plan does not fit into memory, it is tried with layers tuned to
+memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import inf
+
+from torchmm.balance.costs.devices import MEMORY_SHARE
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.simulation.simulator import SimulatedStep
+from torchmm.common.errors import ConfigError
+from torchmm.planning.executions import run_costs
+from torchmm.planning.forecast import Forecast, Forecaster, StepSample
+from torchmm.planning.resolved import resolve
+from torchmm.planning.search.bounds import PlanBounds
+from torchmm.planning.search.disaggregated import DisaggregatedPlans
+from torchmm.planning.search.space import (
+    METHODS,
+    TUNED,
+    Plan,
+    describe_sizes,
+    neighbors,
+    plain_recipe,
+    planned_recipe,
+    recompute_modes,
+    shared_plans,
+)
+from torchmm.recipe.check import find_problems
+from torchmm.recipe.recipe import Recipe
+
+NEAR = 1.15
+"""Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
+GAINS = {"searched": 0.75}
+"""Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
+searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
+RECOMPUTED = 1.05
+"""The same for layers tuned to memory over no recomputation."""
+SCREENED = 100
+"""Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
+FIRST_REPORT_S = 1.0
+REPORT_GROWTH = 2.0
+
+
+def fits(step: SimulatedStep) -> bool:
+    """Return True if every rank uses at most `MEMORY_SHARE` of its memory."""
+    limit = step.costs.memory_limit_bytes
+    return limit is None or max(step.peak_bytes) <= MEMORY_SHARE * limit
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A simulated plan.
+
+    Attributes:
+        method: One of `METHODS`.
+        recipe: Recipe of the plan.
+        devices: Number of devices that it uses.
+        sizes: Parallel sizes, in words.
+        forecast: Forecast of the first step.
+        is_short: Whether the schedule was searched for a shorter time than in a run or dry run.
+        plan: Changes of the recipe.
+    """
+
+    method: str
+    recipe: Recipe
+    devices: int
+    sizes: str
+    forecast: Forecast
+    is_short: bool
+    plan: Plan
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the first step with its update; infinite if the plan does not fit."""
+        step = self.forecast.step
+        return inf if step is None or not fits(step) else self.forecast.iteration_ms
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Results of a search.
+
+    Attributes:
+        best_by_method: The fastest plan of each method, or the reason why there is none.
+        simulated: Number of simulated plans by method.
+        considered: Number of plans in the search space by method.
+        bound_ms: Lower bound of the steps of all plans that were considered.
+        complete: Whether every considered plan was simulated or excluded by its bound or memory.
+            If False, the time or effort limit stopped the search.
+        seconds: Processor time of the search.
+    """
+
+    best_by_method: Mapping[str, Candidate | str]
+    simulated: Mapping[str, int]
+    considered: Mapping[str, int]
+    bound_ms: float
+    complete: bool
+    seconds: float
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest plan that fits; None if there is none."""
+        return self.ranked[0] if self.ranked else None
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        """The fastest plan of each method, the fastest first."""
+        found = [each for each in self.best_by_method.values() if isinstance(each, Candidate)]
+        return sorted(found, key=lambda each: each.step_ms)
+
+
+def search_plans(
+    recipe: Recipe,
+    devices: int,
+    profile: Profile,
+    *,
+    methods: Sequence[str] = METHODS,
+    budget_s: float = 20.0,
+    effort: float = inf,
+    exact: bool = False,
+    schedules: Sequence[str] | None = None,
+    limits: Mapping[str, int] | None = None,
+    sample: StepSample | None = None,
+    report: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Return the fastest plan of each method.
+
+    Results are deterministic if the search completes, or if only `effort` limits it.
+
+    Args:
+        recipe: Recipe whose parallel sizes, schedule, placement, microbatch size and recomputation
+            are searched. Other keys stay.
+        devices: Number of devices in the cluster.
+        profile: Profile of one device.
+        methods: Methods to search, from `METHODS`.
+        budget_s: Limit of the processor time in seconds. A simulation in progress is finished.
+        effort: Limit of the number of simulated actions.
+        exact: Whether plans have to use all devices.
+        schedules: Schedules to use; None for all.
+        limits: Largest number of devices by module, for disaggregated modules.
+        sample: Model and first step of the recipe, if they exist.
+        report: Function that receives progress messages.
+
+    Raises:
+        ConfigError: The recipe has errors that do not depend on parallel sizes.
+    """
+    started = time.thread_time()
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise ConfigError(f"method {unknown[0]!r} is unknown; use one of {', '.join(METHODS)}")
+    plain = plain_recipe(recipe)
+    if problems := find_problems(plain, 1):
+        raise ConfigError([str(problem) for problem in problems])
+    sample = StepSample(recipe) if sample is None else sample
+    if not sample.packs:
+        raise ConfigError("training.global_batch_size: the first step has no sequences")
+    run_costs(resolve(plain, 1), sample.modules, profile)
+    search = _Search(
+        plain, devices, profile, sample,
+        exact=exact, schedules=schedules, limits=limits, report=report,
+    )  # fmt: skip
+    search.run([name for name in METHODS if name in methods], started + budget_s, effort)
+    return search.result(time.thread_time() - started)
+
+
+def find_best(result: SearchResult, devices: int) -> Candidate:
+    """Return the best plan of a search.
+
+    Args:
+        result: Result of the search.
+        devices: Number of devices in the cluster.
+
+    Raises:
+        ConfigError: No plan fits.
+    """
+    if result.best is not None:
+        return result.best
+    reasons = "; ".join(f"{name}: {why}" for name, why in result.best_by_method.items())
+    raise ConfigError(
+        f"no plan fits on {devices} devices ({reasons}); use more devices, shorter sequences, or "
+        "freeze modules"
+    )
+
+
+@dataclass(order=True)
+class _Draft:
+    """A plan that is still to be simulated; sorts by estimate."""
+
+    estimate_ms: float
+    text: str
+    plan: Plan = field(compare=False)
+    bound_ms: float = field(compare=False)
+    is_rough: bool = field(compare=False, default=True)
+    """Whether the estimate is not based on a simulated plan."""
+    is_surveyed: bool = field(compare=False, default=False)
+
+
+@dataclass
+class _Method:
+    """State of the search for one method."""
+
+    name: str
+    queue: list[_Draft] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    best: Candidate | None = None
+    sure: Candidate | None = None
+    """The fastest plan that was simulated as a dry run simulates it."""
+    factor: float = 0.0
+    """Lowest ratio of simulated to estimated step times; 0 before the first simulation."""
+    schedule_ms: dict[str, float] = field(default_factory=dict)
+    """Step time of the fastest plan that fits, by schedule."""
+    simulated: int = 0
+    considered: int = 0
+    spent: int = 0
+    """Simulated actions."""
+    started: bool = False
+    open_ms: float = inf
+    """Lower bound of plans that were not listed."""
+    problems: Counter[str] = field(default_factory=Counter)
+    least_bytes: float = inf
+
+    @property
+    def best_ms(self) -> float:
+        return inf if self.best is None else self.best.step_ms
+
+    @property
+    def sure_ms(self) -> float:
+        return inf if self.sure is None else self.sure.step_ms
+
+    @property
+    def score_ms(self) -> float:
+        """Expected step time of the next plan; infinite if there is none."""
+        if not self.queue:
+            return inf
+        head = self.queue[0]
+        return head.estimate_ms * (self.factor if head.is_rough else 1.0)
+
+
+class _Search:
+    """One search."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        devices: int,
+        profile: Profile,
+        sample: StepSample,
+        *,
+        exact: bool,
+        schedules: Sequence[str] | None,
+        limits: Mapping[str, int] | None,
+        report: Callable[[str], None] | None,
+    ) -> None:
+        self._recipe = recipe
+        self._devices = devices
+        self._profile = profile
+        self._sample = sample
+        self._exact = exact
+        self._schedules = schedules
+        self._limits = limits
+        self._report = report
+        self._bounds = PlanBounds(recipe, profile, sample)
+        self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
+        self._disaggregated: DisaggregatedPlans | None = None
+        self._methods: dict[str, _Method] = {}
+        self._complete = True
+
+    @property
+    def best_ms(self) -> float:
+        """Step time of the fastest plan."""
+        return min((method.best_ms for method in self._methods.values()), default=inf)
+
+    def run(self, names: Sequence[str], deadline: float, effort: float) -> None:
+        """Simulate plans until none is left, or a limit is reached."""
+        self._methods = {name: _Method(name) for name in names}
+        self._improve(deadline, effort)
+        for method in self._methods.values():
+            if method.best is not None and method.best.is_short:
+                self._confirm(method)
+
+    def _improve(self, deadline: float, effort: float) -> None:
+        started = time.thread_time()
+        next_report = FIRST_REPORT_S
+        while (method := self._next_method()) is not None:
+            elapsed = time.thread_time() - started
+            spent = sum(each.spent for each in self._methods.values())
+            if time.thread_time() > deadline or spent > effort:
+                self._complete = False
+                return
+            if self._report is not None and elapsed > next_report:
+                self._report(self._progress(elapsed))
+                next_report = REPORT_GROWTH * elapsed
+            if not method.started:
+                self._start(method)
+            elif method.queue:
+                self._try(method, heappop(method.queue))
+            elif method.name == "disaggregated":
+                self._extend(method)
+
+    def _next_method(self) -> _Method | None:
+        """Return the method whose plan is simulated next; None if no plan is left.
+
+        Methods without a plan come first. Then comes the method with the lowest estimate below the
+        best step, and then the method with the fewest simulated actions.
+        """
+        best_ms = self.best_ms
+        left = []
+        for method in self._methods.values():
+            is_tried = method.best is not None or method.simulated >= TRIES
+            while is_tried and method.queue and method.queue[0].bound_ms >= best_ms:
+                heappop(method.queue)
+            if method.queue or not method.started or method.open_ms < best_ms:
+                left.append(method)
+        if not left:
+            return None
+        for method in left:
+            if not method.started or (method.best is None and method.simulated < TRIES):
+                return method
+        promising = min(left, key=lambda each: each.score_ms)
+        if promising.score_ms < best_ms:
+            return promising
+        return min(left, key=lambda each: each.spent)
+
+    def _start(self, method: _Method) -> None:
+        """List the plans of a method."""
+        method.started = True
+        if method.name == "disaggregated":
+            self._start_disaggregated(method)
+            return
+        if problem := self._unsuitable(method.name):
+            method.problems[problem] += 1
+            return
+        plans = shared_plans(
+            method.name, self._recipe, self._devices, self._profile, self._sample,
+            exact=self._exact,
+        )  # fmt: skip
+        for plan in plans:
+            self._push(method, plan)
+
+    def _unsuitable(self, name: str) -> str:
+        """Return why a method cannot run the model, or an empty string."""
+        kinds = [module.kind for module in self._sample.modules]
+        if name == "colocated" and "encoder" not in kinds:
+            return "the model has no encoders"
+        return ""
+
+    def _start_disaggregated(self, method: _Method) -> None:
+        try:
+            self._disaggregated = DisaggregatedPlans(
+                self._recipe, self._devices, self._profile, self._sample,
+                exact=self._exact, schedules=self._schedules, limits=self._limits,
+            )  # fmt: skip
+        except ConfigError as error:
+            method.problems[_one_line(error)] += 1
+            return
+        for plan, bound_ms, estimate_ms in self._disaggregated.favorites():
+            self._push_draft(method, _Draft(estimate_ms, plan.text, plan, bound_ms))
+        method.open_ms = self._disaggregated.open_ms
+
+    def _extend(self, method: _Method) -> None:
+        """List further plans of modules on separate ranks."""
+        assert self._disaggregated is not None
+        for plan, bound_ms, estimate_ms in self._disaggregated.next_band():
+            self._push_draft(method, _Draft(estimate_ms, plan.text, plan, bound_ms))
+        method.open_ms = self._disaggregated.open_ms
+
+    def _push(
+        self, method: _Method, plan: Plan, parent: Plan | None = None, parent_ms: float = inf
+    ) -> None:
+        """List a plan, with the first recomputation mode that may fit.
+
+        Args:
+            method: Method of the plan.
+            plan: Plan to list.
+            parent: Simulated plan that the estimate is based on.
+            parent_ms: Step time of that plan.
+        """
+        if plan.text in method.known:
+            return
+        if self._schedules is not None and plan.schedule not in self._schedules:
+            return
+        bound = self._bounds.bound(plan)
+        if bound.memory_bytes > self._limit_bytes:
+            method.known.add(plan.text)
+            method.considered += 1
+            method.least_bytes = min(method.least_bytes, bound.memory_bytes)
+            for other in self._with_more_recomputation(plan):
+                self._push(method, other, parent, parent_ms)
+            return
+        estimate_ms = bound.estimate_ms
+        if parent is not None:
+            expected = bound.estimate_ms / self._bounds.bound(parent).estimate_ms
+            if plan.schedule != parent.schedule:
+                expected *= GAINS.get(plan.schedule, 1.0)
+            estimate_ms = parent_ms * expected
+        draft = _Draft(estimate_ms, plan.text, plan, bound.step_ms, parent is None)
+        self._push_draft(method, draft)
+
+    def _push_draft(self, method: _Method, draft: _Draft) -> None:
+        if draft.text not in method.known:
+            method.known.add(draft.text)
+            method.considered += 1
+            heappush(method.queue, draft)
+
+    def _with_more_recomputation(self, plan: Plan) -> Iterator[Plan]:
+        """Yield the plan with the next mode that the recipe checks accept."""
+        modes = recompute_modes(self._recipe)
+        for mode in modes[modes.index(plan.recompute) + 1 :] if plan.recompute in modes else ():
+            tried = plan.changed(activation_checkpoint__mode=mode)
+            if not find_problems(planned_recipe(self._recipe, tried), plan.devices):
+                yield tried
+                if mode == TUNED:  # not slower than the others
+                    return
+
+    def _try(self, method: _Method, draft: _Draft) -> None:
+        """Simulate a plan and list the plans that follow from it."""
+        plan = draft.plan
+        if plan.method == "colocated" and not self._survey(method, draft):
+            return
+        candidate = self._simulate(method, plan)
+        if candidate is None:
+            return
+        forecast = candidate.forecast
+        assert forecast.step is not None
+        if draft.is_rough:
+            ratio = forecast.iteration_ms / draft.estimate_ms
+            method.factor = min(method.factor or ratio, ratio)
+        if candidate.step_ms == inf:
+            method.least_bytes = min(method.least_bytes, max(forecast.step.peak_bytes))
+            expected_ms = RECOMPUTED * forecast.iteration_ms
+            if method.name == "disaggregated":
+                self._push_neighbors(method, plan, expected_ms)
+                return
+            for other in self._with_more_recomputation(plan):
+                self._push(method, other, plan, expected_ms)
+            return
+        best_ms = method.schedule_ms.get(plan.schedule, inf)
+        method.schedule_ms[plan.schedule] = min(best_ms, candidate.step_ms)
+        if candidate.step_ms < method.best_ms:
+            method.best = candidate
+        if not candidate.is_short and candidate.step_ms < method.sure_ms:
+            method.sure = candidate
+        if candidate.step_ms < NEAR * best_ms:
+            self._push_neighbors(method, plan, candidate.step_ms)
+
+    def _push_neighbors(self, method: _Method, plan: Plan, step_ms: float) -> None:
+        if method.name == "disaggregated":
+            assert self._disaggregated is not None
+            for other, bound_ms, ratio in self._disaggregated.siblings(plan):
+                draft = _Draft(step_ms * ratio, other.text, other, bound_ms, is_rough=False)
+                self._push_draft(method, draft)
+            return
+        for other in neighbors(plan, self._recipe, self._sample):
+            self._push(method, other, plan, step_ms)
+
+    def _survey(self, method: _Method, draft: _Draft) -> bool:
+        """Return True if the bubble scheduler expects a plan to be the fastest of its method.
+
+        The expected time is within a few per cent of the simulated one, and takes a fraction of the
+        time to compute. Plans that are expected to be slower are simulated later.
+        """
+        if not draft.is_surveyed:
+            forecaster = self._forecaster(method, draft.plan)
+            if forecaster is None:
+                return False
+            try:
+                expected_ms = forecaster.promised_ms(forecaster.recipe.parallel)
+            except ConfigError as error:
+                method.problems[_one_line(error)] += 1
+                return False
+            if draft.is_rough:
+                ratio = expected_ms / draft.estimate_ms
+                method.factor = min(method.factor or ratio, ratio)
+            draft = replace(draft, estimate_ms=expected_ms, is_rough=False, is_surveyed=True)
+            if expected_ms > method.best_ms:
+                heappush(method.queue, draft)
+                return False
+        return True
+
+    def _forecaster(
+        self, method: _Method, plan: Plan, schedule: str | None = None
+    ) -> Forecaster | None:
+        """Return what simulates a plan; None if it cannot be run.
+
+        Args:
+            method: Method of the plan.
+            plan: Plan to simulate.
+            schedule: Schedule that data reordering assumes; None for that of the plan.
+        """
+        recipe = planned_recipe(self._recipe, plan)
+        if problems := find_problems(recipe, plan.devices):
+            method.problems[str(problems[0])] += 1
+            return None
+        if schedule is not None:
+            parallel = recipe.parallel.model_copy(update={"schedule": schedule})
+            recipe = recipe.model_copy(update={"parallel": parallel})
+        try:
+            return Forecaster(recipe, plan.devices, self._profile, sample=self._sample)
+        except ConfigError as error:
+            method.problems[_one_line(error)] += 1
+            return None
+
+    def _simulate(self, method: _Method, plan: Plan, *, short: bool = True) -> Candidate | None:
+        """Return the simulated plan; None if it cannot be run.
+
+        Args:
+            method: Method of the plan.
+            plan: Plan to simulate.
+            short: Whether a schedule that is searched may be searched for a short time.
+        """
+        short = short and plan.schedule == "searched"
+        forecaster = self._forecaster(method, plan, "separated" if short else None)
+        if forecaster is None:
+            return None
+        parallel = forecaster.recipe.parallel
+        recipe = forecaster.recipe
+        if short:
+            recipe = planned_recipe(self._recipe, plan)
+            evaluations = min(SCREENED, recipe.parallel.search.evaluations or SCREENED)
+            search = recipe.parallel.search.model_copy(update={"evaluations": evaluations})
+            parallel = recipe.parallel.model_copy(update={"search": search})
+        try:
+            forecast = forecaster.forecast_parallel(parallel)
+        except ConfigError as error:
+            method.problems[_one_line(error)] += 1
+            return None
+        method.simulated += 1
+        if forecast.step is None:
+            method.problems[forecast.problem] += 1
+            return None
+        method.spent += len(forecast.step.records)
+        sizes = describe_sizes(plan)
+        return Candidate(method.name, recipe, plan.devices, sizes, forecast, short, plan)
+
+    def _confirm(self, method: _Method) -> None:
+        """Simulate the best plan of a method as a dry run does, if it may be the best of all."""
+        assert method.best is not None
+        if method.best.step_ms > NEAR * self.best_ms:
+            return
+        found = self._simulate(method, method.best.plan, short=False)
+        if found is not None and found.step_ms < method.sure_ms:
+            method.sure = found
+        method.best = method.sure
+
+    def _progress(self, elapsed: float) -> str:
+        simulated = sum(method.simulated for method in self._methods.values())
+        best_ms = self.best_ms
+        found = f"best step {best_ms:,.0f} ms" if best_ms < inf else "no plan that fits yet"
+        return f"{simulated} plans simulated in {elapsed:.0f} s, {found}"
+
+    def result(self, seconds: float) -> SearchResult:
+        """Return the results.
+
+        Args:
+            seconds: Processor time of the search.
+        """
+        best_ms = self.best_ms
+        left = [
+            min([method.open_ms, *(draft.bound_ms for draft in method.queue)])
+            for method in self._methods.values()
+        ]
+        found = {
+            method.name: method.best or self._failure(method) for method in self._methods.values()
+        }
+        return SearchResult(
+            found,
+            {method.name: method.simulated for method in self._methods.values()},
+            {method.name: method.considered for method in self._methods.values()},
+            min([best_ms, *left]),
+            self._complete,
+            seconds,
+        )
+
+    def _failure(self, method: _Method) -> str:
+        """Return why a method has no plan."""
+        if method.least_bytes < inf:
+            least, limit = method.least_bytes / 2**30, self._limit_bytes / 2**30
+            return f"no plan fits: at least {least:.1f} GiB per device, of {limit:.1f} GiB"
+        if method.problems:
+            return method.problems.most_common(1)[0][0]
+        if method.queue or method.considered:
+            return f"no plan can be below {self.best_ms:,.0f} ms"
+        return f"no parallel sizes for {self._devices} devices"
+
+
+TRIES = 12
+"""Plans that a method simulates before other methods, until one fits."""
+
+
+def _one_line(error: ConfigError) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,399 @@
+"""Candidates of the search for parallel sizes, each a set of changes to a recipe.
+
+    for plan in shared_plans("fsdp", recipe, 64, profile, sample): planned_recipe(recipe, plan)
+
+A method is a way to divide the model: "fsdp" (no pipeline: FSDP2, HSDP, tensor, context and expert
+parallelism), "chain" (one chain of layers in a pipeline), "separated" (every module in separate
+segments on all pipeline ranks), "colocated" (encoders in the bubbles of the LLM) and
+"disaggregated" (every module on separate ranks, see `disaggregated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import get_args
+
+from torchmm.balance.costs.devices import MEMORY_SHARE
+from torchmm.balance.costs.operators import Profile
+from torchmm.balance.orchestration.unit_costs import TENSOR_SIZES, fitting_tensor_sizes
+from torchmm.balance.segments import MOST_SEGMENTS
+from torchmm.common.layers import ModuleDescription
+from torchmm.common.module_names import LLM
+from torchmm.planning.forecast import StepSample
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import LlmSchedule
+from torchmm.recipe.section import Section
+from torchmm.recipe.sizes import AXES
+
+METHODS = ("fsdp", "chain", "separated", "colocated", "disaggregated")
+MICROBATCH_SIZES = (1, 2, 4, 8)
+CONTEXT_SIZES = EXPERT_SIZES = (2, 4, 8)
+CONTEXT_TOKENS = 8192
+"""Sequence length from which context parallelism is tried."""
+PIPELINES = (2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
+"""Pipeline sizes that are tried besides divisors of the number of LLM layers."""
+VIRTUAL_STAGES = (2, 4)
+TUNED = "tuned"
+LEAST_USED = 1 / 2
+"""Smallest fraction of the devices that a plan uses."""
+IMAGES_AT_ONCE = (4, 2, 1)
+LAYERS_PER_STAGE = (2, 4)
+"""Layers per encoder stage that are tried besides 1, for colocated encoders."""
+CHAIN_SCHEDULES = (
+    ("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zero_bubble", 1), ("megatron", 1),
+    ("megatron", 2), ("gpipe", 1),
+)  # fmt: skip
+"""Schedules with stages per rank that are tried for a chain besides 1F1B."""
+
+Value = int | str | bool | float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One candidate.
+
+    Attributes:
+        method: One of `METHODS`.
+        devices: Number of devices it uses.
+        changes: Values by key of the recipe, such as "parallel.vision.tensor".
+    """
+
+    method: str
+    devices: int
+    changes: Mapping[str, Value]
+
+    @property
+    def text(self) -> str:
+        """The changes in one line, which identifies the plan."""
+        parts = [f"{key}={value}" for key, value in sorted(self.changes.items())]
+        return f"{self.method} {self.devices} {' '.join(parts)}"
+
+    def size(self, key: str) -> int:
+        """Return the value of a key of [parallel] or [parallel.NAME], 1 if it is not changed."""
+        return int(self.changes.get(f"parallel.{key}", 1))
+
+    @property
+    def schedule(self) -> str:
+        """Name of the schedule."""
+        return str(self.changes["parallel.schedule"])
+
+    @property
+    def recompute(self) -> str:
+        """Mode of activation checkpointing."""
+        return str(self.changes["activation_checkpoint.mode"])
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences per microbatch."""
+        return int(self.changes["training.microbatch_size"])
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of LLM replicas and shards."""
+        return self.size("replicate") * self.size("shard")
+
+    @property
+    def shares(self) -> int:
+        """Number of LLM ranks that read different sequences."""
+        return self.data_parallel // self.size("llm.context")
+
+    def changed(self, **changes: Value | None) -> Plan:
+        """Return the plan with other values; "__" in a name is a dot, None removes a key."""
+        found = dict(self.changes)
+        for name, value in changes.items():
+            key = name.replace("__", ".")
+            if value is None:
+                found.pop(key, None)
+            else:
+                found[key] = value
+        return Plan(self.method, self.devices, found)
+
+
+def plain_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe without parallel sizes, for one rank per pipeline stage and module.
+
+    Other keys of [parallel] stay, unless they contradict what plans change.
+    """
+    table = recipe.parallel.model_dump(exclude_none=True)
+    dropped = {*AXES, "segments", "context", "sub_microbatch_images"}
+    for name in recipe.parallel.modules:
+        table[name] = {key: value for key, value in table[name].items() if key not in dropped}
+    table |= dict.fromkeys((*AXES, "virtual_stages", "expert"), 1)
+    table |= {"placement": "interleaved", "schedule": "1f1b", "orchestrate": False}
+    table |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
+    table |= {"tensor_bubbles": 0.0, "bubble_pieces": False}
+    if table["reshard_after_forward"] == "always":
+        table["reshard_after_forward"] = "default"
+    return recipe.model_copy(update={"parallel": ParallelConfig.model_validate(table)})
+
+
+def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
+    """Return a plain recipe with the changes of a plan."""
+    parallel = recipe.parallel.model_dump(exclude_none=True)
+    sections: dict[str, dict[str, Value]] = {"simulation": {"gpus": plan.devices}}
+    for key, value in plan.changes.items():
+        section, _, name = key.partition(".")
+        module, _, own = name.partition(".")
+        if section != "parallel":
+            sections.setdefault(section, {})[name] = value
+        elif own:
+            parallel.setdefault(module, {})[own] = value
+        else:
+            parallel[name] = value
+    sections.pop("activation_checkpoint", None)
+    updates: dict[str, Section] = {
+        name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()
+    }
+    updates["parallel"] = ParallelConfig.model_validate(parallel)
+    return with_recompute(recipe.model_copy(update=updates), plan.recompute)
+
+
+def with_recompute(recipe: Recipe, mode: str) -> Recipe:
+    """Return the recipe with another mode for all modules without a mode of their own.
+
+    Layers are tuned to at most the memory that a plan may use (`MEMORY_SHARE`).
+    """
+    own = recipe.activation_checkpoint
+    limit = own.memory_limit
+    if limit.endswith("%") and float(limit[:-1]) > 100 * MEMORY_SHARE:
+        limit = f"{MEMORY_SHARE:.0%}"
+    section = own.model_copy(update={"mode": mode, "memory_limit": limit})
+    return recipe.model_copy(update={"activation_checkpoint": section})
+
+
+def recompute_modes(recipe: Recipe) -> tuple[str, ...]:
+    """Return modes of activation checkpointing to try, the fastest first.
+
+    "tuned" is never slower than another mode that fits. Where it is not supported, fixed modes are
+    tried. Measured times are of one mode.
+    """
+    if recipe.simulation.trials:
+        return (recipe.activation_checkpoint.mode,)
+    return ("none", TUNED, "selective", "full")
+
+
+def shared_plans(
+    method: str,
+    recipe: Recipe,
+    devices: int,
+    profile: Profile,
+    sample: StepSample,
+    *,
+    exact: bool = False,
+) -> Iterator[Plan]:
+    """Yield plans whose modules share all ranks, with the first schedule and recomputation.
+
+    Args:
+        method: Any of `METHODS` but "disaggregated".
+        recipe: Recipe of the run.
+        devices: Number of devices in the cluster.
+        profile: Profile of one device.
+        sample: Model of the recipe.
+        exact: Whether a plan has to use all devices.
+    """
+    per_node = profile.device.devices_per_node
+    llm = next(module for module in sample.modules if module.name == LLM)
+    tensors = fitting_tensor_sizes(llm, [n for n in TENSOR_SIZES if n <= min(devices, per_node)])
+    pipelines = (1,) if method == "fsdp" else _pipelines(method, recipe, devices, sample)
+    experts = (1, *_expert_sizes(llm, per_node)) if method in ("fsdp", "chain") else (1,)
+    contexts = _context_sizes(recipe)
+    batch = recipe.training.global_batch_size
+    own = recipe.training.microbatch_size
+    sizes = sorted({own, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2])})
+    reductions: tuple[str | None, ...] = (None,)
+    if method == "fsdp" and "gradient_reduction" in ParallelConfig.model_fields:
+        reductions = ("step", "microbatch")
+    for tensor, pipeline, context, expert, size in product(
+        tensors, pipelines, contexts, experts, sizes
+    ):
+        ranks = tensor * pipeline
+        data = _data_parallel(devices // ranks, batch // size, max(context, expert), context)
+        used = data * ranks
+        if batch % size or not data or used < LEAST_USED * devices or (exact and used < devices):
+            continue
+        for shard in _shard_sizes(data, tensor, per_node):
+            if shard % context or shard % expert:
+                continue
+            for reduction in reductions:
+                if reduction == "microbatch" and batch == data // context * size:
+                    continue  # a single microbatch has one reduction in any case
+                yield _shared_plan(
+                    method, used, tensor, pipeline, data // shard, shard, context, expert, size,
+                    recompute_modes(recipe)[0], reduction,
+                )  # fmt: skip
+
+
+def _shared_plan(  # noqa: PLR0913 - the sizes of a plan
+    method: str,
+    devices: int,
+    tensor: int,
+    pipeline: int,
+    replicate: int,
+    shard: int,
+    context: int,
+    expert: int,
+    microbatch_size: int,
+    recompute: str,
+    reduction: str | None,
+) -> Plan:
+    schedule = {"separated": "separated", "colocated": "optimus"}.get(method, "1f1b")
+    changes: dict[str, Value] = {
+        "parallel.tensor": tensor,
+        "parallel.pipeline": pipeline,
+        "parallel.replicate": replicate,
+        "parallel.shard": shard,
+        "parallel.schedule": schedule,
+        "parallel.sequence_parallel": tensor > 1,
+        "training.microbatch_size": microbatch_size,
+        "activation_checkpoint.mode": recompute,
+    }
+    if context > 1:
+        changes["parallel.llm.context"] = context
+    if expert > 1:
+        changes["parallel.expert"] = expert
+    if method == "colocated":
+        changes["parallel.placement"] = "colocated"
+    if reduction is not None:
+        changes["parallel.gradient_reduction"] = reduction
+    return Plan(method, devices, changes)
+
+
+def _pipelines(method: str, recipe: Recipe, devices: int, sample: StepSample) -> tuple[int, ...]:
+    counts = {module.name: len(module.layers) for module in sample.modules}
+    llm = counts[LLM]
+    most = min(counts.values()) if method == "separated" else llm
+    divisors = [n for n in range(2, llm + 1) if llm % n == 0]
+    tried = sorted({recipe.parallel.pipeline, *PIPELINES, *divisors})
+    return tuple(n for n in tried if 1 < n <= min(most, devices, PIPELINES[-1]))
+
+
+def _expert_sizes(llm: ModuleDescription, per_node: int) -> list[int]:
+    experts = max((layer.experts for layer in llm.layers), default=0)
+    return [n for n in EXPERT_SIZES if n <= per_node and experts and experts % n == 0]
+
+
+def _context_sizes(recipe: Recipe) -> tuple[int, ...]:
+    own = recipe.parallel.context
+    if own == 1 and recipe.training.sequence_length < CONTEXT_TOKENS:
+        return (1,)
+    return tuple(sorted({1, own, *CONTEXT_SIZES}))
+
+
+def _data_parallel(most: int, microbatches: int, multiple: int, context: int) -> int:
+    """Return the largest number of data-parallel ranks that divides the batch, or 0."""
+    for count in range(most, 0, -1):
+        if count % multiple == 0 and microbatches % (count // context) == 0:
+            return count
+    return 0
+
+
+def _shard_sizes(data: int, tensor: int, per_node: int) -> list[int]:
+    """Return sizes of shard groups: inside a node, then larger, then none."""
+    divisors = [n for n in range(1, data + 1) if data % n == 0]
+    inside = [n for n in divisors if n * tensor <= per_node]
+    first = inside[-1]
+    larger = next((n for n in divisors if n >= 2 * first), first)
+    return list(dict.fromkeys((first, larger, data, 1)))
+
+
+def neighbors(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[Plan]:
+    """Yield plans that differ from one that is fast: another schedule, stages or images at once.
+
+    Args:
+        plan: Plan of modules that share all ranks.
+        recipe: Recipe of the run.
+        sample: Model of the recipe.
+    """
+    if recipe.data.reorder == "none" and "data.reorder" not in plan.changes and plan.shares > 1:
+        yield plan.changed(data__reorder="both")
+    layers = {module.name: len(module.layers) for module in sample.modules}
+    if plan.method == "chain" and plan.schedule == "1f1b":
+        for name, stages in CHAIN_SCHEDULES:
+            if stages * plan.size("pipeline") <= sum(layers.values()):
+                yield plan.changed(parallel__schedule=name, parallel__virtual_stages=stages)
+    elif plan.method == "separated":
+        yield from _segment_neighbors(plan, sample)
+    elif plan.method == "colocated":
+        yield from _colocated_neighbors(plan, sample, layers)
+
+
+def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
+    """Yield the searched schedule, then other numbers of segments and images at once.
+
+    All numbers are given, so that forecasts and runs do not choose them again.
+    """
+    pipeline = plan.size("pipeline")
+    most: dict[str, int] = {}
+    values: dict[str, int] = {}
+    for module in sample.modules:
+        key = f"parallel.{module.name}.segments"
+        most[key] = min(len(module.layers) // pipeline, MOST_SEGMENTS)
+        values[key] = int(plan.changes.get(key, 1))
+        if module.kind != "llm":
+            key = f"parallel.{module.name}.sub_microbatch_images"
+            values[key] = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
+            most[key] = max(1, *(pack.images_of(module.name) for pack in sample.packs))
+    if plan.schedule != "searched":
+        yield plan.changed(parallel__schedule="searched", **dict(values))
+        return
+    segments = tuple(key for key in values if key.endswith("segments"))
+    groups = (
+        [segments, *((key,) for key in values)] if len(segments) > 1 else [(k,) for k in values]
+    )
+    steps = (lambda n: 2 * n, lambda n: n // 2, lambda n: n + 1, lambda n: n - 1)
+    for step, group in product(steps, groups):
+        own = values | {key: step(values[key]) for key in group}
+        if all(1 <= own[key] <= most[key] for key in group):
+            yield plan.changed(**own)
+
+
+def _colocated_neighbors(
+    plan: Plan, sample: StepSample, layers: Mapping[str, int]
+) -> Iterator[Plan]:
+    """Yield other encoder pipelines, LLM stages and schedules, images at once, encoder stages."""
+    encoders = [module.name for module in sample.modules if module.kind == "encoder"]
+    pipeline = plan.size("pipeline")
+
+    def with_encoders(key: str, value_of: Mapping[str, int]) -> Plan:
+        own = {f"parallel.{name}.{key}": value for name, value in value_of.items()}
+        return Plan(plan.method, plan.devices, {**plan.changes, **own})
+
+    for stages in (1, *VIRTUAL_STAGES):
+        if stages != plan.size("virtual_stages") and stages * pipeline <= layers[LLM]:
+            yield plan.changed(parallel__virtual_stages=stages)
+    for count in (n for n in range(1, pipeline + 1) if pipeline % n == 0):
+        own = {name: count for name in encoders if count <= layers[name]}
+        if len(own) == len(encoders):
+            yield with_encoders("pipeline", own)
+    for count in (n for n in TENSOR_SIZES if n < plan.size("tensor")):
+        yield with_encoders("tensor", dict.fromkeys(encoders, count))
+    for name in get_args(LlmSchedule):
+        if plan.size("virtual_stages") > 1 or name in ("zero_bubble", "searched"):
+            yield plan.changed(parallel__llm_schedule=name)
+    for count in IMAGES_AT_ONCE:
+        yield with_encoders("sub_microbatch_images", dict.fromkeys(encoders, count))
+    for share in LAYERS_PER_STAGE:
+        segments = {n: layers[n] // plan.size(f"{n}.pipeline") // share for n in encoders}
+        if all(segments.values()):
+            yield with_encoders("segments", segments)
+
+
+def describe_sizes(plan: Plan) -> str:
+    """Return the parallel sizes of a plan in a few words."""
+    names = {
+        "TP": plan.size("tensor"),
+        "PP": plan.size("pipeline"),
+        "CP": plan.size("llm.context"),
+        "EP": plan.size("expert"),
+    }
+    words = [f"{name} {size}" for name, size in names.items() if size > 1]
+    words += [f"{plan.size('replicate')} x {plan.size('shard')} data parallel"]
+    words += [f"microbatches of {plan.microbatch_size}"]
+    for key, value in sorted(plan.changes.items()):
+        parts = key.split(".")
+        if len(parts) == 3 and parts[1] != LLM:
+            words.append(f"{parts[1]} {parts[2]} {value}")
+    return ", ".join(words)
