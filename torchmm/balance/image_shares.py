@@ -19,7 +19,6 @@ import numpy as np
 
 from torchmm.balance.compiled import Int64s, compiled
 from torchmm.balance.costs.blocks import stage_blocks
-from torchmm.balance.costs.devices import Link
 from torchmm.balance.costs.flops import pass_flops
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import encoder_sizes
@@ -151,8 +150,7 @@ def with_feature_exchange(
 ) -> PlanCosts:
     """Return the costs of a plan without a pipeline, with the exchange of features and gradients.
 
-    The exchange is timed as one message to another rank, at the rate of the slower link, and
-    nothing hides it. A rank sends the features that it computes to all ranks alike on average.
+    The exchange is timed as messages to all ranks evenly, and nothing hides it.
 
     Args:
         metas: Sizes of the tasks (`balanced_metas`).
@@ -160,8 +158,7 @@ def with_feature_exchange(
     """
     [llm] = [module for module in modules if module.kind == "llm"]
     by_name = {module.name: module for module in modules if module.kind == "encoder"}
-    spanned = ranks * model.execution(llm.name).tensor
-    link: Link = "node" if spanned <= model.profile.device.devices_per_node else "network"
+    link = model.group_link(ranks, model.execution(llm.name).tensor)
     compute_ms = dict(costs.compute_ms)
     for action in costs.compute_ms:
         encoder = by_name.get(graph.layout.stages[action.stage].module)

@@ -72,7 +72,7 @@ def test_ranks_share_cards_if_cards_are_few() -> None:
     ],
 )
 def test_group_is_placed_by_stride(ranks: int, stride: int, link: Link) -> None:
-    assert CostModel(PROFILE, "float32")._link(ranks, stride) == link
+    assert CostModel(PROFILE, "float32").group_link(ranks, stride) == link
 
 
 def test_published_bandwidth_is_reached() -> None:

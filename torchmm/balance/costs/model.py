@@ -115,7 +115,14 @@ class StageCosts(NamedTuple):
             return own.reshape(ranks, -1).max(0)
 
         return StageCosts(
-            *(_slowest(own, ranks) for own in self[:4]), *map(most, self[4:7]), self.flops
+            _slowest(self.forward, ranks),
+            _slowest(self.backward, ranks),
+            _slowest(self.inputs, ranks),
+            _slowest(self.weights, ranks),
+            most(self.kept_bytes),
+            most(self.kept_for_weights_bytes),
+            most(self.workspace_bytes),
+            self.flops,
         )
 
     def sharded(self, gather: Work, reduce_N: Work, pieces: int, hides: bool) -> StageCosts:
@@ -415,9 +422,9 @@ class CostModel:
         return Setting(
             execution,
             self.element_bytes,
-            self._link(execution.tensor),
-            self._link(execution.expert, execution.tensor),
-            self._link(execution.context, execution.tensor),
+            self.group_link(execution.tensor),
+            self.group_link(execution.expert, execution.tensor),
+            self.group_link(execution.context, execution.tensor),
             segment_calls=not self.profile.device.asynchronous,
             accumulated=0.0 if execution.reduces_each else 1 - 1 / max(1, tasks),
         )
@@ -429,7 +436,7 @@ class CostModel:
         found = work.times(self.profile, hidden)
         return Times(*(factor * own_ms for own_ms in found))
 
-    def _link(self, ranks: int, stride: int = 1) -> Link:
+    def group_link(self, ranks: int, stride: int = 1) -> Link:
         """Return the placement of a group of ranks on nodes.
 
         Args:
@@ -442,8 +449,8 @@ class CostModel:
     def _shard_links(self, execution: Execution) -> ShardLinks:
         """Return the placement of the ranks that share parameters."""
         expert = execution.expert
-        own = self._link(max(1, execution.shard // expert), execution.tensor * expert)
-        return ShardLinks(self._link(execution.shard, execution.tensor), own)
+        own = self.group_link(max(1, execution.shard // expert), execution.tensor * expert)
+        return ShardLinks(self.group_link(execution.shard, execution.tensor), own)
 
     def gather_work(self, module: ModuleDescription, start: int, stop: int) -> Work:
         """Return the work to gather the parameters of a stage from all shards (UNSHARD)."""
@@ -475,7 +482,7 @@ class CostModel:
         calls = moved.units
         shards = execution.shard
         copies = execution.replicate
-        outer = self._link(copies, execution.tensor * shards)
+        outer = self.group_link(copies, execution.tensor * shards)
         if not whole:
             return Work.none(1)
         scattered = moved.sent.gradient_bytes
@@ -541,7 +548,7 @@ class CostModel:
         rounds = matrix_rounds(module, start, stop, ranks, execution.expert)
         flops = sum(own.orthogonal_flops for together in rounds for own in together)
         sent = self.element_bytes * own.in_layers * execution.shard * (1 - 1 / ranks)
-        link = self._link(ranks)
+        link = self.group_link(ranks)
         return [
             Operator("matmul", flops=flops / ranks, memory_bytes=own.in_layers),
             Operator("all_gather", network_bytes=sent, link=link),
@@ -573,7 +580,7 @@ class CostModel:
     def gather_rows_ms(self, whole_bytes: Sequence[float], ranks: int) -> list[float]:
         """Times of gathering slices over tensor-parallel ranks."""
         sent_N = np.array(whole_bytes) * (ranks - 1) / ranks
-        operator = Operator("all_gather", network_bytes=sent_N, link=self._link(ranks))
+        operator = Operator("all_gather", network_bytes=sent_N, link=self.group_link(ranks))
         return operator_ms(operator, self.profile, self.dtype).tolist()
 
     def tied_ms(self, module: ModuleDescription, link: Link) -> float:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torchmm.data.steps.balanced import BalancedSteps
 from torchmm.data.steps.order import Feed, Mixture, Stage
-from torchmm.data.steps.step_packs import Position, StepSequence
+from torchmm.data.steps.step_packs import Position, Steps, StepSequence
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -50,15 +50,13 @@ class SampleOrder:
         own = [_weight(s.config, f.size) for s, f in zip(self.sources, feeds, strict=True)]
         return Mixture(feeds, stages or [Stage(own)])
 
-    def sequence(
-        self, data: DataConfig, training: TrainingConfig, position: Position
-    ) -> StepSequence:
-        """The steps they form.
+    def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
+        """Return the optimizer steps of these sources.
 
         Raises:
-            CheckpointError: the position belongs to other data.
+            CheckpointError: The position belongs to other data.
         """
-        steps = StepSequence(
+        steps: Steps = StepSequence(
             self.mixture(),
             training,
             open_packs=data.open_packs,
