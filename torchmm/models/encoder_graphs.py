@@ -46,6 +46,7 @@ class EncoderGraphs:
 
     Attributes:
         failure: error after which the layers run eagerly, or "".
+        replays: number of forward passes that were graphs.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class EncoderGraphs:
                 self._graphs[key] = self._capture(key[0], hidden_NSD, trained)
             except RuntimeError as error:  # also torch.OutOfMemoryError
                 self._fail(str(error) or type(error).__name__)
-                return self._run(hidden_NSD)
+        if self.failure:  # not in the handler, which keeps the memory of the capture
+            return self._run(hidden_NSD)
         graph = self._graphs[key]
         self.replays += 1
         if not graph.inputs:

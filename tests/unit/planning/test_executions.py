@@ -115,7 +115,7 @@ def test_cuda_graphs_are_in_the_memory_model(monkeypatch):
         parts = {name: (1,) for name in layout.sub_microbatched}
         found[graphs] = plan_costs(StageGraph(layout, 1, parts), forecaster.modules, [meta], model)
     vision = next(m for m in forecaster.modules if m.name == "vision")
-    of_weights = 4 * sum(layer.parameters for layer in vision.layers)
+    of_weights = 2 * 4 * sum(layer.parameters for layer in vision.layers)
     kept = max(found[False].kept_bytes.values())
     static, update = (
         found[True].static_bytes[0] - found[False].static_bytes[0],
@@ -123,7 +123,7 @@ def test_cuda_graphs_are_in_the_memory_model(monkeypatch):
     )
     states = 4 * 6 * 16 * 128 * 4
     assert of_weights + states < static < of_weights + states + kept
-    assert of_weights + states < update - static <= update
+    assert 0 < update - static <= kept  # activations of the images themselves
     assert found[True].kept_bytes == found[False].kept_bytes
 
 

@@ -173,8 +173,9 @@ def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, el
     """Return the memory of the CUDA graphs of a stage, see `torchmm.models.encoder_graphs`.
 
     This is a count of the tensors of that module: activations, with those of padded images,
-    temporaries, a copy of the gradients of all trained parameters, and, for each number of images,
-    four copies of hidden states (input and output, and their gradients).
+    temporaries, two copies of the gradients of all trained parameters (in the graph, and on their
+    way to the sums), and, for each number of images, four copies of hidden states (input and
+    output, and their gradients).
 
     Args:
         element: Bytes of a value of the compute dtype.
@@ -189,7 +190,7 @@ def _graph_bytes(tasks: ModuleTasks, costs: StageCosts, execution: Execution, el
     by_graph = dict(zip(padded_N.tolist(), states_N.tolist(), strict=True))
     layers = tasks.module.layers
     trained = sum(layer.parameters for layer in layers) if tasks.module.trainable else 0
-    copies = element * trained
+    copies = 2 * element * trained
     return round(kept_N.max() + costs.workspace_bytes.max() + sum(by_graph.values()) + copies)
 
 
