@@ -11,7 +11,11 @@ cd "$(dirname "$0")/.."
 
 FOLDER=build/wheels
 LIMIT_MIB=60
-PYTHON=${PYTHON:-python3}
+# The environment of torchmm, whose versions are sent.
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    [ ! -x .venv/bin/python ] || PYTHON=.venv/bin/python
+fi
 # torchmm's own dependencies, then the programs that it is compared with.
 PACKAGES="pydantic pydantic-core annotated-types typing-inspection datasets dill multiprocess
 tomli tomli-w
@@ -27,6 +31,10 @@ pinned() {
     done
 }
 
+if ! "$PYTHON" -c "import datasets, pydantic" 2> /dev/null; then
+    echo "$PYTHON does not have the packages of torchmm; set PYTHON to the Python of its environment" >&2
+    exit 1
+fi
 REQUIRED=$(pinned)
 if [ "${1:-}" = --dry ]; then
     echo "would download to $FOLDER:"

@@ -239,7 +239,9 @@ def _update_joined(group: Sequence[Piece], tables: Sequence[Tensor]) -> None:
     for parts in zip(*(piece.tensors() for piece in group), strict=True):
         first, width, fill = parts[0]
         sizes = [t.shape[0] * -(-t.shape[1] // width) * width for t, _, _ in parts]
-        buffer = torch.full((sum(sizes),), fill, dtype=first.dtype, device=device)
+        buffer = torch.empty(sum(sizes), dtype=first.dtype, device=device)
+        if any(piece.padding for piece in group):
+            buffer.fill_(fill)
         buffers.append(buffer.view(-1, width))
         for (tensor, _, _), room in zip(parts, buffer.split(sizes), strict=True):
             if tensor.shape[0] > 1 and room.numel() > tensor.numel():
