@@ -9,6 +9,7 @@ from meshes import mesh_for
 from test_layouts import CASES_OF_2, CASES_OF_4, Case, compare_all
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchmm.common.batch import IGNORE_TARGET, Microbatch
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.parallel.apply import parallelize
@@ -35,15 +36,39 @@ OF_4 = (
 )
 
 
+class Emptied(Case):
+    """Microbatches 1, 2 and 6 have no target: both microbatches of a rank, or one of them."""
+
+    @property
+    def batch(self) -> list[Microbatch]:
+        """Global batch."""
+        found = super().batch
+        for index in (1, 2, 6):
+            targets_T = torch.full_like(found[index].targets_T, IGNORE_TARGET)
+            found[index] = replace(found[index], targets_T=targets_T, target_positions_L=None)
+        return found
+
+
 def cases(known: list[Case], names: tuple[str, ...]) -> list[Case]:
     found = [replace(c, pipeline={**c.pipeline, **EACH}) for c in known if c.name in names]
     assert len(found) == len(names)
     return found
 
 
+EMPTIED = [
+    Emptied(f"{name}, without targets", pipeline=EACH, **case)
+    for name, case in {
+        "fsdp4": {"shard": 4},
+        "fsdp4, loss in chunks": {"shard": 4, "chunked_loss": True},
+        "hsdp 2x2": {"replicate": 2, "shard": 2},
+    }.items()
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "compared"), [(2, cases(CASES_OF_2, OF_2)), (4, cases(CASES_OF_4, OF_4))]
+    ("ranks", "compared"),
+    [(2, cases(CASES_OF_2, OF_2)), (4, cases(CASES_OF_4, OF_4)), (4, EMPTIED)],
 )
 def test_gradients_reduced_per_microbatch_equal_single_process(ranks, compared):
     for outcomes in zip(*run_distributed(compare_all, ranks, compared), strict=True):

@@ -214,6 +214,22 @@ def test_memory_of_a_stage() -> None:
     assert frozen == 4 * count / 4 + 2 * count
 
 
+def test_gradients_reduced_per_microbatch_are_sharded() -> None:
+    count, outside = 4 * 45_000, 2 * 32_000 + 64
+    runs = (Execution(shard=4, reduces_each=each) for each in (False, True))
+    once, each = (CostModel(PROFILE, "bfloat16", {"llm": run}) for run in runs)
+    assert once.gradient_bytes(LLM, 0, 4, layerwise=True) == 4 * (count + outside)
+    # float32 shards; a layer's bfloat16 gradients and the float32 buffer of the one before; those
+    # of the embedding and the head in bfloat16.
+    expected = (count + outside) + (4 + 2) * 45_000 + 2 * outside
+    assert each.gradient_bytes(LLM, 0, 4, layerwise=True) == expected
+    saved = 4 * (count + outside) - expected
+    sizes = [model.static_bytes(LLM, 0, 4, layerwise=True) for model in (once, each)]
+    assert sizes[0] - sizes[1] == saved
+    assert each.static_bytes(LLM, 0, 4) == once.static_bytes(LLM, 0, 4)  # gathered once per step
+    assert each.setting(LLM, 4).accumulated == 0 < once.setting(LLM, 4).accumulated
+
+
 def test_gathering_and_reducing_by_hand() -> None:
     count = 2 * 45_000
     model = CostModel(PROFILE, "float32", {"llm": Execution(shard=4, replicate=2)})

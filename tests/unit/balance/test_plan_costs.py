@@ -205,16 +205,17 @@ def test_what_does_not_fit_the_graph_is_refused() -> None:
         plan_costs(crowded, step.modules, [m for m in step.metas if m.image_count][:1], MODEL)
 
 
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-def test_fsdp_by_layer_gathers_in_every_action_and_reduces_in_the_last_backward(device) -> None:
+def test_fsdp_by_layer_reduces_in_last_or_every_backward(device, each) -> None:
     step = Step(Case("sharded", pipeline=1, freeze=("vision",)))
     # A host that needs no time, so that the device sets the time of these small actions.
     profile = replace(load_profile(device), launch_us=0.0)
     dtype = "float32" if device == "cpu" else "bfloat16"
     names = ("vision", "llm")
     alone, sharded = (
-        CostModel(profile, dtype, dict.fromkeys(names, Execution(shard=shards)))
-        for shards in (1, 2)
+        CostModel(profile, dtype, dict.fromkeys(names, Execution(**sizes, reduces_each=each)))
+        for sizes in ({}, {"shard": 2, "replicate": 2})
     )
     given = step.graph, step.modules, step.metas
     before = plan_costs(*given, alone, targets=step.targets, layerwise=True).compute_ms
@@ -227,8 +228,9 @@ def test_fsdp_by_layer_gathers_in_every_action_and_reduces_in_the_last_backward(
             continue
         module = next(m for m in step.modules if m.name == stage.module)
         work = sharded.gather_work(module, stage.start, stage.stop)
-        if action.type is ActionType.B and action.microbatch == last:
-            work = work.plus(sharded.reduce_work(module, stage.start, stage.stop))
+        if action.type is ActionType.B and (each or action.microbatch == last):
+            span = module, stage.start, stage.stop
+            work = work.plus(sharded.reduce_work(*span, replicas=action.microbatch == last))
         copied_ms, sent_ms = work.compute_ms[0], work.network_ms[0]
         # On the GPU one of as many pieces as there are layers, and what is outside, is not hidden.
         alone_ms = sent_ms if device == "cpu" else sent_ms / (stage.stop - stage.start + 1)

@@ -8,6 +8,8 @@ import tomli
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.common.errors import ConfigError
+from torchmm.planning.dry_run import describe_run
 from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import Forecaster
 from torchmm.recipe.recipe import Recipe
@@ -122,3 +124,35 @@ def test_expert_ranks_of_pipeline_share_llm_times_only():
         is_llm = graph.layout.stages[action.stage].module == "llm"
         times = [own[action] for own in (alone if is_llm else alone[:1])]
         assert ms == pytest.approx(max(times))
+
+
+def test_dry_run_shows_both_gradient_reductions():
+    recipe = draw_recipe(0, shard=8)
+    lines = dict(line.split("  ", 1) for line in describe_run(recipe, 8).splitlines())
+    once, each = (
+        Forecaster(own, 8, load_profile("a100")).forecast()
+        for own in (recipe, reduced_each(recipe))
+    )
+    assert f"{each.iteration_ms:,.1f} ms" in lines["gradients"]
+    assert f"{max(each.step.peak_bytes) / 2**30:.2f} GiB" in lines["gradients"]
+    assert max(each.step.peak_bytes) < max(once.step.peak_bytes)
+    assert "gradient_reduction" not in describe_run(draw_recipe(0, shard=4, pipeline=2), 8)
+
+
+def test_dry_run_names_reduction_that_fits(tmp_path):
+    recipe = draw_recipe(0, shard=8)
+    peaks = [
+        max(Forecaster(own, 8, load_profile("a100")).forecast().step.peak_bytes)
+        for own in (recipe, reduced_each(recipe))
+    ]
+    small = tmp_path / "small.toml"
+    small.write_text(f'base = "a100"\n[device]\nmemory_bytes = {sum(peaks) / 2}\n')
+    recipe.simulation.__dict__["device"] = str(small)
+    with pytest.raises(ConfigError, match=r'use parallel\.gradient_reduction = "microbatch"'):
+        describe_run(recipe, 8)
+    assert "does not fit" in describe_run(reduced_each(recipe), 8)
+
+
+def reduced_each(recipe: Recipe) -> Recipe:
+    each = recipe.parallel.model_copy(update={"gradient_reduction": "microbatch"})
+    return recipe.model_copy(update={"parallel": each})
