@@ -126,11 +126,11 @@ def _reduction_line(recipe: Recipe, forecast: Forecast, other: Forecast | None) 
 
 def _hsdp_lines(forecaster: Forecaster, forecast: Forecast) -> dict[str, str]:
     """Return a line if replicas of one node each (HSDP) are faster than shards over all nodes."""
-    run, device = forecaster.run, forecaster.profile.device
-    shard = device.devices_per_node // run.llm.tensor
-    if run.is_cut or run.llm.shard <= shard or run.llm.shard % max(shard, 1):
+    run = forecaster.run
+    shard = max(1, forecaster.profile.device.devices_per_node // run.llm.tensor)
+    if run.is_cut or run.llm.shard <= shard or run.llm.shard % shard:
         return {}
-    if shard % (run.recipe.parallel.expert * run.recipe.parallel.context):
+    if shard % run.recipe.parallel.expert or shard % run.recipe.parallel.context:
         return {}
     replicate = run.llm.replicate * run.llm.shard // shard
     parallel = run.recipe.parallel.model_copy(update={"shard": shard, "replicate": replicate})
