@@ -202,7 +202,9 @@ class Forecaster:
             shares = self._shares = self._dealt(parallel)
             if leaves_segments_open(parallel):  # they choose, and are dealt again for the choice
                 shares = self._dealt(self._divided(parallel))
-        if (balance := image_balance(recipe, self.modules)) is not None:
+        balance = image_balance(recipe, self.modules)
+        self._balanced = balance is not None and self.run.llm.pipeline == 1 and not self.run.units
+        if balance is not None and self._balanced:
             shares = self._shares = balanced_shares(balance, shares)
         if self.run.units:
             busiest = _busiest(self.modules, shares, self.run.units, costs)
@@ -308,7 +310,7 @@ class Forecaster:
             return Forecast(name, problem=" ".join(str(error).split()))
         costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise)
         costs = self._as_measured(costs, plan.graph.layout)
-        if self.recipe.data.balance != "none":
+        if self._balanced:
             ranks = self.run.shares
             costs = with_feature_exchange(costs, plan.graph, self.modules, metas, model, ranks)
         return self.rate(name, simulate(plan, costs), model)
