@@ -264,6 +264,7 @@ class BalancedMicrobatch(Microbatch):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Microbatch:
         moved = super()._map(function)
+        assert isinstance(moved, BalancedMicrobatch)
         read = {
             name: replace(e, pixels=function(e.pixels), positions_K=function(e.positions_K))
             for name, e in self.read.items()

@@ -206,7 +206,9 @@ class Forecaster:
             shares = self._shares = self._dealt(parallel)
             if leaves_segments_open(parallel):  # they choose, and are dealt again for the choice
                 shares = self._dealt(self._divided(parallel))
-        if (balance := image_balance(recipe, self.modules)) is not None:
+        balance = image_balance(recipe, self.modules)
+        self._balanced = balance is not None and self.run.llm.pipeline == 1 and not self.run.units
+        if balance is not None and self._balanced:
             shares = self._shares = balanced_shares(balance, shares)
         self.shares: list[list[MicrobatchMeta]] = shares
         """Microbatches of the first step, by share of the global batch."""
@@ -338,7 +340,7 @@ class Forecaster:
             return Forecast(name, problem=" ".join(str(error).split()))
         costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise, peers=peers)
         costs = self._as_measured(costs, plan.graph.layout)
-        if self.recipe.data.balance != "none":
+        if self._balanced:
             ranks = self.run.shares
             costs = with_feature_exchange(costs, plan.graph, self.modules, metas, model, ranks)
         return self.rate(name, simulate(plan, costs), model, workload)

@@ -186,10 +186,12 @@ def _check_data(recipe: Recipe) -> Problems:
 
 def _check_balance(recipe: Recipe) -> Problems:
     """Yield what `data.balance` does not support."""
-    data, parallel = recipe.data, recipe.parallel
+    data = recipe.data
+    parallel = recipe.parallel
     if data.balance == "none":
         return
-    key, value = "data.balance", data.balance
+    key = "data.balance"
+    value = data.balance
     if parallel.pipeline > 1:
         text = f'parallel.pipeline = {parallel.pipeline} is not supported; use 1, or "none"'
         yield Problem(key, value, text, ("parallel.pipeline",))

@@ -256,6 +256,31 @@ def test_a_valid_recipe_has_no_problems(valid):
         ("--validation.interval 2", "validation.interval", "[[data.validation]]"),
         ("--data.sources []", "data.sources", "[[data.sources]]"),
         ("--data.reorder_window 4", "data.reorder_window", "delete the key"),
+        (
+            "--data.balance images --parallel.pipeline 2",
+            "data.balance",
+            "parallel.pipeline = 2 is not supported",
+        ),
+        (
+            "--data.balance images --parallel.placement colocated --parallel.schedule optimus",
+            "data.balance",
+            'use "interleaved"',
+        ),
+        (
+            "--data.balance images --parallel.llm.context 2",
+            "data.balance",
+            "parallel.llm.context = 2 is not supported",
+        ),
+        (
+            "--data.balance images --data.sources [{path='.',streaming=true}]",
+            "data.balance",
+            "requires random access",
+        ),
+        (
+            "--data.balance images --data.producers.addresses ['localhost:7411']",
+            "data.balance",
+            "not supported with data.producers",
+        ),
         ("--model.source x/y", "model", "keep one"),
         ("--model.encoders.audio {}", "model.encoders.audio", "neither source nor config"),
         ("--model.encoders.llm.source x/y", "model.encoders.llm", "no name"),

@@ -97,6 +97,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/data/sources/lance_tables.py": "about a library that not every run has",
     "torchmm/data/sources/packed.py": "about compressed files alone",
     "torchmm/data/sources/tar_samples.py": "about tar files; its importer knows Energon",
+    "torchmm/data/steps/balanced.py": "which images a rank encodes; tests and benchmarks use it",
     "torchmm/data/steps/sample_order.py": "what of sources another process is given",
     "torchmm/data/waiting.py": "threads and pipes, without anything of loading",
     "torchmm/measure/trial_inputs.py": "makes inputs from sizes; its importer takes times",

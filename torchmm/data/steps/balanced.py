@@ -79,9 +79,9 @@ def encoded_images(
         first = int(stops[rank - 1]) if rank else 0
         read_by[name] = list(of_images[first : int(stops[rank])])
         numbers = chosen[name] = {}
-        for home, image in zip(read_for[name], read.tolist(), strict=True):
+        for home, number in zip(read_for[name], read.tolist(), strict=True):
             start = int(stops[home - 1]) if home else 0
-            numbers.setdefault(home, set()).add(image - start)
+            numbers.setdefault(home, set()).add(number - start)
     samples = []
     for home in sorted({home for numbers in chosen.values() for home in numbers}):
         seen = dict.fromkeys(owners, 0)
