@@ -267,7 +267,7 @@ class _Replay(torch.autograd.Function):
     """The layers as one node of autograd."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         graphs: EncoderGraphs,
         graph: _Graph,
@@ -280,7 +280,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NSD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_NSD: Tensor) -> tuple[Tensor | None, ...]:
         ctx.graphs.end_pass(ctx.own_pass)
         return None, None, None, *ctx.graph.replay_backward(gradient_NSD)
 
