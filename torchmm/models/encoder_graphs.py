@@ -198,13 +198,16 @@ class _Graph:
             images, *like_NSD.shape[1:], dtype=like_NSD.dtype, device=like_NSD.device
         ).requires_grad_(like_NSD.requires_grad)
         self._needs_input_gradient = like_NSD.requires_grad
-        self.inputs = [*([self._input_BSD] if like_NSD.requires_grad else []), *trained]
+        self.inputs = list(trained)
+        if self._needs_input_gradient:
+            self.inputs.insert(0, self._input_BSD)
         self._gradients = list(gradients)
         self._output_BSD = self._output_gradient_BSD = self._input_BSD
         self._input_gradient_BSD: Tensor | None = None
         self._images = 0
         """Images of the last forward pass."""
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._forward = torch.cuda.CUDAGraph()
+        self._backward = torch.cuda.CUDAGraph()
 
     def warm_up(self, run: Callable[[Tensor], Tensor]) -> None:
         """Run both passes eagerly."""
@@ -264,7 +267,7 @@ class _Replay(torch.autograd.Function):
     """The layers as one node of autograd."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         graphs: EncoderGraphs,
         graph: _Graph,
@@ -277,7 +280,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NSD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_NSD: Tensor) -> tuple[Tensor | None, ...]:
         ctx.graphs.end_pass(ctx.own_pass)
         return None, None, None, *ctx.graph.replay_backward(gradient_NSD)
 
