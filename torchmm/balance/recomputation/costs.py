@@ -272,7 +272,7 @@ def costs_of_plan(
     targets: Sequence[int] | None = None,
     layerwise: bool = False,
 ) -> PlanCosts:
-    """Return the costs of a plan: with its recomputation, and the host ahead of the device.
+    """`plan_costs` of a plan's graph, and of what the plan lets tasks run again.
 
     Args:
         model: modules whose tasks choose keep everything in it.
@@ -284,7 +284,7 @@ def costs_of_plan(
         plan.graph, modules, microbatches, model, targets=targets, layerwise=layerwise
     )
     if not plan.recompute:
-        return costs.with_host_ahead(plan)
+        return costs
     names = frozenset(plan.graph.layout.stages[task.stage].module for task in plan.recompute)
     offloads = frozenset(
         plan.graph.layout.stages[task.stage].module
@@ -294,7 +294,7 @@ def costs_of_plan(
     choices = stage_choices(
         plan.graph, modules, microbatches, model, names=names, offloads=offloads, targets=targets
     )
-    return charged(costs, plan.recompute, choices).with_host_ahead(plan)
+    return charged(costs, plan.recompute, choices)
 
 
 def charged(
