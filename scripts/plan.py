@@ -4,7 +4,8 @@ Prints the best plan of modules on devices of their own, its simulated step, how
 of all plans it may be at most, the next-best plans and those of simpler rules, and why they lose.
 Needs no GPU and no weights.
 
-python scripts/plan.py --config recipes/papers/disttrain_mllm_72b.toml --gpus 1296 --device a800_disttrain
+python scripts/plan.py --config recipes/papers/disttrain_mllm_72b.toml --gpus 1296 \\
+    --device a800_disttrain
 python scripts/plan.py --config my.toml --gpus 64 --device h100 --placement auto --out planned.toml
 """
 
