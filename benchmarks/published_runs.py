@@ -15,7 +15,7 @@ Sources:
   https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md
   (table: https://github.com/pytorch/torchtitan/pull/1299). Rows with rowwise float8 are omitted:
   the page calls their baseline too slow.
-- torchtitan, 2024: 64 A100: https://github.com/pytorch/torchtitan/blob/main/docs/performance.md
+- torchtitan, 2024: 64 A100: performance.md in https://github.com/pytorch/torchtitan/tree/main/docs
 - Megatron-Bridge, NeMo 25.11, DGX H100:
   https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html
 """

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import Message, Task
-from torchmm.pipelining.plan.plan import PipelinePlan
 
 
 class Piece(NamedTuple):
@@ -58,8 +57,6 @@ class PlanCosts:
             a tensor-parallel group together; of a mirror, its share.
         pieces: by encoder: those of its layers, which an LLM action may launch.
         collectives: tensor-parallel ones of an LLM layer's forward and backward, at which it may.
-        device_ms: Device time of the actions in `compute_ms`, if the host only queues work.
-        host_ms: Host time to queue these actions; `compute_ms` has the longer of both.
     """
 
     compute_ms: Mapping[Action, float]
@@ -78,29 +75,3 @@ class PlanCosts:
     runs_beside: bool = False
     pieces: Mapping[str, LayerPieces] = field(default_factory=dict)
     collectives: tuple[int, int] = (0, 0)
-    device_ms: Mapping[Action, float] = field(default_factory=dict)
-    host_ms: Mapping[Action, float] = field(default_factory=dict)
-
-    def with_host_ahead(self, plan: PipelinePlan) -> PlanCosts:
-        """Return costs for the order of a plan, in which the host runs ahead of the device.
-
-        Alone, an action takes the longer of its device time and its host time. In a step, the host
-        queues actions while the device executes earlier ones: an action ends when the device has
-        executed it, but not before the host has queued all actions up to it.
-
-        Args:
-            plan: Order of the actions of each rank. Actions of tasks that recompute layers of their
-                own choice keep their duration.
-        """
-        found: dict[Action, float] = {}
-        for program in plan.actions if self.host_ms else ():
-            queued_ms = end_ms = 0.0
-            for action in program:
-                if action not in self.host_ms:
-                    continue
-                tuned = action.task in plan.recompute
-                own_ms = (self.compute_ms if tuned else self.device_ms)[action]
-                queued_ms += self.host_ms[action]
-                begin_ms, end_ms = end_ms, max(end_ms + own_ms, queued_ms)
-                found[action] = max(found.get(action, 0.0), end_ms - begin_ms)
-        return replace(self, compute_ms={**self.compute_ms, **found}) if found else self

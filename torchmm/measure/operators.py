@@ -247,7 +247,8 @@ def _call_times(
 ) -> CallTimes:
     """Return the times of a run within about `budget_s`, after a run that is not timed."""
     if device.type != "cuda":
-        return CallTimes(*(2 * (seconds_per_run(run, device, budget_s),)))
+        took_s = seconds_per_run(run, device, budget_s)
+        return CallTimes(took_s, took_s)
     return queued_times(
         run,
         delay,

@@ -106,8 +106,6 @@ def plan_costs(
         runs_beside=model.profile.device.asynchronous,
         pieces=_pieces(tasks, model),
         collectives=layer_collectives(model.execution(LLM)),
-        device_ms=collected.device_ms,
-        host_ms=collected.host_ms,
     )
 
 
@@ -254,8 +252,6 @@ class _Collected:
 
     compute_ms: dict[Action, float] = field(default_factory=dict)
     tensor_ms: dict[Action, float] = field(default_factory=dict)
-    device_ms: dict[Action, float] = field(default_factory=dict)
-    host_ms: dict[Action, float] = field(default_factory=dict)
     flops: dict[Action, float] = field(default_factory=dict)
     kept: dict[Task, int] = field(default_factory=dict)
     kept_for_weights: dict[Task, int] = field(default_factory=dict)
@@ -294,9 +290,6 @@ class _Collected:
             actions = [Action(kind, *t) for t, p in zip(keys, present, strict=False) if p]
             chosen = [i for i, p in enumerate(present) if p]
             self.compute_ms.update(zip(actions, times.total_ms[chosen].tolist(), strict=True))
-            if times.host_ms.any():
-                self.device_ms.update(zip(actions, times.device_ms[chosen].tolist(), strict=True))
-                self.host_ms.update(zip(actions, times.host_ms[chosen].tolist(), strict=True))
             shares_N = flops_N[chosen] / len(graph.layout.mirrored[index])
             self.flops.update(zip(actions, shares_N.tolist(), strict=True))
             if times.tensor_ms.any():
@@ -443,8 +436,6 @@ def _add_gathers(
             for action in actions:
                 if action in found.compute_ms:
                     found.compute_ms[action] += ms
-                    if action in found.device_ms:
-                        found.device_ms[action] += ms
                     found.tensor_ms[action] = found.tensor_ms.get(action, 0.0) + ms
 
 

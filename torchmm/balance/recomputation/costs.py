@@ -279,7 +279,7 @@ def costs_of_plan(
     layerwise: bool = False,
     peers: Peers = (),
 ) -> PlanCosts:
-    """Return the costs of a plan, with its recomputation and with the host ahead of the device.
+    """Return the costs of a plan, with its recomputation.
 
     Args:
         model: modules whose tasks choose keep all activations in it.
@@ -297,7 +297,7 @@ def costs_of_plan(
         peers=peers,
     )
     if not plan.recompute:
-        return costs.with_host_ahead(plan)
+        return costs
     names = frozenset(plan.graph.layout.stages[task.stage].module for task in plan.recompute)
     offloads = frozenset(
         plan.graph.layout.stages[task.stage].module
@@ -314,7 +314,7 @@ def costs_of_plan(
         targets=targets,
         peers=peers,
     )
-    return charged(costs, plan.recompute, choices).with_host_ahead(plan)
+    return charged(costs, plan.recompute, choices)
 
 
 def charged(
