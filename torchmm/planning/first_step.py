@@ -147,8 +147,9 @@ def slowest_group(
     for stage in graph.layout.stages:
         tasks = module_tasks(graph, by_name[stage.module], metas, targets)
         arrives_N = tasks.gradient_arrives_N(graph, stage.index)
-        span = tasks.module, stage.start, stage.stop
-        costs = model.stage_costs(*span, tasks.sizes, arrives_N, tasks.useful)
+        costs = model.stage_costs(
+            tasks.module, stage.start, stage.stop, tasks.sizes, arrives_N, tasks.useful
+        )
         flops_GRM += sum(costs.flops).reshape(shape)
         for times in (costs.forward, costs.backward):
             own_GRM = times.total_ms.reshape(shape)

@@ -305,7 +305,7 @@ class Forecaster:
         name = parallel.schedule
         parallel = self._divided(parallel)
         workload = self.workload_of(parallel)
-        metas, peers = workload.microbatches, workload.peers
+        metas = workload.microbatches
         dtype = DTYPES[self.recipe.training.dtype]
         specs = partial(message_specs, modules=self.sample.layered, microbatches=metas, dtype=dtype)
         model = self._costs(parallel)
@@ -313,7 +313,7 @@ class Forecaster:
         recipe = self.recipe.model_copy(update={"parallel": parallel})
         tuning = layer_tuning(recipe, self.modules, model, layerwise=layerwise)
         if tuning is not None:
-            tuning = replace(tuning, peers=peers)
+            tuning = replace(tuning, peers=workload.peers)
         search = None
         if parallel.schedule in PLANNERS and parallel.pipeline * parallel.mirrors > 1:
 
@@ -338,7 +338,9 @@ class Forecaster:
             )
         except (ConfigError, PlanError) as error:
             return Forecast(name, problem=" ".join(str(error).split()))
-        costs = costs_of_plan(plan, self.modules, metas, model, layerwise=layerwise, peers=peers)
+        costs = costs_of_plan(
+            plan, self.modules, metas, model, layerwise=layerwise, peers=workload.peers
+        )
         costs = self._as_measured(costs, plan.graph.layout)
         if self._balanced:
             ranks = self.run.shares

@@ -238,9 +238,10 @@ def _sharded(
     back = [i for i, key in enumerate(tasks.keys) if graph.needs_backward(stage.index, key[0])]
     last_N[back[-1:]] = 1.0
     others_N[back[:-1]] = float(execution.reduces_each)
-    span = tasks.module, stage.start, stage.stop
-    reduce = Work.none(1).plus(model.reduce_work(*span), last_N)
-    reduce = reduce.plus(model.reduce_work(*span, replicas=False), others_N)
+    reduce = Work.none(1)
+    for replicas, times_N in ((True, last_N), (False, others_N)):
+        work = model.reduce_work(tasks.module, stage.start, stage.stop, replicas=replicas)
+        reduce = reduce.plus(work, times_N)
     hides = model.profile.device.asynchronous
     pieces = stage.stop - stage.start + 1
     return costs.sharded(gather, reduce, pieces, hides)
