@@ -1,5 +1,6 @@
 """Loaders of ranks that encode images of each other: pixels, routes, corrupt samples, resume."""
 
+import logging
 from dataclasses import replace
 from itertools import islice
 
@@ -8,10 +9,12 @@ import torch
 from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
 
 from torchmm.balance.image_shares import balanced_metas
+from torchmm.common import processes
 from torchmm.common.batch import EncoderInputs, MicrobatchMeta
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share, exchanged_row
 from torchmm.data.loader import Loader, StepBatch, build_loader
+from torchmm.data.steps import beside
 from torchmm.recipe.data_section import SourceConfig
 
 RANKS = 2
@@ -210,3 +213,17 @@ def test_step_bytes_of_balanced_share_match(make):
     step = next(iter(loader._queue))
     nbytes = sum(m.nbytes - m.target_positions_L.nbytes for m in batch.microbatches)
     assert loader._decoder.step_bytes(step) == nbytes
+
+
+def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(processes, "BESIDE_FROM_MS", 0.0)
+    monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
+    found, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
+    assert "beside training" in caplog.text
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.encoded == theirs.encoded and ours.state == theirs.state
+        for own, other in zip(ours.microbatches, theirs.microbatches, strict=True):
+            assert own.task_meta == other.task_meta
+            pairs = (one_by_one(m.read.get("vision")) for m in (own, other))
+            assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))

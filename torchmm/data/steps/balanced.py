@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -44,8 +44,7 @@ def balanced_step(step: StepSamples, balance: Balance, sequence_length: int) -> 
     for packs in zip(*of_ranks, strict=True):
         metas = [microbatch_meta(own, sequence_length) for own in packs]
         microbatches.append((packs, metas, balance(metas)))
-    encoded = partial(_encoded_in_step, microbatches)
-    return replace(step, encoded=encoded)
+    return replace(step, encoded=cache(partial(_encoded_in_step, microbatches)))
 
 
 _Assigned = tuple[Sequence[list[PackItems]], Sequence[MicrobatchMeta], Mapping[str, Sequence[int]]]
