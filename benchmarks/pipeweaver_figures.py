@@ -18,11 +18,12 @@ second table has the best fixed mode of each module that fits instead. The paper
 virtual stages, microbatches nor memory limit; seconds are therefore compared as ratios to the first
 row. The cost model is not calibrated: nothing was measured on an H800.
 
-Figure 9b: every third of 40 iterations with rising and falling numbers of images, modules cut once for typical
-data. *static plan*: the chain cut into equally costly stages (the paper's nnScaler*); *module after
-module*: all encoder segments before the LLM's (its Optimus, coarse); *no search*: row 2. Printed
-are: Megatron-LM 52.9 % slower at iteration 6, Optimus and nnScaler 10.4 % in iterations 1 to 10,
-nnScaler 50.5 % in iterations 15 to 20. How image counts fall is not; here both bounds do so evenly.
+Figure 9b: every third of 40 iterations with rising and falling numbers of images, modules cut once
+for typical data. *static plan*: the chain cut into equally costly stages (the paper's nnScaler*);
+*module after module*: all encoder segments before the LLM's (its Optimus, coarse); *no search*: row
+2. Printed are: Megatron-LM 52.9 % slower at iteration 6, Optimus and nnScaler 10.4 % in iterations
+1 to 10, nnScaler 50.5 % in iterations 15 to 20. How image counts fall is not; here both bounds do
+so evenly.
 
 Figure 10: for each size of sub-microbatches the best order that is found, and the worst: the
 longest of as many random orders as the search tries, which is less bad than the paper's worst, for
