@@ -88,6 +88,7 @@ def test_best_plain_plan_is_forecast_of_its_recipe(load, methods):
     assert best[methods.FSDP2].recipe.data.reorder == "none"
 
 
+@pytest.mark.slow
 def test_pipelines_by_hand_fit_and_are_forecasts(load):
     workload = load("support.workloads").Workload("recipes/papers/pipeweaver_vlm_s", 16, 4)
     recipe, profile = workload.load(), load_profile("h800")
