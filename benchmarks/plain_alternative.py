@@ -8,7 +8,8 @@ of each pipeline method of the planner (chain, separated, colocated, disaggregat
 the planner over all methods and checks that its plan is at least as fast as all of these. One cost
 model times all plans. Nothing is fitted and no device is measured.
 
-Plans without a pipeline are enumerated by `support/cases/plain_methods.py`, not by the planner.
+Plans without a pipeline are enumerated by `support/cases/plain_methods.py`, and some pipelines ("by
+hand") by `support/cases/hand_pipelines.py`, not by the planner. They check its answer.
 All plans keep within the same part of the memory, and all methods but "FSDP2" and "HSDP" may
 reorder the sequences of a step.
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.cases.hand_pipelines import hand_pipelines
 from support.cases.plain_methods import (
     FSDP2,
     HSDP,
@@ -49,6 +51,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.planning.forecast import StepSample
 from torchmm.planning.search.search import Candidate, search_plans
 
+BY_HAND = "by hand"
 PIPELINES = ("chain", "separated", "colocated", "disaggregated")
 TOLERANCE = 1.005
 """The planner has to be within this factor of the fastest plan."""
@@ -93,28 +96,33 @@ def plan_record(found: Candidate | str) -> Record:
     }
 
 
-def measure(workload: Workload, budget_s: float) -> Record:
+def measure(workload: Workload, budget_s: float, methods: Sequence[str] = PIPELINES) -> Record:
     """Return the row of a workload.
 
     Args:
         workload: Model, data and cluster.
         budget_s: Time limit of each search in seconds.
+        methods: Pipeline methods of the planner that are searched alone.
     """
     recipe = with_values(workload.load(), "data", reorder="intra")
     profile = load_profile(recipe.simulation.device)
     sample = StepSample(recipe)
     started = time.process_time()
+    by_hand = hand_pipelines(recipe, workload.gpus, profile, sample)
     plain = best_plain(recipe, workload.gpus, profile, sample)
     pipelines = search_plans(
-        recipe, workload.gpus, profile, methods=PIPELINES, budget_s=budget_s, sample=sample
+        recipe, workload.gpus, profile, methods=methods, budget_s=budget_s, sample=sample
     )
+    found = {name: plan_record(each) for name, each in pipelines.best_by_method.items()}
+    if by_hand is not None:
+        found[BY_HAND] = {"step_s": by_hand[0].step_ms / 1e3, "sizes": by_hand[1]}
     found_s = time.process_time()
     planned = search_plans(recipe, workload.gpus, profile, budget_s=budget_s, sample=sample)
     return {
         "workload": workload.title,
         "device": recipe.simulation.device,
         "plain": plain_record(plain),
-        "pipelines": {name: plan_record(found) for name, found in pipelines.best_by_method.items()},
+        "pipelines": found,
         "planner": plan_record(planned.best or "no plan fits"),
         "planner_complete": planned.complete,
         "planner_s": planned.seconds,
@@ -224,7 +232,8 @@ def main() -> None:
     for workload in () if arguments.report else workloads:
         if workload.title in records:
             continue
-        record = records[workload.title] = measure(workload, budget_s)
+        methods = PIPELINES[:1] if arguments.quick else PIPELINES
+        record = records[workload.title] = measure(workload, budget_s, methods)
         if arguments.rows is not None:
             append_record(record, arguments.rows)
         print(f"{workload.title}: {json.dumps(record)}", flush=True)

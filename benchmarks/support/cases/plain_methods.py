@@ -26,7 +26,7 @@ FSDP2, HSDP, REORDERED = "FSDP2", "HSDP", "FSDP2 or HSDP, reordered"
 NODE = 8
 SIZES = (1, 2, 4, 8)
 LONG_TOKENS = 8192
-"""Sequences longer than this are also divided by context parallelism."""
+"""Sequences of at least this length are also divided by context parallelism."""
 MODES = ("none", "selective", "full")
 """Recomputation modes tried for the best sizes besides "tuned"."""
 REFINED = 2
@@ -80,7 +80,7 @@ def plain_sizes(recipe: Recipe, gpus: int, method: str, sample: StepSample) -> I
     """Yield the recipe without a pipeline with all sizes, except those of microbatches."""
     has_experts = any(layer.experts for module in sample.modules for layer in module.layers)
     experts = (1, NODE) if has_experts else (1,)
-    contexts = SIZES if recipe.training.sequence_length > LONG_TOKENS else (1,)
+    contexts = SIZES if recipe.training.sequence_length >= LONG_TOKENS else (1,)
     has_key = "gradient_reduction" in ParallelConfig.model_fields
     reductions = [{"gradient_reduction": name} for name in REDUCTIONS] if has_key else [{}]
     recipe = with_values(recipe, "data", reorder="none")

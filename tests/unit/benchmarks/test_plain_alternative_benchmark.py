@@ -88,6 +88,18 @@ def test_best_plain_plan_is_forecast_of_its_recipe(load, methods):
     assert best[methods.FSDP2].recipe.data.reorder == "none"
 
 
+@pytest.mark.slow
+def test_pipelines_by_hand_fit_and_are_forecasts(load):
+    workload = load("support.workloads").Workload("recipes/papers/pipeweaver_vlm_s", 16, 4)
+    recipe, profile = workload.load(), load_profile("h800")
+    sample = StepSample(recipe)
+    best, words = load("support.cases.hand_pipelines").hand_pipelines(recipe, 16, profile, sample)
+    assert best.recipe.parallel.pipeline > 1 and "pipeline" in words
+    assert load("support.cases.plain_methods").fits(best.forecast.step)
+    again = Forecaster(best.recipe, 16, profile, sample=sample)
+    assert again.forecast_parallel(best.recipe.parallel).iteration_ms == pytest.approx(best.step_ms)
+
+
 def test_planner_row_fails_if_another_method_is_faster(benchmark):
     fine = record(2.0, fsdp2=2.5, chain=2.0)
     assert benchmark.picks_fastest(fine)
@@ -108,7 +120,7 @@ def test_finished_rows_are_skipped(benchmark, monkeypatch, tmp_path):
         stream.write('{"workload": "stopped whi')
     measured = []
 
-    def measure(workload, _):
+    def measure(workload, *_):
         measured.append(workload)
         return record(2.0, fsdp2=2.5) | {"workload": workload.title}
 
