@@ -50,6 +50,8 @@ GAINS = {"searched": 0.75}
 searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
 RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
+TRIES, FIRST_SHARE = 12, 0.15
+"""Plans that a method simulates until one fits, and its share of the time, before other methods."""
 SCREENED = 100
 """Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
 FIRST_REPORT_S = 1.0
@@ -227,6 +229,7 @@ class _Method:
     considered: int = 0
     spent: int = 0
     """Simulated actions."""
+    seconds: float = 0.0
     started: bool = False
     open_ms: float = inf
     """Lower bound of plans that were not listed."""
@@ -278,6 +281,7 @@ class _Search:
         self._disaggregated: DisaggregatedPlans | None = None
         self._methods: dict[str, _Method] = {}
         self._complete = True
+        self._budget_s = inf
 
     @property
     def best_ms(self) -> float:
@@ -294,6 +298,7 @@ class _Search:
 
     def _improve(self, deadline: float, effort: float) -> None:
         started = time.thread_time()
+        self._budget_s = deadline - started
         next_report = FIRST_REPORT_S
         while (method := self._next_method()) is not None:
             elapsed = time.thread_time() - started
@@ -304,12 +309,14 @@ class _Search:
             if self._report is not None and elapsed > next_report:
                 self._report(self._progress(elapsed))
                 next_report = REPORT_GROWTH * elapsed
+            before = time.thread_time()
             if not method.started:
                 self._start(method)
             elif method.queue:
                 self._try(method, heappop(method.queue))
-            elif method.name == "disaggregated":
+            else:
                 self._extend(method)
+            method.seconds += time.thread_time() - before
 
     def _next_method(self) -> _Method | None:
         """Return the method whose plan is simulated next; None if no plan is left.
@@ -320,7 +327,7 @@ class _Search:
         best_ms = self.best_ms
         left = []
         for method in self._methods.values():
-            is_tried = method.best is not None or method.simulated >= TRIES
+            is_tried = method.best is not None or self._has_tried(method)
             while is_tried and method.queue and method.queue[0].bound_ms >= best_ms:
                 heappop(method.queue)
             if method.queue or not method.started or method.open_ms < best_ms:
@@ -328,12 +335,16 @@ class _Search:
         if not left:
             return None
         for method in left:
-            if not method.started or (method.best is None and method.simulated < TRIES):
+            if not method.started or (method.best is None and not self._has_tried(method)):
                 return method
         promising = min(left, key=lambda each: each.score_ms)
         if promising.score_ms < best_ms:
             return promising
         return min(left, key=lambda each: each.spent)
+
+    def _has_tried(self, method: _Method) -> bool:
+        """Return True if a method has used its share of the search without a plan that fits."""
+        return method.simulated >= TRIES or method.seconds > FIRST_SHARE * self._budget_s
 
     def _start(self, method: _Method) -> None:
         """List the plans of a method."""
@@ -441,7 +452,8 @@ class _Search:
             method.factor = min(method.factor or ratio, ratio)
         if candidate.step_ms == inf:
             method.least_bytes = min(method.least_bytes, max(forecast.step.peak_bytes))
-            expected_ms = RECOMPUTED * forecast.iteration_ms
+            # The first plan that fits matters more than the order of the others.
+            expected_ms = 0.0 if method.best is None else RECOMPUTED * forecast.iteration_ms
             if method.name == "disaggregated":
                 self._push_neighbors(method, plan, expected_ms)
                 return
@@ -595,10 +607,6 @@ class _Search:
         if method.queue or method.considered:
             return f"no plan can be below {self.best_ms:,.0f} ms"
         return f"no parallel sizes for {self._devices} devices"
-
-
-TRIES = 12
-"""Plans that a method simulates before other methods, until one fits."""
 
 
 def _one_line(error: ConfigError) -> str:
