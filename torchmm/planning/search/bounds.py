@@ -29,7 +29,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import StepSample
 from torchmm.planning.resolved import resolve
-from torchmm.planning.search.space import TUNED, Plan, planned_recipe
+from torchmm.planning.search.space import REDUCTION, TUNED, Plan, planned_recipe
 from torchmm.recipe.recipe import Recipe
 
 REGROUPED = 0.97
@@ -134,7 +134,7 @@ class PlanBounds:
         pipeline = plan.size("pipeline")
         layerwise = pipeline == 1
         microbatches = self._microbatches(plan)
-        each = plan.changes.get("parallel.gradient_reduction") == "microbatch"
+        each = plan.changes.get(REDUCTION) == "microbatch"
         unsharded = not layerwise or (microbatches > 1 and not each)
         waiting = min((pipeline + 1) / 2, microbatches)
         found = 0.0

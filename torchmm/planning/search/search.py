@@ -126,7 +126,7 @@ class SearchResult:
         return sorted(found, key=lambda each: each.step_ms)
 
 
-def search_plans(
+def search_plans(  # noqa: PLR0913 - limits of the search
     recipe: Recipe,
     devices: int,
     profile: Profile,
