@@ -166,13 +166,14 @@ class PlanBounds:
         layerwise = plan.size("pipeline") == 1
         key = module.name, model.execution(module.name), layerwise
         if key not in self._sharing:
-            stage = module, 0, len(module.layers)
-            gradient_bytes = model.gradient_bytes(*stage)
+            layers = len(module.layers)
+            held_bytes = model.static_bytes(module, 0, layers, layerwise=layerwise)
+            gradient_bytes = model.gradient_bytes(module, 0, layers)
             self._sharing[key] = _Sharing(
-                model.update_ms(*stage),
-                model.gather_ms(*stage),
-                model.reduce_ms(*stage),
-                model.static_bytes(*stage, layerwise=layerwise) - gradient_bytes,
+                model.update_ms(module, 0, layers),
+                model.gather_ms(module, 0, layers),
+                model.reduce_ms(module, 0, layers),
+                held_bytes - gradient_bytes,
                 gradient_bytes,
             )
         return self._sharing[key]
@@ -213,7 +214,8 @@ class PlanBounds:
             none = Work.none(len(costs.kept_bytes))
             costs = costs.sharded(gather, none, layers + 1, hides)
         count = len(self._microbatches_of(size))
-        forward_N, backward_N = costs.forward.total_ms, costs.backward.total_ms
+        forward_N = costs.forward.total_ms
+        backward_N = costs.backward.total_ms
         everywhere = len(forward_N) == count
         return _ModuleTimes(
             float(forward_N.sum()) / count,
