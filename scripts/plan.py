@@ -39,14 +39,27 @@ def main(arguments: list[str] | None = None) -> int:
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")
     add("--gpus", type=int, help="number of devices (default: the recipe's [simulation] gpus)")
     add("--device", help="name or profile file (default: the recipe's [simulation] device)")
-    add("--trials", metavar="FILE",
-        help="measured times of modules, from scripts/profile_modules.py (simulation.trials)")  # fmt: skip
+    add(
+        "--trials",
+        metavar="FILE",
+        help="measured times of modules, from scripts/profile_modules.py (simulation.trials)",
+    )
     add("--global-batch-size", type=int, metavar="N", help="sequences per step (the recipe's)")
-    add("--placement", nargs="+", default=["auto"], metavar="NAME",
-        choices=(*PLACEMENTS, *PLACEMENTS["auto"]),
-        help=f"methods to search: {', '.join((*PLACEMENTS, *PLACEMENTS['auto']))} (auto)")  # fmt: skip
-    add("--budget-s", type=float, metavar="S",
-        help="processor time of the search in seconds (10 for up to 64 GPUs, up to 100)")  # fmt: skip
+    names = (*PLACEMENTS, *PLACEMENTS["auto"])
+    add(
+        "--placement",
+        nargs="+",
+        default=["auto"],
+        metavar="NAME",
+        choices=names,
+        help=f"methods to search: {', '.join(names)} (auto)",
+    )
+    add(
+        "--budget-s",
+        type=float,
+        metavar="S",
+        help="processor time of the search in seconds (10 for up to 64 GPUs, up to 100)",
+    )
     add("--out", type=Path, metavar="FILE", help="write the best plan as a recipe")
     options, overrides = parser.parse_known_args(arguments)
     try:

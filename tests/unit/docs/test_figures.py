@@ -28,7 +28,7 @@ NO_FINDINGS = {
     "grow/large_data: In short": "advice",
     "grow/large_data: What is read, and by whom": "an estimate that shows how it is made",
     "grow/memory: Optimizer states and parameters": "a device's size",
-    "grow/orchestration: What is searched": "a setting",
+    "grow/orchestration: Planning a cluster": "settings",
     "grow/placements: Disaggregated": "what a picture assumes",
     "understand/cost_model: How a number is computed": "a bound that tests hold",
     "understand/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",

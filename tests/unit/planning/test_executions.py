@@ -17,10 +17,10 @@ from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.planning import forecast
-from torchmm.planning.search.disaggregated import sized_recipe
 from torchmm.planning.executions import parameter_states, run_costs
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.resolved import resolve
+from torchmm.planning.search.disaggregated import sized_recipe
 from torchmm.planning.step import plan_layout
 from torchmm.recipe import check
 from torchmm.recipe.read import load_recipe

@@ -11,10 +11,10 @@ from test_orchestration import PROFILE, RECIPE
 from torchmm.balance.orchestration.search import UnitSizes, orchestrate
 from torchmm.balance.orchestration.space import PlanSpace
 from torchmm.common.errors import ConfigError
-from torchmm.planning.search.disaggregated import plan_variants, sized_recipe
-from torchmm.planning.search.search import fits, search_plans
 from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.search import disaggregated
+from torchmm.planning.search.disaggregated import plan_variants, sized_recipe
+from torchmm.planning.search.search import fits, search_plans
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 

@@ -144,7 +144,9 @@ def test_search_with_wrong_bounds_is_detected(monkeypatch):
     """The control: bounds that are too high exclude the best plan."""
     recipe, devices, profile = random_recipe(0)
     sample = StepSample(recipe)
-    best = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample).best
+    best = search_plans(
+        recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample
+    ).best
     real = PlanBounds.bound
 
     def doubled(self, plan):
@@ -153,7 +155,9 @@ def test_search_with_wrong_bounds_is_detected(monkeypatch):
         return PlanBound(factor * found.step_ms, factor * found.estimate_ms, found.memory_bytes)
 
     monkeypatch.setattr(PlanBounds, "bound", doubled)
-    wrong = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample).best
+    wrong = search_plans(
+        recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample
+    ).best
     assert wrong.step_ms > best.step_ms
 
 

@@ -29,7 +29,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import StepSample
 from torchmm.planning.resolved import resolve
-from torchmm.planning.search.space import TUNED, Plan, planned_recipe
+from torchmm.planning.search.space import REDUCTION, TUNED, Plan, planned_recipe
 from torchmm.recipe.recipe import Recipe
 
 REGROUPED = 0.97
@@ -134,7 +134,7 @@ class PlanBounds:
         pipeline = plan.size("pipeline")
         layerwise = pipeline == 1
         microbatches = self._microbatches(plan)
-        each = plan.changes.get("parallel.gradient_reduction") == "microbatch"
+        each = plan.changes.get(REDUCTION) == "microbatch"
         unsharded = not layerwise or (microbatches > 1 and not each)
         waiting = min((pipeline + 1) / 2, microbatches)
         found = 0.0
@@ -166,13 +166,14 @@ class PlanBounds:
         layerwise = plan.size("pipeline") == 1
         key = module.name, model.execution(module.name), layerwise
         if key not in self._sharing:
-            stage = module, 0, len(module.layers)
-            gradient_bytes = model.gradient_bytes(*stage)
+            layers = len(module.layers)
+            held_bytes = model.static_bytes(module, 0, layers, layerwise=layerwise)
+            gradient_bytes = model.gradient_bytes(module, 0, layers)
             self._sharing[key] = _Sharing(
-                model.update_ms(*stage),
-                model.gather_ms(*stage),
-                model.reduce_ms(*stage),
-                model.static_bytes(*stage, layerwise=layerwise) - gradient_bytes,
+                model.update_ms(module, 0, layers),
+                model.gather_ms(module, 0, layers),
+                model.reduce_ms(module, 0, layers),
+                held_bytes - gradient_bytes,
                 gradient_bytes,
             )
         return self._sharing[key]
@@ -213,7 +214,8 @@ class PlanBounds:
             none = Work.none(len(costs.kept_bytes))
             costs = costs.sharded(gather, none, layers + 1, hides)
         count = len(self._microbatches_of(size))
-        forward_N, backward_N = costs.forward.total_ms, costs.backward.total_ms
+        forward_N = costs.forward.total_ms
+        backward_N = costs.backward.total_ms
         everywhere = len(forward_N) == count
         return _ModuleTimes(
             float(forward_N.sum()) / count,

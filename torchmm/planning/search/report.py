@@ -86,7 +86,8 @@ def certificate(result: SearchResult) -> str:
     """Return how far the best plan is from the bound of the plans that were searched."""
     best = result.best
     assert best is not None
-    simulated, considered = sum(result.simulated.values()), sum(result.considered.values())
+    simulated = sum(result.simulated.values())
+    considered = sum(result.considered.values())
     counts = f"{simulated} of {considered} plans simulated in {result.seconds:.0f} s"
     if result.complete:
         return f"{counts}; the others have higher bounds or do not fit into memory"
@@ -107,9 +108,11 @@ def _schedule(candidate: Candidate) -> str:
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
     """Return why a candidate is slower than the best, in a few words."""
-    step, first = candidate.forecast.step, best.forecast.step
+    step = candidate.forecast.step
+    first = best.forecast.step
     assert step is not None and first is not None
-    ours, theirs = _times_ms(step, candidate), _times_ms(first, best)
+    ours = _times_ms(step, candidate)
+    theirs = _times_ms(first, best)
     more = {name: (ours[name] - theirs[name]) / best.step_ms for name in ours}
     largest = sorted(more, key=lambda name: -more[name])[:2]
     parts = [f"{name} {more[name]:+.1%}" for name in largest if more[name] > NOTABLE]

@@ -50,6 +50,10 @@ GAINS = {"searched": 0.75}
 searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
 RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
+TRIES, FIRST_SHARE = 12, 0.15
+"""Plans that a method simulates until one fits, and its share of the time, before other methods."""
+MAX_TASKS = 10_000
+"""Tasks of a pipeline with colocated encoders. The bubble scheduler takes 45 s for 17,000 tasks."""
 SCREENED = 100
 """Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
 FIRST_REPORT_S = 1.0
@@ -124,7 +128,7 @@ class SearchResult:
         return sorted(found, key=lambda each: each.step_ms)
 
 
-def search_plans(
+def search_plans(  # noqa: PLR0913 - limits of the search
     recipe: Recipe,
     devices: int,
     profile: Profile,
@@ -227,6 +231,7 @@ class _Method:
     considered: int = 0
     spent: int = 0
     """Simulated actions."""
+    seconds: float = 0.0
     started: bool = False
     open_ms: float = inf
     """Lower bound of plans that were not listed."""
@@ -278,6 +283,7 @@ class _Search:
         self._disaggregated: DisaggregatedPlans | None = None
         self._methods: dict[str, _Method] = {}
         self._complete = True
+        self._budget_s = inf
 
     @property
     def best_ms(self) -> float:
@@ -294,6 +300,7 @@ class _Search:
 
     def _improve(self, deadline: float, effort: float) -> None:
         started = time.thread_time()
+        self._budget_s = deadline - started
         next_report = FIRST_REPORT_S
         while (method := self._next_method()) is not None:
             elapsed = time.thread_time() - started
@@ -304,12 +311,14 @@ class _Search:
             if self._report is not None and elapsed > next_report:
                 self._report(self._progress(elapsed))
                 next_report = REPORT_GROWTH * elapsed
+            before = time.thread_time()
             if not method.started:
                 self._start(method)
             elif method.queue:
                 self._try(method, heappop(method.queue))
-            elif method.name == "disaggregated":
+            else:
                 self._extend(method)
+            method.seconds += time.thread_time() - before
 
     def _next_method(self) -> _Method | None:
         """Return the method whose plan is simulated next; None if no plan is left.
@@ -320,7 +329,7 @@ class _Search:
         best_ms = self.best_ms
         left = []
         for method in self._methods.values():
-            is_tried = method.best is not None or method.simulated >= TRIES
+            is_tried = method.best is not None or self._has_tried(method)
             while is_tried and method.queue and method.queue[0].bound_ms >= best_ms:
                 heappop(method.queue)
             if method.queue or not method.started or method.open_ms < best_ms:
@@ -328,12 +337,16 @@ class _Search:
         if not left:
             return None
         for method in left:
-            if not method.started or (method.best is None and method.simulated < TRIES):
+            if not method.started or (method.best is None and not self._has_tried(method)):
                 return method
         promising = min(left, key=lambda each: each.score_ms)
         if promising.score_ms < best_ms:
             return promising
         return min(left, key=lambda each: each.spent)
+
+    def _has_tried(self, method: _Method) -> bool:
+        """Return True if a method has used its share of the search without a plan that fits."""
+        return method.simulated >= TRIES or method.seconds > FIRST_SHARE * self._budget_s
 
     def _start(self, method: _Method) -> None:
         """List the plans of a method."""
@@ -349,7 +362,15 @@ class _Search:
             exact=self._exact,
         )  # fmt: skip
         for plan in plans:
-            self._push(method, plan)
+            if method.name != "colocated" or self._tasks(plan) <= MAX_TASKS:
+                self._push(method, plan)
+
+    def _tasks(self, plan: Plan) -> int:
+        """Return the number of tasks of a pipeline with a stage for each encoder layer."""
+        encoders = [len(own.layers) for own in self._sample.modules if own.kind == "encoder"]
+        batch = self._recipe.training.global_batch_size
+        microbatches = batch // (plan.shares * plan.microbatch_size)
+        return microbatches * (plan.size("pipeline") + sum(encoders))
 
     def _unsuitable(self, name: str) -> str:
         """Return why a method cannot run the model, or an empty string."""
@@ -441,7 +462,8 @@ class _Search:
             method.factor = min(method.factor or ratio, ratio)
         if candidate.step_ms == inf:
             method.least_bytes = min(method.least_bytes, max(forecast.step.peak_bytes))
-            expected_ms = RECOMPUTED * forecast.iteration_ms
+            # The first plan that fits matters more than the order of the others.
+            expected_ms = 0.0 if method.best is None else RECOMPUTED * forecast.iteration_ms
             if method.name == "disaggregated":
                 self._push_neighbors(method, plan, expected_ms)
                 return
@@ -588,17 +610,15 @@ class _Search:
     def _failure(self, method: _Method) -> str:
         """Return why a method has no plan."""
         if method.least_bytes < inf:
-            least, limit = method.least_bytes / 2**30, self._limit_bytes / 2**30
-            return f"no plan fits: at least {least:.1f} GiB per device, of {limit:.1f} GiB"
+            found = "no plan fits" if self._complete else "no plan that fits was found in time"
+            least_gib = method.least_bytes / 2**30
+            limit_gib = self._limit_bytes / 2**30
+            return f"{found}: at least {least_gib:.1f} GiB per device, of {limit_gib:.1f} GiB"
         if method.problems:
             return method.problems.most_common(1)[0][0]
         if method.queue or method.considered:
             return f"no plan can be below {self.best_ms:,.0f} ms"
         return f"no parallel sizes for {self._devices} devices"
-
-
-TRIES = 12
-"""Plans that a method simulates before other methods, until one fits."""
 
 
 def _one_line(error: ConfigError) -> str:

@@ -48,6 +48,12 @@ CHAIN_SCHEDULES = (
 )  # fmt: skip
 """Schedules with stages per rank that are tried for a chain besides 1F1B."""
 
+FIRST_SCHEDULES = {"separated": "separated", "colocated": "optimus"}
+"""Schedules that are tried first, by method; 1F1B for other methods."""
+REDUCTION = "parallel.gradient_reduction"
+CAN_REDUCE = "gradient_reduction" in ParallelConfig.model_fields
+"""Whether gradients can be reduced in every microbatch."""
+
 Value = int | str | bool | float
 
 
@@ -125,6 +131,8 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     table |= {"placement": "interleaved", "schedule": "1f1b", "orchestrate": False}
     table |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
     table |= {"tensor_bubbles": 0.0, "bubble_pieces": False}
+    if CAN_REDUCE:
+        table["gradient_reduction"] = "step"
     if table["reshard_after_forward"] == "always":
         table["reshard_after_forward"] = "default"
     return recipe.model_copy(update={"parallel": ParallelConfig.model_validate(table)})
@@ -203,9 +211,6 @@ def shared_plans(
     batch = recipe.training.global_batch_size
     own = recipe.training.microbatch_size
     sizes = sorted({own, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2])})
-    reductions: tuple[str | None, ...] = (None,)
-    if method == "fsdp" and "gradient_reduction" in ParallelConfig.model_fields:
-        reductions = ("step", "microbatch")
     for tensor, pipeline, context, expert, size in product(
         tensors, pipelines, contexts, experts, sizes
     ):
@@ -217,48 +222,25 @@ def shared_plans(
         for shard in _shard_sizes(data, tensor, per_node):
             if shard % context or shard % expert:
                 continue
-            for reduction in reductions:
-                if reduction == "microbatch" and batch == data // context * size:
-                    continue  # a single microbatch has one reduction in any case
-                yield _shared_plan(
-                    method, used, tensor, pipeline, data // shard, shard, context, expert, size,
-                    recompute_modes(recipe)[0], reduction,
-                )  # fmt: skip
-
-
-def _shared_plan(  # noqa: PLR0913 - the sizes of a plan
-    method: str,
-    devices: int,
-    tensor: int,
-    pipeline: int,
-    replicate: int,
-    shard: int,
-    context: int,
-    expert: int,
-    microbatch_size: int,
-    recompute: str,
-    reduction: str | None,
-) -> Plan:
-    schedule = {"separated": "separated", "colocated": "optimus"}.get(method, "1f1b")
-    changes: dict[str, Value] = {
-        "parallel.tensor": tensor,
-        "parallel.pipeline": pipeline,
-        "parallel.replicate": replicate,
-        "parallel.shard": shard,
-        "parallel.schedule": schedule,
-        "parallel.sequence_parallel": tensor > 1,
-        "training.microbatch_size": microbatch_size,
-        "activation_checkpoint.mode": recompute,
-    }
-    if context > 1:
-        changes["parallel.llm.context"] = context
-    if expert > 1:
-        changes["parallel.expert"] = expert
-    if method == "colocated":
-        changes["parallel.placement"] = "colocated"
-    if reduction is not None:
-        changes["parallel.gradient_reduction"] = reduction
-    return Plan(method, devices, changes)
+            changes: dict[str, Value] = {
+                "parallel.tensor": tensor,
+                "parallel.pipeline": pipeline,
+                "parallel.replicate": data // shard,
+                "parallel.shard": shard,
+                "parallel.schedule": FIRST_SCHEDULES.get(method, "1f1b"),
+                "parallel.sequence_parallel": tensor > 1,
+                "training.microbatch_size": size,
+                "activation_checkpoint.mode": recompute_modes(recipe)[0],
+            }
+            if context > 1:
+                changes["parallel.llm.context"] = context
+            if expert > 1:
+                changes["parallel.expert"] = expert
+            if method == "colocated":
+                changes["parallel.placement"] = "colocated"
+            yield Plan(method, used, changes)
+            if method == "fsdp" and CAN_REDUCE and batch > data // context * size:
+                yield Plan(method, used, {**changes, REDUCTION: "microbatch"})
 
 
 def _pipelines(method: str, recipe: Recipe, devices: int, sample: StepSample) -> tuple[int, ...]:
@@ -350,7 +332,7 @@ def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
             yield plan.changed(**own)
 
 
-def _colocated_neighbors(
+def _colocated_neighbors(  # noqa: C901 - one loop for each choice
     plan: Plan, sample: StepSample, layers: Mapping[str, int]
 ) -> Iterator[Plan]:
     """Yield other encoder pipelines, LLM stages and schedules, images at once, encoder stages."""
