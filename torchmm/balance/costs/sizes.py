@@ -86,14 +86,23 @@ class TaskSizes:
     def joined(self, others: Sequence[TaskSizes]) -> TaskSizes:
         """Return the sizes of these tasks, followed by the tasks of `others`."""
         every = (self, *others)
-        arrays = {
-            name: np.concatenate([getattr(own, name) for own in every])
-            for name in ("inputs_N", "outputs_N", "images_N", "lengths_S", "contexts_S", "given_N")
-        }
+
+        def joined(name: str) -> Array:
+            return np.concatenate([getattr(own, name) for own in every])
+
         first = np.cumsum([0, *(own.tasks for own in every)])
         tasks = [own.task_S + start for own, start in zip(every, first[:-1], strict=True)]
-        frames = tuple(frames for own in every for frames in own.frames)
-        return replace(self, **arrays, task_S=np.concatenate(tasks), frames=frames)
+        return replace(
+            self,
+            inputs_N=joined("inputs_N"),
+            outputs_N=joined("outputs_N"),
+            images_N=joined("images_N"),
+            lengths_S=joined("lengths_S"),
+            task_S=np.concatenate(tasks),
+            contexts_S=joined("contexts_S"),
+            given_N=joined("given_N"),
+            frames=tuple(frames for own in every for frames in own.frames),
+        )
 
     @cached_property
     def units_N(self) -> Array:
