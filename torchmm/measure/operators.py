@@ -124,11 +124,11 @@ def measure(
             operators.append(Measured(case.operator, took.device_s))
     for found in (tiny, tiny_device):
         found["norm"] = found["elementwise"]  # of which an RMSNorm consists
-    for sent, took in measure_network(device, rounds, quick=quick) if ranks > 1 else ():
+    for sent, seconds_each in measure_network(device, rounds, quick=quick) if ranks > 1 else ():
         if sent.tiny:
-            tiny[sent.operator.kind] = took / float(sent.operator.calls)
+            tiny[sent.operator.kind] = seconds_each / float(sent.operator.calls)
         else:
-            operators.append(Measured(sent.operator, took))
+            operators.append(Measured(sent.operator, seconds_each))
 
     def best_s(case: LayerCase) -> float:
         return min(seconds_per_run(case.run, device, 0.1) for _ in range(rounds))

@@ -54,9 +54,9 @@ from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
 from torchmm.parallel.tensor.overlap_choice import choose_overlap
-from torchmm.planning.search.disaggregated import sampled_packs
 from torchmm.planning.executions import recompute_mode
 from torchmm.planning.resolved import recipe_model
+from torchmm.planning.search.disaggregated import sampled_packs
 from torchmm.recipe.recipe import Recipe
 
 ALIKE = 3

@@ -150,7 +150,7 @@ def slowest_group(
         costs = model.stage_costs(
             tasks.module, stage.start, stage.stop, tasks.sizes, arrives_N, tasks.useful
         )
-        flops_GRM += sum(costs.flops).reshape(shape)
+        flops_GRM += np.asarray(sum(costs.flops)).reshape(shape)
         for times in (costs.forward, costs.backward):
             own_GRM = times.total_ms.reshape(shape)
             rank_ms_GRM += own_GRM

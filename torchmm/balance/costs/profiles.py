@@ -144,8 +144,8 @@ def assumed_profile(device: Device) -> Profile:
             )
         elif kind in NETWORK_KINDS:
             in_switch = kind == "all_reduce" and device.name in SWITCH_REDUCES
-            large = (0.85, 480 / 450) if in_switch else (0.65, 370 / 450)
-            curves[kind] = Curve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *large))
+            reached = (0.85, 480 / 450) if in_switch else (0.65, 370 / 450)
+            curves[kind] = Curve((1e4, 1e6, 1e8, 1e9), (0.05, 0.4, *reached))
         else:
             # Eager norms reached 0.64 of 4.8 TB/s on an H200, see gpu_check_h200.md.
             limited = kind == "norm" and hopper

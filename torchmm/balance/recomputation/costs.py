@@ -226,7 +226,9 @@ def _layer(
     index = module.layers.index(layer)
     trained = module.trainable or bool(layer.adapters)
     has_backward_N = arrives_N | trained
-    forward, again, tensor, kept, received = [], [], [], [], []
+    forward, again, tensor = [], [], []
+    kept: list[np.ndarray] = []
+    received: list[np.ndarray] = []
     for mode in LAYER_MODES:
         execution = replace(model.execution(module.name), recompute=mode)
         changed = replace(model, executions={**model.executions, module.name: execution})

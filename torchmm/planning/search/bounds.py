@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,7 +85,7 @@ class PlanBounds:
         self._profile = profile
         self._sample = sample
         self._metas: dict[int, list[MicrobatchMeta]] = {}
-        self._sizes: dict[tuple[str, int], tuple] = {}  # type: ignore[type-arg]
+        self._sizes: dict[tuple[str, int], tuple[Any, Any]] = {}
         self._costs: dict[tuple[str, Execution, int], StageCosts | None] = {}
         self._times: dict[tuple[object, ...], _ModuleTimes] = {}
         self._models: dict[tuple[object, ...], CostModel] = {}
