@@ -224,7 +224,8 @@ def queued_times(
         synchronize()
         for _ in range(before):
             delay()
-        first, last = make_event(), make_event()
+        first = make_event()
+        last = make_event()
         first.record()
         begin_s = clock()
         for _ in range(runs):
