@@ -243,10 +243,9 @@ class Forecaster:
 
     def _dealt(self, parallel: ParallelConfig) -> list[list[MicrobatchMeta]]:
         """The first step's microbatches where reordering for a section puts them, by share."""
-        recipe = self.recipe.model_copy(update={"parallel": parallel})
+        run = self.run.with_parallel(parallel)
         costs = self._costs(parallel)
-        packs = self.sample.packs
-        return dealt(recipe, self.modules, costs, self.layout(parallel), packs, self.run.shares)
+        return dealt(run, self.modules, costs, self.layout(parallel), self.sample.packs)
 
     def _divided(self, parallel: ParallelConfig) -> ParallelConfig:
         """Another section with the LLM's ranks, and what it leaves open chosen as in a run."""

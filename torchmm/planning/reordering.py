@@ -1,6 +1,6 @@
 """Data-aware reordering of a run: which packs of a global batch go to which rank, in which order.
 
-    arrange = arrangement(recipe, descriptions, costs, layout, data_parallel_size)
+    arrange = arrangement(run, descriptions, costs, layout)
 
 The trainer passes the result to the loader, which has no access to costs. All ranks arrange the
 step locally from the same sizes, so nothing is sent, and the metadata of a step are known on all
@@ -20,8 +20,6 @@ from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.reordering.step import OrderedLayout, OrderOfStep, StepReorder
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.module_names import LLM
-from torchmm.parallel.apply import reshards_after_forward
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
@@ -32,30 +30,29 @@ from torchmm.recipe.schedules import find_schedule
 
 
 def arrangement(
-    recipe: Recipe,
+    run: Resolved,
     modules: Sequence[ModuleDescription],
     model: CostModel,
     layout: StageLayout,
-    data_parallel_size: int,
 ) -> StepReorder:
-    """What `data.reorder` asks for, which has to be other than "none".
+    """Return what `data.reorder` requests, which must not be "none".
 
     Args:
-        modules: encoders, LLM and generator, whole.
-        model: costs of the modules as they are run (`run_costs`).
-        layout: how they are cut.
-        data_parallel_size: shares of a global batch.
+        run: Recipe and parallel sizes.
+        modules: Complete encoders, LLM and generator.
+        model: Costs of the modules as executed (`run_costs`).
+        layout: Stages of the modules.
     """
-    mode = recipe.data.reorder
+    mode = run.recipe.data.reorder
     return StepReorder(
         modules,
         model,
-        ordered_layout(recipe.parallel, layout),
-        data_parallel_size,
-        recipe.training.microbatch_size,
+        ordered_layout(run.recipe.parallel, layout),
+        run.shares,
+        run.recipe.training.microbatch_size,
         balance=mode in ("intra", "both"),
         order=mode in ("inter", "both"),
-        synchronized=synchronized_shares(recipe.parallel, model),
+        synchronized=run.lockstep_shares,
     )
 
 
@@ -66,17 +63,16 @@ def run_arrangement(
     layout: StageLayout,
     device: torch.device,
 ) -> StepReorder | None:
-    """`arrangement` of a run on a device; None: packs stay where they are.
+    """Return the `arrangement` of a run on a device; None if packs keep their order.
 
     Args:
-        parallel: the recipe's section, with what it leaves open chosen.
-        layout: how modules are cut.
+        parallel: Section of the recipe, with all open choices made.
+        layout: Stages of the modules.
     """
     if run.recipe.data.reorder == "none":
         return None
     costs = run_costs(run, modules, run_profile(run.recipe, device))
-    recipe = run.with_parallel(parallel).recipe
-    return arrangement(recipe, modules, costs, layout, run.shares)
+    return arrangement(run.with_parallel(parallel), modules, costs, layout)
 
 
 def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
@@ -84,24 +80,6 @@ def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> Image
     if recipe.data.balance == "none":
         return None
     return ImageBalance(tuple(module for module in modules if module.kind == "encoder"))
-
-
-def synchronized_shares(parallel: ParallelConfig, model: CostModel) -> int:
-    """Return the number of consecutive shares whose ranks synchronize in every layer.
-
-    FSDP2 synchronizes the shards if it gathers layer by layer. In a pipeline it gathers once per
-    step by default, so only ranks that exchange tokens of experts synchronize. Replicas of HSDP
-    synchronize once per step. Disaggregated modules run different tasks and are not included.
-
-    Args:
-        parallel: The section [parallel], with the number of pipeline ranks.
-        model: Costs of the modules as executed.
-    """
-    if parallel.placement == "disaggregated":
-        return 1
-    llm = model.execution(LLM)
-    ranks = llm.shard if reshards_after_forward(parallel) else llm.expert
-    return max(1, ranks // llm.context)
 
 
 def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayout:
@@ -115,20 +93,18 @@ def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayo
 
 
 def dealt(
-    recipe: Recipe,
+    run: Resolved,
     modules: Sequence[ModuleDescription],
     model: CostModel,
     layout: StageLayout,
     packs: Sequence[MicrobatchMeta],
-    data_parallel_size: int,
 ) -> list[list[MicrobatchMeta]]:
-    """What `arrangement` makes of a global batch: microbatches of each share.
+    """Return the microbatches of each share of a global batch after `arrangement`.
 
     Args:
         packs: as of `reordered`.
     """
-    reorder = arrangement(recipe, modules, model, layout, data_parallel_size)
-    return reordered(reorder, packs)
+    return reordered(arrangement(run, modules, model, layout), packs)
 
 
 def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[list[MicrobatchMeta]]:

@@ -207,7 +207,7 @@ def cut_model(
         packs = first_step(one_by_one(run.recipe), model, tokenizer, 1) if deals else []
         if packs:  # as they are dealt for the model as it would be cut without a choice
             layout = plan_layout(parallel, descriptions, microbatches)
-            shares = dealt(run.recipe, descriptions, costs, layout, packs[0], run.shares)
+            shares = dealt(run, descriptions, costs, layout, packs[0])
         parallel = chosen_segments(run.recipe, parallel, descriptions, shares, costs)
     layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
     stops = [stage.stop for stage in layout.stages if stage.module == LLM]

@@ -109,7 +109,7 @@ def rows(repetitions: int) -> list[Row]:
     busiest = counts.index(max(counts))
     model = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
     recipe = forecaster.recipe
-    reorder = arrangement(recipe, forecaster.modules, model, setup.layout, forecaster.run.shares)
+    reorder = arrangement(forecaster.run, forecaster.modules, model, setup.layout)
     length = recipe.training.sequence_length
 
     def arrange() -> object:

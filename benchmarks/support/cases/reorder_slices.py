@@ -80,7 +80,7 @@ def _step_ms(case: Case, seed: int) -> tuple[float, float, float, float]:
     run = resolve(recipe, case.gpus)
     model = run_costs(run, modules, load_profile(recipe.simulation.device))
     layout = plan_layout(recipe.parallel, modules, packs)
-    reorder = arrangement(recipe, modules, model, layout, run.shares)
+    reorder = arrangement(run, modules, model, layout)
     times = reorder.stage_times(packs)
     size = recipe.training.microbatch_size
     natural = np.arange(len(packs)).reshape(run.shares, -1, size)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_reorder_step import LAYOUTS, MODEL, MODULES, pack, packs
 
-from torchmm.balance.costs.execution import Execution
-from torchmm.balance.costs.model import CostModel
 from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.slices import slice_items
 from torchmm.balance.reordering.step import StepReorder
-from torchmm.planning.reordering import ordered_layout, synchronized_shares
+from torchmm.planning.reordering import ordered_layout
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.read import load_recipe
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
 
 
 def make_costs(count: int, seed: int) -> np.ndarray:
@@ -152,21 +155,21 @@ def test_synchronized_pipelines_have_one_order(layout):
 
 
 @pytest.mark.parametrize(
-    ("changes", "execution", "expected"),
+    ("changes", "world_size", "expected"),
     [
-        ({}, {"shard": 8}, 8),
-        ({}, {"shard": 8, "context": 2}, 4),
-        ({}, {"shard": 8, "replicate": 4}, 8),
-        ({"reshard_after_forward": "never"}, {"shard": 8}, 1),
-        ({"reshard_after_forward": "never"}, {"shard": 8, "expert": 4}, 4),
-        ({"pipeline": 2}, {"shard": 8}, 1),
-        ({"pipeline": 2}, {"shard": 8, "expert": 4}, 4),
-        ({"placement": "disaggregated"}, {"shard": 8}, 1),
+        ({}, 8, 8),
+        ({"llm": {"context": 2}}, 8, 4),
+        ({"replicate": 4}, 32, 8),
+        ({"reshard_after_forward": "never"}, 8, 1),
+        ({"reshard_after_forward": "never", "expert": 4}, 8, 4),
+        ({"pipeline": 2, "schedule": "1f1b"}, 16, 1),
+        ({"pipeline": 2, "schedule": "1f1b", "expert": 4}, 16, 4),
     ],
 )
-def test_synchronized_shares_follow_layout(changes, execution, expected):
-    model = CostModel(MODEL.profile, "bfloat16", {"llm": Execution(**execution)})
-    assert synchronized_shares(ParallelConfig.model_validate(changes), model) == expected
+def test_lockstep_shares_follow_layout(changes, world_size, expected):
+    parallel = ParallelConfig.model_validate({"pipeline": 1, "shard": -1, **changes})
+    recipe = load_recipe(RECIPE).recipe.model_copy(update={"parallel": parallel})
+    assert resolve(recipe, world_size).lockstep_shares == expected
 
 
 def test_equal_sums_alone_leave_ranks_idle():
