@@ -227,15 +227,20 @@ class PlanBounds:
     def _module_costs(
         self, module: ModuleDescription, model: CostModel, size: int
     ) -> StageCosts | None:
-        """Return the costs of the complete module without sharding, by microbatch with input."""
-        execution = replace(model.execution(module.name), shard=1, replicate=1)
-        key = module.name, execution, size
+        """Return the costs of the complete module without sharding, by microbatch with input.
+
+        Adding gradients to those of other microbatches is not included, because a rank runs fewer
+        microbatches than there are here.
+        """
+        own = model.execution(module.name)
+        key = module.name, replace(own, shard=1, replicate=1, reduces_each=True), size
         if key not in self._costs:
             sizes, arrives_N = self._module_sizes(module, size)
             self._costs[key] = None
             if sizes is not None:
                 layers = len(module.layers)
-                self._costs[key] = model.stage_costs(module, 0, layers, sizes, arrives_N)
+                first = replace(model, executions={module.name: replace(own, reduces_each=True)})
+                self._costs[key] = first.stage_costs(module, 0, layers, sizes, arrives_N)
         return self._costs[key]
 
     def _module_sizes(self, module: ModuleDescription, size: int):  # type: ignore[no-untyped-def]
