@@ -84,6 +84,7 @@ class PlanBounds:
         self._recipe = recipe
         self._profile = profile
         self._sample = sample
+        self._images: dict[str, float] = {}
         self._metas: dict[int, list[MicrobatchMeta]] = {}
         self._sizes: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
         self._costs: dict[tuple[str, Execution, int], StageCosts | None] = {}
@@ -133,9 +134,11 @@ class PlanBounds:
 
     def _parts(self, module: ModuleDescription, size: int) -> float:
         """Return the mean number of tasks that separate encoders divide a microbatch into."""
-        metas = self._microbatches_of(size)
-        images = sum(meta.images_of(module.name) for meta in metas) / len(metas)
-        return max(1.0, images / IMAGES_AT_ONCE[0])
+        if module.name not in self._images:
+            packs = self._sample.packs
+            images = sum(pack.images_of(module.name) for pack in packs)
+            self._images[module.name] = images / len(packs)
+        return max(1.0, size * self._images[module.name] / IMAGES_AT_ONCE[0])
 
     def _slowest_ms(self, plan: Plan, model: CostModel) -> float:
         """Return the estimated work of the slowest rank, of all layers.
