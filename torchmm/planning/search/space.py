@@ -41,6 +41,8 @@ TUNED = "tuned"
 LEAST_USED = 1 / 2
 """Smallest fraction of the devices that a plan uses."""
 IMAGES_AT_ONCE = (4, 2, 1)
+FIRST_SEGMENTS = (1, 4)
+"""Segments per rank that are tried first with searched schedules."""
 LAYERS_PER_STAGE = (2, 4)
 """Layers per encoder stage that are tried besides 1, for colocated encoders."""
 CHAIN_SCHEDULES = (
@@ -334,7 +336,10 @@ def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
             values[key] = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
             most[key] = max(1, *(pack.images_of(module.name) for pack in sample.packs))
     if plan.schedule != "searched":
-        yield plan.changed(parallel__schedule="searched", **dict(values))
+        for count in FIRST_SEGMENTS:
+            own = {k: min(count, most[k]) if k.endswith("segments") else values[k] for k in values}
+            if all(own.values()):
+                yield plan.changed(parallel__schedule="searched", **own)
         return
     segments = tuple(key for key in values if key.endswith("segments"))
     groups = (
