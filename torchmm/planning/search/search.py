@@ -256,9 +256,9 @@ class _Method:
 
     @property
     def score_ms(self) -> float:
-        """Expected step time of the next plan; infinite if there is none."""
+        """Expected step time of the next plan, or the bound of plans that are not listed yet."""
         heads = [queue[0] for queue in (self.roots, self.queue) if queue]
-        return min((self._expected_ms(head) for head in heads), default=inf)
+        return min((self._expected_ms(head) for head in heads), default=self.open_ms)
 
     def _expected_ms(self, draft: _Draft) -> float:
         return draft.estimate_ms * (self.factor if draft.is_rough and self.factor else 1.0)
