@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.costs.flops import step_flops
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import module_tasks, text_tokens
 from torchmm.balance.costs.step_costs import Peers
@@ -114,11 +114,6 @@ def one_by_one(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"training": training})
 
 
-def total_flops(modules: Sequence[ModuleDescription], meta: MicrobatchMeta) -> float:
-    """Of all modules for a microbatch, forward and backward."""
-    return sum(f.forward + f.backward for f in microbatch_flops(modules, meta).values())
-
-
 def slowest_group(
     modules: Sequence[ModuleDescription],
     shares: Sequence[list[MicrobatchMeta]],
@@ -167,6 +162,6 @@ def heaviest(
     modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
 ) -> Workload:
     """The share of the global batch with the most to compute, which others wait for."""
-    flops = [sum(total_flops(modules, meta) for meta in share) for share in shares]
+    flops = [sum(step_flops(modules, share).tolist()) for share in shares]
     most = max(flops)
     return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)

@@ -22,7 +22,7 @@ import numpy as np
 import transformers
 
 from torchmm.balance.bubbles.choice import StepOrder
-from torchmm.balance.costs.flops import gradients_arrive, module_layers
+from torchmm.balance.costs.flops import gradients_arrive, module_layers, step_flops
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.sizes import pack_sizes
@@ -52,7 +52,6 @@ from torchmm.planning.first_step import (
     heaviest,
     one_by_one,
     slowest_group,
-    total_flops,
 )
 from torchmm.planning.reordering import dealt, image_balance
 from torchmm.planning.resolved import recipe_model, resolve
@@ -149,6 +148,28 @@ class StepSample:
         self.model = recipe_model(recipe) if model is None else model
         self.layered = {module.name: module for module in self.model.modality_modules()}
         self.modules = [module.describe() for module in self.layered.values()]
+        self._shares: dict[tuple[int, int], list[list[MicrobatchMeta]]] = {}
+        self._cuts: dict[tuple[int, int], list[ModuleLayers]] = {}
+
+    def shares(self, recipe: Recipe, count: int) -> list[list[MicrobatchMeta]]:
+        """Return the microbatches of every share of the global batch, without reordering.
+
+        Args:
+            recipe: the recipe of the sample, with microbatches of any size.
+            count: number of shares.
+        """
+        key = count, recipe.training.microbatch_size
+        if key not in self._shares:
+            self._shares[key] = first_microbatches(recipe, self.model, count)
+        return self._shares[key]
+
+    def cut_layers(self, recipe: Recipe, count: int) -> list[ModuleLayers]:
+        """Return the modules as they are cut for the microbatches of `shares`."""
+        key = count, recipe.training.microbatch_size
+        if key not in self._cuts:
+            metas = [meta for share in self.shares(recipe, count) for meta in share]
+            self._cuts[key] = module_layers(self.modules, metas)
+        return self._cuts[key]
 
     @cached_property
     def packs(self) -> list[MicrobatchMeta]:
@@ -167,7 +188,7 @@ class StepSample:
     @cached_property
     def flops(self) -> float:
         """Of the whole global batch."""
-        return sum(total_flops(self.modules, pack) for pack in self.packs)
+        return float(step_flops(self.modules, self.packs).sum())
 
 
 class Forecaster:
@@ -214,7 +235,7 @@ class Forecaster:
         """Microbatches of the first step, by share of the global batch."""
         if self.run.units:
             busiest = _busiest(self.modules, shares, self.run.units, costs)
-            own = sum(total_flops(self.modules, meta) for meta in shares[busiest])
+            own = float(step_flops(self.modules, shares[busiest]).sum())
             mean = self.sample.flops / len(shares)
             self.workload = Workload(shares[busiest], mean / own if own else 1.0)
         else:
@@ -268,7 +289,7 @@ class Forecaster:
 
     @cached_property
     def _as_they_come(self) -> list[list[MicrobatchMeta]]:
-        return first_microbatches(self.recipe, self.model, self.run.shares)
+        return self.sample.shares(self.recipe, self.run.shares)
 
     @cached_property
     def typical(self) -> list[MicrobatchMeta]:
@@ -277,7 +298,7 @@ class Forecaster:
 
     @cached_property
     def _layers(self) -> list[ModuleLayers]:
-        return module_layers(self.modules, self.typical)
+        return self.sample.cut_layers(self.recipe, self.run.shares)
 
     def _costs(self, parallel: ParallelConfig) -> CostModel:
         return run_costs(self.run.with_parallel(parallel), self.modules, self.profile)

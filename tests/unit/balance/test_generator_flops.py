@@ -8,8 +8,8 @@ import torch
 from counting import count_flops
 from generator_cases import generator_config, generator_inputs
 
-from torchmm.balance.costs.flops import microbatch_flops, module_layers
-from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.balance.costs.flops import microbatch_flops, module_layers, step_flops
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
 
 pytest.importorskip("diffusers")
@@ -52,3 +52,13 @@ def test_its_layers_can_be_cut_by_cost() -> None:
     flops = microbatch_flops(modules, META)["generator"]
     whole = sum(layers.costs) + layers.pre_cost + layers.post_cost
     assert whole == pytest.approx(flops.forward + flops.backward, rel=1e-6)
+
+
+def test_step_flops_equal_those_of_each_microbatch() -> None:
+    modules = [m.describe() for m in model_cases.build(generator_config()).modality_modules()]
+    image = ImageMeta(0, 0, 16, 4, encoder=next(m.name for m in modules if m.kind == "encoder"))
+    shown = MicrobatchMeta((SampleMeta("s", 0, 12, (image,)),), 16)
+    metas = [META, shown, MicrobatchMeta((SampleMeta("s", 1, 9),), 16)]
+    expected = [sum(map(sum, microbatch_flops(modules, meta).values())) for meta in metas]
+    assert step_flops(modules, metas).tolist() == expected
+    assert len(set(expected)) == 3

@@ -23,15 +23,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from torchmm.balance.costs.blocks import Block, Flag, Layers, gradients, stage_blocks
 from torchmm.balance.costs.layers import learns
 from torchmm.balance.costs.sizes import (
     Array,
     TaskSizes,
-    encoder_sizes,
-    generator_sizes,
     llm_sizes,
     module_tasks,
+    pack_sizes,
     text_tokens,
 )
 from torchmm.common.batch import MicrobatchMeta
@@ -94,14 +96,49 @@ def gradients_arrive(modules: Sequence[ModuleDescription], meta: MicrobatchMeta)
     return {m.name: {"encoder": False, "llm": encoders, "generator": llm}[m.kind] for m in modules}
 
 
+def step_flops(
+    modules: Sequence[ModuleDescription], microbatches: Sequence[MicrobatchMeta]
+) -> NDArray[np.float64]:
+    """Return the FLOPs of all modules, forward and backward, by microbatch (`microbatch_flops`)."""
+    found_N = np.zeros(len(microbatches))
+    counts = [meta.used_tokens for meta in microbatches]
+    for module in modules:
+        at, sizes = _useful_sizes(module, microbatches, counts)
+        if sizes is None:
+            continue
+        blocks = stage_blocks(module, 0, len(module.layers))
+        flops = pass_flops(blocks, sizes, _arriving(modules, module, microbatches)[at])
+        found_N[at] += np.round(flops.forward_N) + np.round(flops.inputs_N + flops.weights_N)
+    return found_N
+
+
+def _arriving(
+    modules: Sequence[ModuleDescription],
+    module: ModuleDescription,
+    microbatches: Sequence[MicrobatchMeta],
+) -> NDArray[np.bool_]:
+    """Return whether a gradient leaves a module backwards, by microbatch (`gradients_arrive`)."""
+    if module.kind == "encoder":
+        return np.zeros(len(microbatches), bool)
+    sources = [m for m in modules if m.kind == "encoder" and (learns(m) or m.connector_trainable)]
+    found = [any(meta.images_read_by(m.name) for m in sources) for meta in microbatches]
+    is_trained = module.kind == "generator" and any(learns(m) for m in modules if m.kind == "llm")
+    return np.array(found, bool) | is_trained
+
+
 def module_sizes(module: ModuleDescription, meta: MicrobatchMeta, targets: int) -> TaskSizes | None:
     """A whole microbatch as one task, without padding; None if there is nothing to process."""
+    return _useful_sizes(module, [meta], [targets])[1]
+
+
+def _useful_sizes(
+    module: ModuleDescription, microbatches: Sequence[MicrobatchMeta], targets: Sequence[int]
+) -> tuple[NDArray[np.int64], TaskSizes | None]:
+    """Return which microbatches a module processes, and their sizes without padding."""
     if module.kind == "llm":
-        return llm_sizes([meta], [targets], padding=False)
-    if module.kind == "generator":
-        return generator_sizes([meta.generated]) if meta.generated else None
-    images = meta.images_read_by(module.name)
-    return encoder_sizes(module, [images]) if images else None
+        at = np.arange(len(microbatches))
+        return at, llm_sizes(microbatches, targets, padding=False)
+    return pack_sizes(module, microbatches)
 
 
 def pass_flops(blocks: Sequence[Block], sizes: TaskSizes, arrives: Flag) -> PassFlops:
@@ -169,17 +206,16 @@ def _mean_costs(
     microbatches: Sequence[MicrobatchMeta],
 ) -> list[float]:
     """FLOPs of forward and backward of every block of a whole module, mean over microbatches."""
-    costs = [0.0] * len(blocks)
-    for meta in microbatches:
-        sizes = module_sizes(module, meta, text_tokens(meta))
-        if sizes is None:
-            continue
-        arrives = gradients_arrive(modules, meta)[module.name]
-        for index, (block, inputs, weights) in enumerate(gradients(blocks, arrives)):
-            dense, attention = (block.count * float(flops_N[0]) for flops_N in block.flops(sizes))
-            backward = bool(inputs) * (dense + 2 * attention)
-            backward += weights * block.count * float(block.weight_flops(sizes)[0])
-            costs[index] += (dense + attention + backward) / len(microbatches)
+    counts = [text_tokens(meta) for meta in microbatches]
+    at, sizes = _useful_sizes(module, microbatches, counts)
+    if sizes is None:
+        return [0.0] * len(blocks)
+    costs = []
+    for block, inputs, weights in gradients(blocks, _arriving(modules, module, microbatches)[at]):
+        dense_N, attention_N = (block.count * flops_N for flops_N in block.flops(sizes))
+        backward_N = inputs * (dense_N + 2 * attention_N)
+        backward_N = backward_N + weights * block.count * block.weight_flops(sizes)
+        costs.append(sum(((dense_N + attention_N + backward_N) / len(microbatches)).tolist()))
     return costs
 
 

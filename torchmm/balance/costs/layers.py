@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -130,12 +131,13 @@ def trained_parameters(
 def module_tensors(module: ModuleDescription, start: int, stop: int) -> float:
     """Return about how many trained parameters layers [start, stop) have: weights and norms."""
     found = 0.0
-    for layer in module.layers[start:stop]:
+    for layer, equal in groupby(module.layers[start:stop]):
+        count = len(list(equal))
         if layer.adapters:
-            found += 2 * len(layer.adapters)
+            found += count * 2 * len(layer.adapters)
         elif module.trainable:
             norms = _norm_count(layer, _sublayers(layer)) + 2 * layer.qk_norm
-            found += norms + len(layer_linears(layer))
+            found += count * (norms + len(layer_linears(layer)))
     return found + 1
 
 
@@ -487,6 +489,12 @@ class Parameters(NamedTuple):
         return Parameters(self.all / ranks, self.trained / ranks, in_layers, self.states)
 
 
+def _all_layers(module: ModuleDescription) -> float:
+    """Return the number of parameters of all layers of a module."""
+    equal = groupby(module.layers)
+    return sum(len(list(group)) * layer_parameters(layer) for layer, group in equal)
+
+
 def stage_parameters(
     module: ModuleDescription,
     start: int,
@@ -513,7 +521,7 @@ def stage_parameters(
     behind = float(module.post_parameters)
     unknown = not before and not behind
     if unknown or (module.tied and first and last):  # tied: the table is the head
-        before = max(0.0, module.parameters - sum(map(layer_parameters, module.layers)) - behind)
+        before = max(0.0, module.parameters - _all_layers(module) - behind)
     draws = module.kind == "generator"
     sees = module.kind == "encoder"
     layers = module.layers[start:stop]
@@ -526,9 +534,10 @@ def stage_parameters(
         (before / split * first, given[0] * first, module.trainable or draws),
         (behind / split * last, given[1] * last, module.trainable or whole),
     ]
-    of_layers = sum(layer_parameters(layer, tensor, expert) for layer in layers)
+    equal = [(layer, len(list(group))) for layer, group in groupby(layers)]
+    of_layers = sum(n * layer_parameters(layer, tensor, expert) for layer, n in equal)
     every = of_layers + sum(n for n, _, _ in counts)
-    in_layers = sum(trained_parameters(module, layer, tensor, expert) for layer in layers)
+    in_layers = sum(n * trained_parameters(module, layer, tensor, expert) for layer, n in equal)
     trained = in_layers + sum(n - fixed for n, fixed, own in counts if own)
     trained += last * LowRanks(adapters).parameters(tensor)
     return Parameters(every, trained, in_layers, states)

@@ -29,7 +29,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import StepSample
 from torchmm.planning.resolved import resolve
-from torchmm.planning.search.space import REDUCTION, TUNED, Plan, planned_recipe
+from torchmm.planning.search.space import IMAGES_AT_ONCE, REDUCTION, TUNED, Plan, planned_recipe
 from torchmm.recipe.recipe import Recipe
 
 REGROUPED = 0.97
@@ -61,10 +61,10 @@ class _Sharing(NamedTuple):
 
 
 class _ModuleTimes(NamedTuple):
-    """Times of a complete module, means over all microbatches of a step."""
+    """Times of a complete module."""
 
-    forward_ms: float
-    backward_ms: float
+    total_N: np.ndarray
+    """Forward and backward in ms of every microbatch of the global batch."""
     least_ms: float
     """Forward and backward of the microbatch with the shortest; 0 if one has no input."""
     kept_bytes: float
@@ -84,8 +84,9 @@ class PlanBounds:
         self._recipe = recipe
         self._profile = profile
         self._sample = sample
+        self._images: dict[str, float] = {}
         self._metas: dict[int, list[MicrobatchMeta]] = {}
-        self._sizes: dict[tuple[str, int], tuple[Any, Any]] = {}
+        self._sizes: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
         self._costs: dict[tuple[str, Execution, int], StageCosts | None] = {}
         self._times: dict[tuple[object, ...], _ModuleTimes] = {}
         self._models: dict[tuple[object, ...], CostModel] = {}
@@ -108,14 +109,16 @@ class PlanBounds:
         pipeline = plan.size("pipeline")
         microbatches = self._microbatches(plan)
         stages = plan.size("virtual_stages")
-        work_ms = estimate_ms = ramp_ms = least_ramp_ms = update_ms = 0.0
+        work_ms = ramp_ms = least_ramp_ms = update_ms = 0.0
+        estimate_ms = self._slowest_ms(plan, model) / pipeline
         for module in self._sample.modules:
             own = self._module_times(plan, module, model)
-            rank_ms = microbatches * (own.forward_ms + own.backward_ms) / pipeline
-            work_ms += rank_ms
-            estimate_ms += rank_ms
-            if plan.method != "colocated" or module.kind == "llm":
-                ramp_ms += own.forward_ms + own.backward_ms
+            mean_ms = float(own.total_N.mean())
+            work_ms += microbatches * mean_ms / pipeline
+            if module.kind == "llm" or plan.method == "chain":
+                ramp_ms += mean_ms
+            elif plan.method == "separated":
+                ramp_ms += mean_ms / self._parts(module, plan.microbatch_size)
             least_ramp_ms += own.least_ms
             shared = self._module_sharing(plan, module, model)
             update_ms += shared.update_ms / pipeline
@@ -128,6 +131,47 @@ class PlanBounds:
         if plan.method in CHAINS and plan.schedule == "1f1b":
             bound_ms += REGROUPED * least_ramp_ms * (pipeline - 1) / (2 * pipeline)
         return bound_ms, estimate_ms
+
+    def _parts(self, module: ModuleDescription, size: int) -> float:
+        """Return the mean number of tasks that separate encoders divide a microbatch into."""
+        if module.name not in self._images:
+            packs = self._sample.packs
+            images = sum(pack.images_of(module.name) for pack in packs)
+            self._images[module.name] = images / len(packs)
+        return max(1.0, size * self._images[module.name] / IMAGES_AT_ONCE[0])
+
+    def _slowest_ms(self, plan: Plan, model: CostModel) -> float:
+        """Return the estimated work of the slowest rank, of all layers.
+
+        Without a pipeline, ranks that share parameters wait for each other in every module of every
+        microbatch. In a pipeline, ranks with the same layers wait at the end of the step.
+        Reordering lets similar microbatches meet, and divides the work of a step equally.
+        """
+        shares = plan.shares
+        shape = shares, self._microbatches(plan)
+        locked = max(1, plan.size("shard") // plan.size("llm.context"))
+        data = self._recipe.data
+        is_ordered = plan.changes.get("data.reorder", data.reorder) != "none"
+        is_balanced = plan.changes.get("data.balance", data.balance) != "none"
+        times = [
+            (module.kind, self._module_times(plan, module, model).total_N)
+            for module in self._sample.modules
+        ]
+        whole_N = np.sum([total_N for _, total_N in times], axis=0)
+        if plan.size("pipeline") > 1:
+            if is_ordered:
+                return max(float(whole_N.sum()) / shares, float(whole_N.max()))
+            return float(whole_N.reshape(shape).sum(1).max())
+        order_N = np.argsort(-whole_N)
+        group_ms_G = np.zeros(shares // locked)
+        for kind, total_N in times:
+            if is_balanced and kind == "encoder":
+                group_ms_G += total_N.sum() / shares
+            elif is_ordered:
+                group_ms_G += total_N[order_N].reshape(shape[::-1]).max(1).sum()
+            else:
+                group_ms_G += total_N.reshape(-1, locked, shape[1]).max(1).sum(1)
+        return float(group_ms_G.max())
 
     def _memory_bytes(self, plan: Plan, model: CostModel) -> float:
         """Return the memory of an average rank: states and the activations that it saves."""
@@ -192,7 +236,8 @@ class PlanBounds:
         context = plan.size("llm.context")
         if module.kind == "llm" or context == 1:
             return found
-        return _ModuleTimes(*(value / context for value in found))  # ranks divide the images
+        # Ranks of context parallelism divide the images.
+        return _ModuleTimes(*(value / context for value in found))
 
     def _means(
         self,
@@ -203,8 +248,9 @@ class PlanBounds:
         *,
         layerwise: bool,
     ) -> _ModuleTimes:
+        total_N = np.zeros(len(self._microbatches_of(size)))
         if costs is None:
-            return _ModuleTimes(0.0, 0.0, 0.0, 0.0)
+            return _ModuleTimes(total_N, 0.0, 0.0)
         execution = model.execution(module.name)
         layers = len(module.layers)
         shares = execution.shard > 1 or model.element_bytes < execution.states.weight
@@ -213,29 +259,30 @@ class PlanBounds:
             hides = self._profile.device.asynchronous
             none = Work.none(len(costs.kept_bytes))
             costs = costs.sharded(gather, none, layers + 1, hides)
-        count = len(self._microbatches_of(size))
-        forward_N = costs.forward.total_ms
-        backward_N = costs.backward.total_ms
-        everywhere = len(forward_N) == count
+        own_N = costs.forward.total_ms + costs.backward.total_ms
+        total_N[self._module_sizes(module, size)[0]] = own_N
+        everywhere = len(own_N) == len(total_N)
         return _ModuleTimes(
-            float(forward_N.sum()) / count,
-            float(backward_N.sum()) / count,
-            float((forward_N + backward_N).min()) * everywhere,
-            float(costs.kept_bytes.min()) * everywhere,
+            total_N, float(own_N.min()) * everywhere, float(costs.kept_bytes.min()) * everywhere
         )
 
     def _module_costs(
         self, module: ModuleDescription, model: CostModel, size: int
     ) -> StageCosts | None:
-        """Return the costs of the complete module without sharding, by microbatch with input."""
-        execution = replace(model.execution(module.name), shard=1, replicate=1)
-        key = module.name, execution, size
+        """Return the costs of the complete module without sharding, by microbatch with input.
+
+        Adding gradients to those of other microbatches is not included, because a rank runs fewer
+        microbatches than there are here.
+        """
+        own = model.execution(module.name)
+        key = module.name, replace(own, shard=1, replicate=1, reduces_each=True), size
         if key not in self._costs:
-            sizes, arrives_N = self._module_sizes(module, size)
+            _, sizes, arrives_N = self._module_sizes(module, size)
             self._costs[key] = None
             if sizes is not None:
                 layers = len(module.layers)
-                self._costs[key] = model.stage_costs(module, 0, layers, sizes, arrives_N)
+                first = replace(model, executions={module.name: replace(own, reduces_each=True)})
+                self._costs[key] = first.stage_costs(module, 0, layers, sizes, arrives_N)
         return self._costs[key]
 
     def _module_sizes(self, module: ModuleDescription, size: int):  # type: ignore[no-untyped-def]
@@ -247,7 +294,7 @@ class PlanBounds:
             arrives_N = np.array(
                 [gradients_arrive(modules, metas[i])[module.name] for i in at], bool
             )
-            self._sizes[key] = sizes, arrives_N
+            self._sizes[key] = at, sizes, arrives_N
         return self._sizes[key]
 
     def _microbatches_of(self, size: int) -> list[MicrobatchMeta]:

@@ -218,7 +218,10 @@ class _Method:
     """State of the search for one method."""
 
     name: str
+    roots: list[_Draft] = field(default_factory=list)
+    """Plans with estimates that are not based on a simulated plan."""
     queue: list[_Draft] = field(default_factory=list)
+    """Plans that follow from simulated plans."""
     known: set[str] = field(default_factory=set)
     best: Candidate | None = None
     sure: Candidate | None = None
@@ -247,12 +250,38 @@ class _Method:
         return inf if self.sure is None else self.sure.step_ms
 
     @property
+    def drafts(self) -> list[_Draft]:
+        """Plans that are still to be simulated."""
+        return self.roots + self.queue
+
+    @property
     def score_ms(self) -> float:
-        """Expected step time of the next plan; infinite if there is none."""
-        if not self.queue:
-            return inf
-        head = self.queue[0]
-        return head.estimate_ms * (self.factor if head.is_rough else 1.0)
+        """Expected step time of the next plan, or the bound of plans that are not listed yet."""
+        heads = [queue[0] for queue in (self.roots, self.queue) if queue]
+        return min((self._expected_ms(head) for head in heads), default=self.open_ms)
+
+    def _expected_ms(self, draft: _Draft) -> float:
+        return draft.estimate_ms * (self.factor if draft.is_rough and self.factor else 1.0)
+
+    def push(self, draft: _Draft) -> None:
+        """Add a plan."""
+        heappush(self.roots if draft.is_rough else self.queue, draft)
+
+    def drop(self, limit_ms: float) -> None:
+        """Drop the next plans whose bounds are not below a limit."""
+        for queue in (self.roots, self.queue):
+            while queue and queue[0].bound_ms >= limit_ms:
+                heappop(queue)
+
+    def pop(self) -> _Draft:
+        """Remove and return the next plan, by turns of both queues once there is a plan that fits.
+
+        Estimates of neighbors are close to a known step, so that they would hide other sizes.
+        """
+        queues = [queue for queue in (self.roots, self.queue) if queue]
+        if self.best is None:
+            return heappop(min(queues, key=lambda queue: self._expected_ms(queue[0])))
+        return heappop(queues[self.simulated % len(queues)])
 
 
 class _Search:
@@ -284,6 +313,7 @@ class _Search:
         self._methods: dict[str, _Method] = {}
         self._complete = True
         self._budget_s = inf
+        self._turns = 0
 
     @property
     def best_ms(self) -> float:
@@ -314,8 +344,8 @@ class _Search:
             before = time.thread_time()
             if not method.started:
                 self._start(method)
-            elif method.queue:
-                self._try(method, heappop(method.queue))
+            elif method.drafts:
+                self._try(method, method.pop())
             else:
                 self._extend(method)
             method.seconds += time.thread_time() - before
@@ -323,16 +353,17 @@ class _Search:
     def _next_method(self) -> _Method | None:
         """Return the method whose plan is simulated next; None if no plan is left.
 
-        Methods without a plan come first. Then comes the method with the lowest estimate below the
-        best step, and then the method with the fewest simulated actions.
+        Methods without a plan come first. Then turns alternate between the method with the lowest
+        estimate below the best step, and the method with few simulated actions and a low estimate.
         """
+        self._turns += 1
         best_ms = self.best_ms
         left = []
         for method in self._methods.values():
             is_tried = method.best is not None or self._has_tried(method)
-            while is_tried and method.queue and method.queue[0].bound_ms >= best_ms:
-                heappop(method.queue)
-            if method.queue or not method.started or method.open_ms < best_ms:
+            if is_tried:
+                method.drop(best_ms)
+            if method.drafts or not method.started or method.open_ms < best_ms:
                 left.append(method)
         if not left:
             return None
@@ -340,9 +371,9 @@ class _Search:
             if not method.started or (method.best is None and not self._has_tried(method)):
                 return method
         promising = min(left, key=lambda each: each.score_ms)
-        if promising.score_ms < best_ms:
+        if promising.score_ms < best_ms and self._turns % 2:
             return promising
-        return min(left, key=lambda each: each.spent)
+        return min(left, key=lambda each: each.spent * each.score_ms**2 if each.spent else 0.0)
 
     def _has_tried(self, method: _Method) -> bool:
         """Return True if a method has used its share of the search without a plan that fits."""
@@ -435,7 +466,7 @@ class _Search:
         if draft.text not in method.known:
             method.known.add(draft.text)
             method.considered += 1
-            heappush(method.queue, draft)
+            method.push(draft)
 
     def _with_more_recomputation(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the next mode that the recipe checks accept."""
@@ -499,6 +530,7 @@ class _Search:
             forecaster = self._forecaster(method, draft.plan)
             if forecaster is None:
                 return False
+            method.spent += 2 * self._tasks(draft.plan)
             try:
                 expected_ms = forecaster.promised_ms(forecaster.recipe.parallel)
             except ConfigError as error:
@@ -509,7 +541,7 @@ class _Search:
                 method.factor = min(method.factor or ratio, ratio)
             draft = replace(draft, estimate_ms=expected_ms, is_rough=False, is_surveyed=True)
             if expected_ms > method.best_ms:
-                heappush(method.queue, draft)
+                method.push(draft)
                 return False
         return True
 
@@ -592,7 +624,7 @@ class _Search:
         """
         best_ms = self.best_ms
         left = [
-            min([method.open_ms, *(draft.bound_ms for draft in method.queue)])
+            min([method.open_ms, *(draft.bound_ms for draft in method.drafts)])
             for method in self._methods.values()
         ]
         found = {
@@ -616,7 +648,7 @@ class _Search:
             return f"{found}: at least {least_gib:.1f} GiB per device, of {limit_gib:.1f} GiB"
         if method.problems:
             return method.problems.most_common(1)[0][0]
-        if method.queue or method.considered:
+        if method.considered:
             return f"no plan can be below {self.best_ms:,.0f} ms"
         return f"no parallel sizes for {self._devices} devices"
 

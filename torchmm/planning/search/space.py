@@ -22,6 +22,7 @@ from torchmm.balance.segments import MOST_SEGMENTS
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM
 from torchmm.planning.forecast import StepSample
+from torchmm.recipe.check import find_problems
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import LlmSchedule
@@ -40,6 +41,8 @@ TUNED = "tuned"
 LEAST_USED = 1 / 2
 """Smallest fraction of the devices that a plan uses."""
 IMAGES_AT_ONCE = (4, 2, 1)
+FIRST_SEGMENTS = (1, 4)
+"""Segments per rank that are tried first with searched schedules."""
 LAYERS_PER_STAGE = (2, 4)
 """Layers per encoder stage that are tried besides 1, for colocated encoders."""
 CHAIN_SCHEDULES = (
@@ -51,8 +54,7 @@ CHAIN_SCHEDULES = (
 FIRST_SCHEDULES = {"separated": "separated", "colocated": "optimus"}
 """Schedules that are tried first, by method; 1F1B for other methods."""
 REDUCTION = "parallel.gradient_reduction"
-CAN_REDUCE = "gradient_reduction" in ParallelConfig.model_fields
-"""Whether gradients can be reduced in every microbatch."""
+DATA_WORDS = {"data.reorder": "reordered", "data.balance": "balanced"}
 
 Value = int | str | bool | float
 
@@ -131,8 +133,7 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     table |= {"placement": "interleaved", "schedule": "1f1b", "orchestrate": False}
     table |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
     table |= {"tensor_bubbles": 0.0, "bubble_pieces": False}
-    if CAN_REDUCE:
-        table["gradient_reduction"] = "step"
+    table["gradient_reduction"] = "step"
     if table["reshard_after_forward"] == "always":
         table["reshard_after_forward"] = "default"
     return recipe.model_copy(update={"parallel": ParallelConfig.model_validate(table)})
@@ -238,9 +239,24 @@ def shared_plans(
                 changes["parallel.expert"] = expert
             if method == "colocated":
                 changes["parallel.placement"] = "colocated"
+            if data > context:
+                changes |= _arrangement(method, recipe, sample, context)
             yield Plan(method, used, changes)
-            if method == "fsdp" and CAN_REDUCE and batch > data // context * size:
+            if method == "fsdp" and batch > data // context * size:
                 yield Plan(method, used, {**changes, REDUCTION: "microbatch"})
+
+
+def _arrangement(method: str, recipe: Recipe, sample: StepSample, context: int) -> dict[str, Value]:
+    """Return how sequences and images are assigned to data-parallel ranks."""
+    found: dict[str, Value] = {}
+    if recipe.data.reorder == "none":
+        found["data.reorder"] = "intra" if method == "fsdp" else "both"
+    data = recipe.data.model_copy(update={"balance": "images"})
+    has_encoders = any(module.kind == "encoder" for module in sample.modules)
+    is_plain = method == "fsdp" and context == 1 and has_encoders
+    if is_plain and not find_problems(recipe.model_copy(update={"data": data}), 1):
+        found["data.balance"] = "images"
+    return found
 
 
 def _pipelines(method: str, recipe: Recipe, devices: int, sample: StepSample) -> tuple[int, ...]:
@@ -289,8 +305,9 @@ def neighbors(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[Plan]:
         recipe: Recipe of the run.
         sample: Model of the recipe.
     """
-    if recipe.data.reorder == "none" and "data.reorder" not in plan.changes and plan.shares > 1:
-        yield plan.changed(data__reorder="both")
+    for key in ("data.reorder", "data.balance"):
+        if plan.changes.get(key, "none") != "none":
+            yield plan.changed(**{key: "none"})
     layers = {module.name: len(module.layers) for module in sample.modules}
     if plan.method == "chain" and plan.schedule == "1f1b":
         for name, stages in CHAIN_SCHEDULES:
@@ -319,7 +336,10 @@ def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
             values[key] = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
             most[key] = max(1, *(pack.images_of(module.name) for pack in sample.packs))
     if plan.schedule != "searched":
-        yield plan.changed(parallel__schedule="searched", **dict(values))
+        for count in FIRST_SEGMENTS:
+            own = {k: min(count, most[k]) if k.endswith("segments") else values[k] for k in values}
+            if all(own.values()):
+                yield plan.changed(parallel__schedule="searched", **own)
         return
     segments = tuple(key for key in values if key.endswith("segments"))
     groups = (
@@ -376,6 +396,10 @@ def describe_sizes(plan: Plan) -> str:
     words += [f"microbatches of {plan.microbatch_size}"]
     for key, value in sorted(plan.changes.items()):
         parts = key.split(".")
+        if key in DATA_WORDS and value != "none":
+            words.append(f"{DATA_WORDS[key]} {value}")
+        if key == REDUCTION and value == "microbatch":
+            words.append("gradients per microbatch")
         if len(parts) == 3 and parts[1] != LLM:
             words.append(f"{parts[1]} {parts[2]} {value}")
     return ", ".join(words)
