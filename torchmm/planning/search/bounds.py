@@ -237,7 +237,8 @@ class PlanBounds:
         if module.kind == "llm" or context == 1:
             return found
         # Ranks of context parallelism divide the images.
-        return _ModuleTimes(*(value / context for value in found))
+        total_N, least_ms, kept_bytes = found
+        return _ModuleTimes(total_N / context, least_ms / context, kept_bytes / context)
 
     def _means(
         self,
