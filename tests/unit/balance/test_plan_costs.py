@@ -234,5 +234,8 @@ def test_fsdp_by_layer_reduces_in_last_or_every_backward(device, each) -> None:
         copied_ms, sent_ms = work.compute_ms[0], work.network_ms[0]
         # On the GPU one of as many pieces as there are layers, and what is outside, is not hidden.
         alone_ms = sent_ms if device == "cpu" else sent_ms / (stage.stop - stage.start + 1)
-        expected_ms = max(ms + copied_ms, sent_ms - alone_ms) + alone_ms
+        computed_ms = ms + copied_ms
+        # Collectives take 20 of 132 multiprocessors from the layers that they overlap with.
+        computed_ms += 20 / 132 * min(computed_ms, sent_ms - alone_ms)
+        expected_ms = max(computed_ms, sent_ms - alone_ms) + alone_ms
         assert after[action] == pytest.approx(expected_ms), action
