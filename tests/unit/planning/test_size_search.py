@@ -174,7 +174,9 @@ def test_search_is_deterministic():
 def test_search_reports_a_cut_and_its_bound():
     recipe, devices, profile = random_recipe(2)
     messages = []
-    found = search_plans(recipe, devices, profile, budget_s=0.0, report=messages.append)
+    found = search_plans(
+        recipe, devices, profile, methods=("chain",), budget_s=0.0, report=messages.append
+    )
     assert not found.complete and found.best is None
     assert all(isinstance(reason, str) for reason in found.best_by_method.values())
     with pytest.raises(ConfigError, match="no plan fits"):
@@ -215,3 +217,19 @@ def test_plan_script_prints_all_methods_and_writes(tmp_path, capsys):
     loaded = load_recipe(out, (), 4).recipe
     assert loaded.training.steps == 7 and loaded.training.global_batch_size == 8
     assert describe_run(loaded, loaded.simulation.gpus)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_search_without_time_returns_recipe_sizes(seed):
+    """The plan of the recipe is a candidate, so that the result is never slower than it."""
+    recipe, devices, profile = random_recipe(seed)
+    sample = StepSample(recipe)
+    plan = next(iter(shared_plans("fsdp", recipe, devices, profile, sample)))
+    own = planned_recipe(plain_recipe(recipe), plan)
+    expected = Forecaster(own, plan.devices, profile, sample=sample).forecast()
+    found = search_plans(own, plan.devices, profile, budget_s=0.0, sample=sample)
+    if expected.step is None or not fits(expected.step):
+        assert found.best is None
+        return
+    assert found.best.method == "fsdp" and found.best.recipe is own
+    assert found.best.step_ms == expected.iteration_ms

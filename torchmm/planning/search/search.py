@@ -4,11 +4,11 @@
     result.best.recipe, result.best.step_ms, result.best_by_method["chain"]
 
 Every candidate is judged by the forecast that a dry run of its recipe shows (`Forecaster`). The
-search is best-first: methods take turns until each has a plan that fits, then the plan with the
-lowest estimate is simulated next. Plans whose lower bound exceeds the best step are skipped. If a
-plan is among the fastest of its schedule, its neighbors are tried: other schedules, stages per
-rank, segments, images at once. If a plan does not fit into memory, it is tried with layers tuned to
-memory.
+first one is the recipe as it is. The search is best-first: methods take turns until each has a plan
+that fits, then the plan with the lowest estimate is simulated next. Plans whose lower bound exceeds
+the best step are skipped. If a plan is among the fastest of its schedule, its neighbors are tried:
+other schedules, stages per rank, segments, images at once. If a plan does not fit into memory, it
+is tried with layers tuned to memory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.resolved import resolve
 from torchmm.planning.search.bounds import PlanBounds
 from torchmm.planning.search.disaggregated import DisaggregatedPlans
+from torchmm.planning.search.encoder_sizes import leaves_encoders_open
 from torchmm.planning.search.space import (
     METHODS,
     TUNED,
@@ -42,6 +43,8 @@ from torchmm.planning.search.space import (
 )
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import SCHEDULES
+from torchmm.recipe.sizes import AXES
 
 NEAR = 1.15
 """Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
@@ -177,8 +180,42 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         plain, devices, profile, sample,
         exact=exact, schedules=schedules, limits=limits, report=report,
     )  # fmt: skip
-    search.run([name for name in METHODS if name in methods], started + budget_s, effort)
+    own = None if schedules or limits else _recipe_candidate(recipe, devices, profile, sample)
+    search.run([name for name in METHODS if name in methods], started + budget_s, effort, own)
     return search.result(time.thread_time() - started)
+
+
+def _recipe_candidate(
+    recipe: Recipe, devices: int, profile: Profile, sample: StepSample
+) -> Candidate | None:
+    """Return the plan of the recipe as it is; None if it leaves sizes open or does not fit."""
+    parallel = recipe.parallel
+    if parallel.leaves_units_open or leaves_encoders_open(recipe) or find_problems(recipe, devices):
+        return None
+    try:
+        forecaster = Forecaster(recipe, devices, profile, sample=sample)
+        forecast = forecaster.forecast()
+    except ConfigError:
+        return None
+    sizes = forecaster.run.llm
+    method: str = parallel.placement
+    if method == "interleaved":
+        cut = SCHEDULES[parallel.schedule].cut
+        method = "separated" if cut == "separated" else "chain"
+        method = method if sizes.pipeline > 1 else "fsdp"
+    plan = Plan(
+        method,
+        devices,
+        {
+            **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
+            "parallel.schedule": parallel.schedule,
+            "training.microbatch_size": recipe.training.microbatch_size,
+            "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
+        },
+    )
+    words = f"as in the recipe: {describe_sizes(plan)}"
+    found = Candidate(method, recipe, devices, words, forecast, False, plan)
+    return found if found.step_ms < inf else None
 
 
 def find_best(result: SearchResult, devices: int) -> Candidate:
@@ -320,9 +357,22 @@ class _Search:
         """Step time of the fastest plan."""
         return min((method.best_ms for method in self._methods.values()), default=inf)
 
-    def run(self, names: Sequence[str], deadline: float, effort: float) -> None:
-        """Simulate plans until none is left, or a limit is reached."""
+    def run(
+        self, names: Sequence[str], deadline: float, effort: float, own: Candidate | None = None
+    ) -> None:
+        """Simulate plans until none is left, or a limit is reached.
+
+        Args:
+            names: Methods to search.
+            deadline: Processor time of this thread at which the search stops, in seconds.
+            effort: Limit of the number of simulated actions.
+            own: Simulated plan of the recipe itself, if it fits.
+        """
         self._methods = {name: _Method(name) for name in names}
+        if own is not None and own.method in self._methods:
+            method = self._methods[own.method]
+            method.best = method.sure = own
+            method.simulated = method.considered = 1
         self._improve(deadline, effort)
         for method in self._methods.values():
             if method.best is not None and method.best.is_short:
