@@ -101,6 +101,8 @@ GRAPHS = WHOLE_ENCODERS | {"compile__cuda_graphs": "true"}
 CASES = {
     "quickstart": Case(1),
     "fsdp2": Case(2),
+    "reduced per microbatch": Case(2, {"parallel__gradient_reduction": "microbatch"}),
+    "balanced images": Case(2, {"data__balance": "images"}),
     "tp and sp": Case(2, TENSOR),
     "async tp": Case(2, ASYNC),
     "ring": Case(
