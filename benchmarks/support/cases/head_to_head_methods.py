@@ -221,7 +221,7 @@ class Comparison:
             return None
         *_, recipe, planned = min(tried, key=lambda each: each[:2])
         forecaster = Forecaster(recipe, self.gpus, self.profile, sample=self.sample)
-        forecaster.typical = planned.typical  # the stages of the representative batch
+        forecaster.layout = planned.layout  # type: ignore[method-assign]  # of the other batch
         forecast = forecaster.forecast_parallel(recipe.parallel)
         if forecast.step is None:
             return None
