@@ -57,7 +57,7 @@ QUIET = 0.3
 
 @dataclass(frozen=True)
 class Setting:
-    """How long to measure what.
+    """Sizes and durations of the measurements.
 
     Attributes:
         worlds: Numbers of sleeping ranks.
@@ -181,7 +181,7 @@ class Found(NamedTuple):
 
 
 def run(setting: Setting, computing: bool) -> Found:
-    """What one rank does."""
+    """Measure one rank and return the results of its world."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     counts = image_counts(setting.steps, setting.microbatches, ranks)
     size = setting.computing if computing else setting.sleeping

@@ -48,7 +48,7 @@ from support.harness import (
     read_records,
     report,
 )
-from support.workloads import WORKLOADS, Workload
+from support.workloads import QUICK, WORKLOADS, Workload, add_options, select_workloads
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.pipelining.view.draw import Panel, timelines_svg
@@ -56,7 +56,6 @@ from torchmm.pipelining.view.draw import Panel, timelines_svg
 METHODS = (
     FSDP2, HSDP, REORDERED, MEGATRON, CHAIN, STATIC, WHOLE, KERNELS, SEARCHED, SEPARATE
 )  # fmt: skip
-QUICK = (Workload("recipes/papers/pipeweaver_vlm_s", 16, 4),)
 NOT_DRAWN = (FSDP2, HSDP, REORDERED, MEGATRON)
 """Methods without a pipeline, and a step that is several times longer than the others."""
 BUDGET_S = 16.0
@@ -197,23 +196,11 @@ def page(records: Sequence[Record]) -> str:
 def main() -> None:
     """Simulate the workloads and print the tables."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--cases", nargs="*", metavar="RECIPE", help="only workloads of these recipes")
-    add("--gpus", nargs="*", type=int, metavar="N", help="only workloads on these numbers of GPUs")
-    add("--budget", type=float, default=BUDGET_S, metavar="SECONDS",
-        help="time limit of the planner for a workload (default: %(default)s)")  # fmt: skip
-    add("--rows", type=Path, metavar="FILE", help="append workloads there, skip finished ones")
-    add("--report", action="store_true", help="only print the tables of --rows")
-    add("--page", type=Path, metavar="FILE", help="write the results page there")
-    add("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
+    add_options(parser, BUDGET_S)
+    parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    workloads = QUICK if arguments.quick else WORKLOADS
-    if arguments.cases:
-        workloads = tuple(each for each in workloads if each.name in arguments.cases)
-    if arguments.gpus:
-        workloads = tuple(each for each in workloads if each.gpus in arguments.gpus)
-    budget_s = min(arguments.budget, 4.0) if arguments.quick else arguments.budget
+    workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else WORKLOADS)
     records = {record["workload"]: record for record in read_records(arguments.rows)}
     for workload in () if arguments.report else workloads:
         if workload.title in records:

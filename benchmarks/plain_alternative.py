@@ -23,7 +23,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from support.harness import (
     read_records,
     report,
 )
-from support.workloads import WORKLOADS, Workload
+from support.workloads import QUICK, WORKLOADS, Workload, add_options, select_workloads
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.planning.forecast import StepSample
@@ -53,9 +52,9 @@ from torchmm.planning.search.search import Candidate, search_plans
 
 BY_HAND = "by hand"
 PIPELINES = ("chain", "separated", "colocated", "disaggregated")
+BUDGET_S = 20.0
 TOLERANCE = 1.005
 """The planner has to be within this factor of the fastest plan."""
-QUICK = (Workload("recipes/papers/pipeweaver_vlm_s", 16, 4),)
 Record = dict[str, Any]
 PAGE = """# No pipeline against pipelines, simulated
 
@@ -211,23 +210,10 @@ def page(records: Sequence[Record]) -> str:
 def main() -> None:
     """Simulate the rows and print the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", nargs="*", metavar="RECIPE", help="only rows of these recipes")
-    parser.add_argument(
-        "--gpus", nargs="*", type=int, metavar="N", help="only these numbers of GPUs"
-    )
-    parser.add_argument("--budget", type=float, default=20.0, metavar="SECONDS",
-                        help="time limit of a search (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="append rows, skip finished ones")
-    parser.add_argument("--report", action="store_true", help="only print the table of --rows")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="write the results page there")
+    add_options(parser, BUDGET_S)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    workloads = QUICK if arguments.quick else WORKLOADS
-    if arguments.cases:
-        workloads = tuple(each for each in workloads if each.name in arguments.cases)
-    if arguments.gpus:
-        workloads = tuple(each for each in workloads if each.gpus in arguments.gpus)
-    budget_s = min(arguments.budget, 4.0) if arguments.quick else arguments.budget
+    workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else WORKLOADS)
     records = {record["workload"]: record for record in read_records(arguments.rows)}
     for workload in () if arguments.report else workloads:
         if workload.title in records:

@@ -6,6 +6,7 @@ benchmarks/support/recipes. Each recipe has the statistics of its sequences in [
 
 from __future__ import annotations
 
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,3 +85,44 @@ MODERN = (
     Workload("benchmarks/support/recipes/qwen3_vl_8b_video", 64),
 )
 WORKLOADS = (*PAPERS, *MODERN)
+
+QUICK = (Workload("recipes/papers/pipeweaver_vlm_s", 16, 4),)
+"""Workloads of `--quick`."""
+
+
+def add_options(parser: ArgumentParser, budget_s: float) -> None:
+    """Add the options of benchmarks that run in pieces, workload by workload.
+
+    Args:
+        parser: Parser with the options of all benchmarks.
+        budget_s: Default time limit of the planner in seconds.
+    """
+    add = parser.add_argument
+    add("--cases", nargs="*", metavar="RECIPE", help="only workloads of these recipes")
+    add("--gpus", nargs="*", type=int, metavar="N", help="only workloads on these numbers of GPUs")
+    add(
+        "--budget",
+        type=float,
+        default=budget_s,
+        metavar="SECONDS",
+        help="time limit of the planner for a workload (default: %(default)s)",
+    )
+    add("--rows", type=Path, metavar="FILE", help="append workloads there, skip finished ones")
+    add("--report", action="store_true", help="only print the tables of --rows")
+    add("--page", type=Path, metavar="FILE", help="write the results page there")
+
+
+def select_workloads(
+    arguments: Namespace, workloads: tuple[Workload, ...]
+) -> tuple[tuple[Workload, ...], float]:
+    """Return the workloads that the options select, and the time limit of the planner in seconds.
+
+    Args:
+        arguments: Parsed options.
+        workloads: Workloads to select from. `--quick` limits the planner to 4 s.
+    """
+    if arguments.cases:
+        workloads = tuple(each for each in workloads if each.name in arguments.cases)
+    if arguments.gpus:
+        workloads = tuple(each for each in workloads if each.gpus in arguments.gpus)
+    return workloads, min(arguments.budget, 4.0) if arguments.quick else arguments.budget

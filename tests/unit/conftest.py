@@ -1,5 +1,8 @@
 """What unit tests share."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 from checkpoint_runs import make_manager
 
@@ -16,3 +19,10 @@ def manager(tmp_path):
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a module of benchmarks/, which is not a package."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module

@@ -114,10 +114,12 @@ def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[lis
         packs: of the global batch, each as a microbatch of its own.
     """
 
-    return [[_joined([packs[i] for i in members]) for members in share] for share in reorder(packs)]
+    return [
+        [join_packs([packs[i] for i in members]) for members in share] for share in reorder(packs)
+    ]
 
 
-def _joined(packs: Sequence[MicrobatchMeta]) -> MicrobatchMeta:
-    """A microbatch of packs."""
+def join_packs(packs: Sequence[MicrobatchMeta]) -> MicrobatchMeta:
+    """Return the microbatch of several packs."""
     samples = tuple(sample for pack in packs for sample in pack.samples)
     return MicrobatchMeta(samples, sum(pack.tokens for pack in packs))

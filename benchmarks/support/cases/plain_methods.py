@@ -1,4 +1,4 @@
-"""Training without a pipeline, as a user would set it by hand: FSDP2, and HSDP within nodes.
+"""Training without a pipeline, as a user would set it manually: FSDP2, and HSDP within nodes.
 
 These plans are listed here and not taken from the planner, so that they check the planner: its
 answer must not be slower. Sizes: tensor-parallel 1 to 8, context-parallel 1 to 8 for long
@@ -12,13 +12,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from support.papers.paper_cells import in_one_chain
-from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.profiles import Profile
-from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
-from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.planning.search.search import fits
 from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
 
@@ -47,12 +45,6 @@ class Option(NamedTuple):
         return self.forecast.iteration_ms if step is not None and fits(step) else float("inf")
 
 
-def fits(step: SimulatedStep) -> bool:
-    """Return True if every rank uses at most `MEMORY_SHARE` of its memory, as plans have to."""
-    limit = step.costs.memory_limit_bytes
-    return limit is None or max(step.peak_bytes) <= MEMORY_SHARE * limit
-
-
 def with_values(recipe: Recipe, section: str, **values: Any) -> Recipe:
     """Return the recipe with other values of one section."""
     table = getattr(recipe, section)
@@ -72,7 +64,7 @@ def describe(recipe: Recipe) -> str:
     words += [f"tensor {parallel.tensor}"] if parallel.tensor > 1 else []
     words += [f"context {parallel.context}"] if parallel.context > 1 else []
     words += [f"expert {parallel.expert}"] if parallel.expert > 1 else []
-    words += [f"gradients per {getattr(parallel, 'gradient_reduction', 'step')}"]
+    words += [f"gradients per {parallel.gradient_reduction}"]
     return ", ".join([*words, f"recomputation {recipe.activation_checkpoint.mode}"])
 
 
@@ -81,8 +73,6 @@ def plain_sizes(recipe: Recipe, gpus: int, method: str, sample: StepSample) -> I
     has_experts = any(layer.experts for module in sample.modules for layer in module.layers)
     experts = (1, NODE) if has_experts else (1,)
     contexts = SIZES if recipe.training.sequence_length >= LONG_TOKENS else (1,)
-    has_key = "gradient_reduction" in ParallelConfig.model_fields
-    reductions = [{"gradient_reduction": name} for name in REDUCTIONS] if has_key else [{}]
     recipe = with_values(recipe, "data", reorder="none")
     for tensor, context in product(SIZES, contexts):
         if gpus % tensor:
@@ -91,7 +81,7 @@ def plain_sizes(recipe: Recipe, gpus: int, method: str, sample: StepSample) -> I
         shards = [ranks]
         if method == HSDP:
             shards = sorted({NODE // tensor, NODE, 4 * NODE} - {ranks})
-        for shard, expert, reduction in product(shards, experts, reductions):
+        for shard, expert, reduction in product(shards, experts, REDUCTIONS):
             if ranks % shard or shard % context or shard % expert:
                 continue
             yield in_one_chain(
@@ -104,8 +94,8 @@ def plain_sizes(recipe: Recipe, gpus: int, method: str, sample: StepSample) -> I
                 shard=shard,
                 replicate=ranks // shard,
                 expert=expert,
+                gradient_reduction=reduction,
                 **({LLM: {"context": context}} if context > 1 else {}),
-                **reduction,
             )
 
 

@@ -1,19 +1,11 @@
 """The head-to-head benchmark: methods on the same step, and the fastest of them."""
 
-import importlib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from torchmm.balance.costs.profiles import load_profile
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Import a module of benchmarks/, which is not a package."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    return importlib.import_module
 
 
 @pytest.fixture

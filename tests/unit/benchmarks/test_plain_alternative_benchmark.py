@@ -1,21 +1,12 @@
 """The comparison of plans without a pipeline, pipelines and the planner."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.recipe.read import check_recipe
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Import a module of benchmarks/, which is not a package."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    return importlib.import_module
 
 
 @pytest.fixture

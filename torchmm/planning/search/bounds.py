@@ -13,7 +13,6 @@ plans that run a module in the same way. The bound contains only what no schedul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import StepSample
+from torchmm.planning.reordering import join_packs
 from torchmm.planning.resolved import resolve
 from torchmm.planning.search.space import IMAGES_AT_ONCE, REDUCTION, TUNED, Plan, planned_recipe
 from torchmm.recipe.recipe import Recipe
@@ -300,14 +300,7 @@ class PlanBounds:
 
     def _microbatches_of(self, size: int) -> list[MicrobatchMeta]:
         if size not in self._metas:
-            self._metas[size] = joined_packs(self._sample.packs, size)
+            packs = self._sample.packs
+            groups = [packs[i : i + size] for i in range(0, len(packs), size)]
+            self._metas[size] = [join_packs(group) for group in groups]
         return self._metas[size]
-
-
-def joined_packs(packs: Sequence[MicrobatchMeta], size: int) -> list[MicrobatchMeta]:
-    """Return microbatches of consecutive packs."""
-    groups = [packs[i : i + size] for i in range(0, len(packs), size)]
-    return [
-        MicrobatchMeta(tuple(s for pack in own for s in pack.samples), sum(p.tokens for p in own))
-        for own in groups
-    ]

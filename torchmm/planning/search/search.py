@@ -322,7 +322,7 @@ class _Method:
 
 
 class _Search:
-    """One search."""
+    """State and control loop of a search."""
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ Value = int | str | bool | float
 
 @dataclass(frozen=True)
 class Plan:
-    """One candidate.
+    """Candidate of the search.
 
     Attributes:
         method: One of `METHODS`.
