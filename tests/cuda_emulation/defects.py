@@ -29,9 +29,16 @@ def freed_early() -> None:
 
 
 def gathered_elsewhere() -> None:
-    """FSDP's buffers are waited for on the side stream only."""
+    """Only a side stream waits for gathered parameters, as if it had used them first."""
     plain = StepSharding.unshard
-    StepSharding.unshard = lambda self, complete=False: plain(self)
+
+    def unshard(self, complete=False):
+        plain(self)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            if complete:
+                self._wait()
+
+    StepSharding.unshard = unshard
 
 
 def unreduced() -> None:
