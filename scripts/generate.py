@@ -44,7 +44,7 @@ def main() -> int:
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.common.dtypes import DTYPES
-        from torchmm.training.text.opened import open_writer
+        from torchmm.training.text.opened import answers_chats, open_writer
         from torchmm.training.text.sampling import Sampling
 
     try:
@@ -60,6 +60,8 @@ def main() -> int:
         parser.error(str(error))
     try:
         talks = arguments.chat and arguments.draw is None
+        if arguments.template is None and arguments.draw is None:
+            arguments.template = answers_chats(arguments.model)
         requests = [] if talks else _requests(arguments)
         with working("opening the model"):
             writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
@@ -87,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     asked.add_argument("--together", action="store_true", help="all files before each prompt")
     asked.add_argument(
-        "--template", action="store_true", help="as a user's message, in the chat template"
+        "--template",
+        action=argparse.BooleanOptionalAction,
+        help="send the prompt as a user's message, in the chat template (default: if the model was "
+        "trained on chats)",
     )
     asked.add_argument("--chats", type=Path, help="JSON or JSON lines with messages")
     asked.add_argument("--chat", action="store_true", help="talk; files are of the first message")

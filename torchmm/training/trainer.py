@@ -191,8 +191,7 @@ class Trainer:
         parts = self.parts
         metrics = parts.run_dir / "metrics.jsonl"
         told = what_was_trained(recipe)
-        sources = recipe.data.sources
-        trained = Trained(recipe.name, self.step, recipe.training, sources, metrics, told)
+        trained = Trained(recipe.name, self.step, recipe.training, recipe.data, metrics, told)
         with self._health.phase(self.step, "export"):
             write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)
 

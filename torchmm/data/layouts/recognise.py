@@ -183,3 +183,13 @@ def _take_generated(
     if is_no_file(value):
         return others, ()
     return others, (GeneratedSegment(file_segment("image", value, root)),)
+
+
+def is_chat(record: Record) -> bool:
+    """Return whether a chat template renders a record.
+
+    Raises:
+        CorruptSampleError: No layout reads the record.
+    """
+    record = replace(record, columns=with_json_columns(record.columns))
+    return isinstance(recognise(record).read(record), Conversation)

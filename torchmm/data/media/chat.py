@@ -58,8 +58,8 @@ FALLBACK_TEMPLATE = (
 )
 """Used if the tokenizer has no chat template."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TROUBLE = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What templates raise when they get something that they were not written for."""
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""Exceptions of templates that get messages of an unknown form."""
 AS_PYTHON = re.compile(r"(?:[({[]|': )'\\ue000(\d{6})\\ue001'")
 """A string in a table or list that a template wrote without `tojson`."""
 _INDENTS = (None, 2, 4)
@@ -166,7 +166,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **options,
             )
-        except _TROUBLE as error:
+        except TEMPLATE_ERRORS as error:
             raise TemplateRefusalError(
                 f"the chat template refuses the messages: {error}"
             ) from error

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,15 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import ImageSpec, TextSpec
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
+from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
+from torchmm.data.layouts.recognise import is_chat
+from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DrawingPreprocessor
-from torchmm.data.sources.configured import warn_of_trained_rows
+from torchmm.data.sources.configured import LOOKED_AT, warn_of_trained_rows
 from torchmm.data.sources.index.building import Building, load_or_build
 from torchmm.data.sources.index.length_index import (
     LengthIndex,
@@ -257,6 +261,30 @@ def open_records(
         load_or_build(name, records, reader, Path(data.index_cache) / key, data.workers)
         found.append(records)
     return found
+
+
+def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
+    """Return whether a source consists of chats, by its first readable record.
+
+    Returns None if the source cannot be read here.
+    """
+    try:
+        if config.streaming:
+            stream = open_stream(config.path, config, data.index_cache, storage_of(config, data))
+            records: Iterator[Record | CorruptSampleError | None] = iter(stream.next, None)
+        else:
+            source = open_map_source(config, data.index_cache, storage_of(config, data))
+            records = map(source.read, range(len(source)))
+        for _ in range(LOOKED_AT):
+            with suppress(CorruptSampleError):
+                record = next(records, None)
+                if record is None:
+                    return None
+                if isinstance(record, Record):
+                    return is_chat(record)
+    except (DataError, ConfigError, OSError):
+        pass
+    return None
 
 
 def seed_of(training: TrainingConfig, validation: bool) -> int:

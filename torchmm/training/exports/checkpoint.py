@@ -94,9 +94,8 @@ def export_checkpoint(
     model = recipe_model(recipe, wanted)
     tokenizer = load_tokenizer(recipe.model)
     metrics = path.parent.parent / "metrics.jsonl"
-    sources = recipe.data.sources
     told = what_was_trained(recipe)
-    trained = Trained(recipe.name, step_of(path) or 0, recipe.training, sources, metrics, told)
+    trained = Trained(recipe.name, step_of(path) or 0, recipe.training, recipe.data, metrics, told)
     try:
         with (
             whole_directory(directory, replaces=False) as place,

@@ -54,6 +54,7 @@ def whole_directory(directory: Path, *, replaces: bool = True) -> Iterator[Path]
             refuse_existing(directory)
         yield partial
         if any(partial.iterdir()):
+            _set_file_modes(partial)
             _take_place(partial, directory, replaces)
 
 
@@ -126,6 +127,17 @@ def _clear(directory: Path) -> None:
         shutil.rmtree(before, ignore_errors=True)
     elif before.exists():
         before.rename(directory)
+
+
+def _set_file_modes(directory: Path) -> None:
+    """Give all files the mode of new files. safetensors creates files that only the owner reads."""
+    probe = directory / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _take_place(partial: Path, directory: Path, replaces: bool) -> None:

@@ -8,8 +8,9 @@ people know, and show it as missing.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,21 +18,27 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
+from huggingface_hub import ModelCard
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.data.media.chat import ChatTemplate
+from torchmm.data.media.chat import FALLBACK_TEMPLATE, TEMPLATE_ERRORS, ChatTemplate
 from torchmm.data.prepare.manifest import read as read_prepared
+from torchmm.data.sources.open import has_chats
 from torchmm.data.storage.addresses import without_secrets
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.experts_apart import Keep, in_memory
 from torchmm.models.hf.export import Gather, export_hf, gather_whole
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.data_section import SourceConfig
+from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import PARTS_FILE, split_place
 from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.exports.place import whole_directory
 
 CARD = "README.md"
+CHAT_TAG = "conversational"
+"""Tag of the Hub for models that answer chats."""
+_FILES = {"image": "image.jpg", "audio": "audio.wav"}
 
 
 class Trained(NamedTuple):
@@ -41,7 +48,7 @@ class Trained(NamedTuple):
     """Of the run."""
     step: int
     training: TrainingConfig
-    sources: Sequence[SourceConfig]
+    data: DataConfig
     metrics: Path
     """metrics.jsonl; may be missing."""
     recipe: str = ""
@@ -86,10 +93,53 @@ def write_files(
     keep: Keep = in_memory,
 ) -> None:
     """Write an export into an existing directory. Collective; rank 0 writes."""
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    chats = {has_chats(source, trained.data) for source in trained.data.sources if writes}
+    tokenizer = _as_in_training(tokenizer, chats)
     ends = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
     export_hf(model, place, tokenizer, gather, shard_bytes, keep, ends)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        (place / CARD).write_text(card(model, place, trained))
+    if writes:
+        (place / CARD).write_text(card(model, place, tokenizer, trained, True in chats))
+
+
+def is_chat_model(directory: Path) -> bool:
+    """Return whether the model of an export was trained on chats, by the tags of its card."""
+    try:
+        tags = ModelCard.load(directory / CARD).data.tags or []
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return CHAT_TAG in tags
+
+
+def _as_in_training(
+    tokenizer: PreTrainedTokenizerBase, chats: Collection[bool | None]
+) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that prepares text as training did.
+
+    Training begins each text without a chat template with the BOS token. It renders chats with a
+    simple template if the tokenizer has none.
+
+    Args:
+        tokenizer: Tokenizer of the LLM.
+        chats: For each source, whether it has chats; None if that is unknown.
+    """
+    tokenizer = copy.deepcopy(tokenizer)
+    if True in chats and not tokenizer.chat_template:
+        tokenizer.chat_template = FALLBACK_TEMPLATE
+    bos = tokenizer.bos_token_id
+    lacks_bos = bos is not None and tokenizer("a").input_ids[:1] != [bos]
+    # Programs that tokenize rendered chats would get BOS twice if the template writes it, too.
+    if lacks_bos and False in chats and not (True in chats and _writes_bos(tokenizer)):
+        tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def _writes_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    try:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TEMPLATE_ERRORS:
+        return False
+    return str(text).startswith(str(tokenizer.bos_token))
 
 
 def write_adapters(model: MultimodalModel, directory: Path, gather: Gather = gather_whole) -> None:
@@ -103,13 +153,23 @@ def write_adapters(model: MultimodalModel, directory: Path, gather: Gather = gat
         save_adapters(model, place, gather)
 
 
-def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
-    """README.md of an export.
+def card(
+    model: MultimodalModel,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Trained,
+    chats: bool,
+) -> str:
+    """Return the README.md of an export.
 
     Args:
-        directory: with the model's files.
+        model: Model that is exported.
+        directory: Directory with the files of the model.
+        tokenizer: Tokenizer that is exported.
+        trained: Facts about the training.
+        chats: Whether the data have chats.
     """
-    lines = [*_head(model, trained), f"# {trained.name}", "", "Trained with torchmm.", ""]
+    lines = [*_head(model, trained, chats), f"# {trained.name}", "", "Trained with torchmm.", ""]
     lines += ["## Parts", ""]
     for module in model.modality_modules():
         with torch.device("meta"):
@@ -117,11 +177,11 @@ def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
         source = module.weights.source
         begin = f"began as `{source}`" if source else "began with random weights"
         lines.append(f"- `{module.name}`: {count:,} parameters, {begin}")
-    lines += ["", "## Data", "", *map(_described, trained.sources), ""]
+    lines += ["", "## Data", "", *map(_described, trained.data.sources), ""]
     lines += ["## Training", "", *_training(trained), ""]
     if trained.recipe:
         lines += ["```toml", trained.recipe.strip(), "```", ""]
-    lines += ["## Use", "", *_use(directory), ""]
+    lines += ["## Use", "", *_use(model, directory, tokenizer, trained, chats), ""]
     lines += [
         f"Written by transformers {transformers.__version__}. Use transformers 5.0 or later. Older "
         "versions are not supported: some model types compute other values there.",
@@ -130,8 +190,8 @@ def card(model: MultimodalModel, directory: Path, trained: Trained) -> str:
     return "\n".join(lines)
 
 
-def _head(model: MultimodalModel, trained: Trained) -> Iterator[str]:
-    """What the hub reads, YAML."""
+def _head(model: MultimodalModel, trained: Trained, chats: bool) -> Iterator[str]:
+    """Yield the YAML metadata that the Hub reads."""
     modalities = {encoder.family.modality for encoder in model.encoder_modules()}
     tasks = {
         frozenset(): "text-generation",
@@ -139,14 +199,14 @@ def _head(model: MultimodalModel, trained: Trained) -> Iterator[str]:
         frozenset({"audio"}): "audio-text-to-text",
     }
     yield "---"
-    yield "tags: [torchmm]"
+    yield f"tags: [torchmm, {CHAT_TAG}]" if chats else "tags: [torchmm]"
     if model.generator is None:
         yield f"pipeline_tag: {tasks.get(frozenset(modalities), 'any-to-any')}"
     places = [m.weights.source for m in model.modality_modules() if m.weights.source]
     begun = sorted({split_place(p)[0] for p in places if not Path(split_place(p)[0]).exists()})
     for key, names in (
         ("base_model", begun),
-        ("datasets", sorted({s.path for s in trained.sources if s.format == "hub"})),
+        ("datasets", sorted({s.path for s in trained.data.sources if s.format == "hub"})),
     ):
         if names:
             yield f"{key}: {json.dumps(names)}"
@@ -188,22 +248,78 @@ def _last(trained: Trained, key: str) -> tuple[int, float] | None:
     return found
 
 
-def _use(directory: Path) -> list[str]:
-    """How its files are loaded."""
+def _use(
+    model: MultimodalModel,
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Trained,
+    chats: bool,
+) -> list[str]:
+    """Return the section that shows how to generate text with the files."""
     if (directory / PARTS_FILE).exists():
         return [
-            "Hugging Face has no class for this pair. Its parts are in folders of their own, which",
-            "`scripts/generate.py` of torchmm reads; the directory trains on there as the `source`",
-            f"of a recipe's `[model]` (`{PARTS_FILE}` says what the parts are).",
+            "Hugging Face has no class for this pair. Its parts are in separate folders, which",
+            "`scripts/generate.py` of torchmm reads. To continue training, set `source` in the",
+            f"`[model]` section of a recipe to this directory (`{PARTS_FILE}` lists the parts).",
         ]
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
-    text = "AutoTokenizer" if kind.endswith("ForCausalLM") else "AutoProcessor"
-    return [
+    modalities = [encoder.family.modality for encoder in model.encoder_modules()]
+    auto = "AutoProcessor" if modalities else "AutoTokenizer"
+    name = "processor" if modalities else "tokenizer"
+    prompt = next((source.prompt for source in trained.data.sources if source.prompt), "")
+    lines = [
         "```python",
-        f"from transformers import {text}, {kind}",
+        *(["from PIL import Image"] if "image" in modalities and not chats else []),
+        f"from transformers import {auto}, {kind}",
         "",
-        'here = "."  # the directory of this file',
-        f"model = {kind}.from_pretrained(here)",
-        f"inputs = {text}.from_pretrained(here)",
+        'path = "."  # the directory of this file',
+        f"model = {kind}.from_pretrained(path)",
+        f"{name} = {auto}.from_pretrained(path)",
+    ]
+    if chats:
+        files = [f'{{"type": "{m}", "path": "{_FILES[m]}"}}' for m in modalities[:1]]
+        content = ", ".join([*files, '{"type": "text", "text": "What is this?"}'])
+        lines += [
+            f'messages = [{{"role": "user", "content": [{content}]}}]'
+            if modalities
+            else 'messages = [{"role": "user", "content": "What is this?"}]',
+            f"inputs = {name}.apply_chat_template(",
+            "    messages, add_generation_prompt=True, tokenize=True, return_dict=True,",
+            '    return_tensors="pt",',
+            ")",
+        ]
+    elif modalities:
+        text = json.dumps(
+            _placeholder_text(model, tokenizer, modalities[0]) + prompt, ensure_ascii=False
+        )
+        file = _FILES[modalities[0]]
+        value = f'images=Image.open("{file}")' if modalities[0] == "image" else f'audio="{file}"'
+        lines.append(f'inputs = processor(text={text}, {value}, return_tensors="pt")')
+    else:
+        text = json.dumps(prompt or "The", ensure_ascii=False)
+        lines.append(f'inputs = tokenizer({text}, return_tensors="pt")')
+    lines += [
+        "tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]",
+        'answer = tokens[inputs["input_ids"].shape[1] :]',
+        f"print({name}.decode(answer, skip_special_tokens=True))",
         "```",
     ]
+    return lines
+
+
+def _placeholder_text(
+    model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, modality: str
+) -> str:
+    """Return the text that stands for an image or a sound in prompts of the processor."""
+    text = model.text
+    if modality == "audio" and text.sound_token_id is not None:
+        marks = (*text.sound_prefix, text.sound_token_id, *text.sound_suffix)
+    else:
+        placeholder = model.image_token_id(tokenizer)
+        assert placeholder is not None
+        marks = (*text.prefix, placeholder, *text.suffix)
+    tokens = (
+        tokenizer.convert_ids_to_tokens(m) if isinstance(m, int) else getattr(m, "text", m)
+        for m in marks
+    )
+    return "".join(token or "" for token in tokens)

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from torchmm.common.errors import LIBRARY_ERRORS, CheckpointError, ConfigError, describe_error
 from torchmm.common.log import working
+from torchmm.data.sources.open import has_chats
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -29,6 +30,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.checkpoint.manifest import checkpoints_at, find_problems
 from torchmm.training.evaluation.exported import Export
 from torchmm.training.exports.checkpoint import CheckpointWeights, recipe_of
+from torchmm.training.exports.write import is_chat_model
 from torchmm.training.pipeline import Pipeline, whole_pipeline
 from torchmm.training.text.generate import OnTokens, generate_tokens
 from torchmm.training.text.prompts import Request, read_prompts
@@ -110,6 +112,20 @@ def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool =
     pipeline = whole_pipeline(model.eval(), mesh, dtype)
     every = ends | {tokenizer.eos_token_id}
     return Writer(model, pipeline, tokenizer, mesh, frozenset(every - {None}))
+
+
+def answers_chats(path: Path) -> bool:
+    """Return whether the model at a path was trained on chats only.
+
+    Args:
+        path: Export, checkpoint or run, as in `open_writer`.
+    """
+    if _is_export(path):
+        return is_chat_model(path)
+    if checkpoints := checkpoints_at(path):
+        data = recipe_of(checkpoints[0]).data
+        return {has_chats(source, data) for source in data.sources} == {True}
+    return is_chat_model(path / "hf")
 
 
 def _is_export(directory: Path) -> bool:
