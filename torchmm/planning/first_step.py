@@ -99,7 +99,8 @@ def _packed_sequences(recipe: Recipe) -> Iterator[list[SampleMeta]]:
             group.append(next(drawn))
             missing -= group[-1].tokens
         sizes = [(sample.tokens, sample.tiles, sample.patches) for sample in group]
-        for pack, sample in zip(packer.fill(*np.array(sizes).T).tolist(), group, strict=True):
+        packs = packer.fill(*np.array(sizes, np.int64).T).tolist()
+        for pack, sample in zip(packs, group, strict=True):
             members.setdefault(pack, []).append(sample)
         while packer.closed:
             yield members.pop(packer.closed.popleft())
