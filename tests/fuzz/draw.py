@@ -115,6 +115,8 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
         world_then = rng.choice((1, 1, 2, 2, 2, 4))
         found = draw_layout(rng, Shape(layers, batch, world_then, experts))
         then.append(Layout(world_then, found))
+    if Random(f"{seed}-{index}-packing").random() < 0.3:
+        sections["data"] = {"packing": "balanced"}
     return Draw(f"{seed}-{index}", source, sections, Layout(world, first), tuple(then))
 
 

@@ -53,7 +53,7 @@ def test_every_key_that_decides_a_layout_is_drawn():
     wanted |= {f"parallel.search.{key}" for key in SearchConfig.model_fields}
     wanted |= {f"activation_checkpoint.{key}" for key in ActivationCheckpointConfig.model_fields}
     wanted |= {"freeze.modules", "data.reorder", "training.microbatch_size", "training.dtype"}
-    wanted |= {"data.balance"}
+    wanted |= {"data.balance", "data.packing"}
     of_optimizer = ("name", "momentum", "state_dtype", "stochastic_rounding", "offload")
     wanted |= {f"optimizer.{key}" for key in of_optimizer} | {"training.parameter_dtype"}
     wanted |= {"training.ema_decay"}

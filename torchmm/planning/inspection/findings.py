@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from PIL import Image
@@ -34,7 +34,8 @@ from torchmm.data.sources.index.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, storage_of
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
 from torchmm.data.sources.streams import open_stream
-from torchmm.data.steps.packing import pack_all
+from torchmm.data.steps.balanced_packing import BalancedPacker
+from torchmm.data.steps.packing import members, pack_all
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.inspection.pictures import file_pictures
@@ -298,13 +299,17 @@ class Inspector:
     def _pack(self, found: SourceFindings) -> list[list[SampleMeta]]:
         data = self._recipe.data
         metas = [sample.meta for sample in found.samples]
-        packs = pack_all(
-            [meta.tokens for meta in metas],
-            self._length,
-            data.open_packs,
-            [meta.tiles for meta in metas],
-            data.max_tiles_per_sequence,
-        )
+        tokens, tiles = [meta.tokens for meta in metas], [meta.tiles for meta in metas]
+        if data.packing == "balanced":
+            packer = BalancedPacker(self._length, data.max_tiles_per_sequence)
+            sizes = np.array([tokens, tiles, [meta.patches for meta in metas]], np.int64)
+            packs_N = packer.finish(*sizes)
+            chosen, starts = members(packs_N, np.array(packer.closed, np.int64))
+            packs = [chosen[a:b].tolist() for a, b in pairwise(starts)]
+        else:
+            packs = pack_all(
+                tokens, self._length, data.open_packs, tiles, data.max_tiles_per_sequence
+            )
         return [[metas[i] for i in pack] for pack in packs[:PACKS_SHOWN]]
 
 
