@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+import torch.distributed as dist
 from launch import run_distributed
 from microbatches import composite_model, with_patches
 from test_layouts import Case, compare_all
@@ -88,12 +89,24 @@ def test_balanced_encoders_equal_single_process(ranks, cases):
             assert gradient_errors == {}, (name, gradient_errors)
 
 
-def test_features_of_other_tokens_are_found():
-    for [(_, loss_error, _, _)] in run_distributed(_compare_with_wrong_features, 2):
+def test_wrong_features_change_the_loss():
+    for [(_, loss_error, _, _)], exchanges in run_distributed(_compare_with_wrong_features, 2):
         assert loss_error > 1e-4
+        # Two encoders share one exchange per direction and microbatch.
+        assert exchanges == 4
 
 
 def _compare_with_wrong_features():
-    right = FeatureRanks.features
-    FeatureRanks.features = lambda self, found_KD, route: right(self, found_KD, route).roll(4, 0)
-    return compare_all(CASES_OF_2[:1])
+    right, send = FeatureRanks.features, dist.all_to_all_single
+    exchanges = 0
+
+    def wrong(self, found, row):
+        return {n: x_KD.roll(4, 0) for n, x_KD in right(self, found, row).items()}
+
+    def count(*args, **kwargs):
+        nonlocal exchanges
+        exchanges += 1
+        return send(*args, **kwargs)
+
+    FeatureRanks.features, dist.all_to_all_single = wrong, count
+    return compare_all([COMPOSITES[1]]), exchanges

@@ -110,7 +110,7 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
                 assert torch.equal(getattr(own, key), getattr(whole, key)), key
             assert own.meta == whole.meta and own.cu_seqlens == whole.cu_seqlens
             assert own.generated_count == whole.generated_count
-            row = exchanged_row(own, RANKS)
+            row = exchanged_row(own, RANKS, {"vision": 1})
             order = sorted(range(len(own.read_by["vision"])), key=own.read_by["vision"].__getitem__)
             wanted = one_by_one(whole.encoders.get("vision"))
             found = arriving(balanced, number, rank)
