@@ -1,6 +1,6 @@
 """Ranks that encode images of each other give the loss and gradients of one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch.distributed as dist
@@ -20,14 +20,33 @@ class CompositeCase(Case):
     """A layout of a model with other encoders."""
 
     composite: str = ""
+    videos: bool = False
+    """Whether all second images are videos of two frames."""
 
     @property
     def batch(self) -> list[Microbatch]:
-        return [with_patches(microbatch, self.composite) for microbatch in super().batch]
+        batch = [with_patches(microbatch, self.composite) for microbatch in super().batch]
+        return [with_videos(microbatch) for microbatch in batch] if self.videos else batch
 
     def model(self) -> MultimodalModel:
         config = composite_model(self.composite, 3, 4)
         return build_model(config, FreezeConfig(modules=list(self.freeze)))
+
+
+def with_videos(microbatch: Microbatch) -> Microbatch:
+    """Return the microbatch with videos of two frames instead of all second images."""
+    samples, grids = [], []
+    for sample in microbatch.meta.samples:
+        images = sample.images
+        if images and len(grids) % 2:
+            images = (replace(images[0], frames=2),)
+        grids += [(2, 2, 4) if image.frames == 2 else (1, 4, 4) for image in images]
+        samples.append(replace(sample, images=images))
+    encoders = dict(microbatch.encoders)
+    if grids:
+        encoders["vision"] = replace(encoders["vision"], grids_thw=grids)
+    meta = replace(microbatch.meta, samples=tuple(samples))
+    return replace(microbatch, encoders=encoders, meta=meta)
 
 
 COMPOSITES = [
@@ -41,6 +60,7 @@ COMPOSITES = [
         freeze=("vision",),
     ),
     CompositeCase("audio", shard=2, balance=True, composite="voxtral"),
+    CompositeCase("videos", shard=2, balance=True, composite="qwen3_vl", videos=True),
 ]
 
 CASES_OF_2 = [
@@ -62,11 +82,26 @@ CASES_OF_2 = [
         pipeline={"reshard_after_forward": "never"},
         balance=True,
     ),
+    Case(
+        "fsdp2, reduced per microbatch",
+        shard=2,
+        pipeline={"gradient_reduction": "microbatch"},
+        balance=True,
+    ),
+    Case("fsdp2, compiled and recomputed", 1, 2, recompute="full", compiled=True, balance=True),
 ]
 CASES_OF_4 = [
     Case("fsdp4", shard=4, balance=True),
     Case("hsdp 2x2", replicate=2, shard=2, balance=True),
     Case("hsdp 2x2, tower frozen", replicate=2, shard=2, freeze=("vision",), balance=True),
+    Case("hsdp 2x2, adapters", replicate=2, shard=2, adapters=("vision",), balance=True),
+    CompositeCase(
+        "hsdp 2x2, two encoders and deepstack",
+        replicate=2,
+        shard=2,
+        balance=True,
+        composite="qwen3_omni_moe_thinker",
+    ),
     Case("fsdp2 x tp2", shard=2, tensor=2, balance=True),
     Case("fsdp2 x tp2, sequence parallel", 1, 2, 2, True, "full", balance=True),
 ]

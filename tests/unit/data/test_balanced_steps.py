@@ -110,7 +110,7 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
                 assert torch.equal(getattr(own, key), getattr(whole, key)), key
             assert own.meta == whole.meta and own.cu_seqlens == whole.cu_seqlens
             assert own.generated_count == whole.generated_count
-            row = exchanged_row(own, RANKS, {"vision": 1})
+            row = exchanged_row(own, len(balanced), {"vision": 1})
             order = sorted(range(len(own.read_by["vision"])), key=own.read_by["vision"].__getitem__)
             wanted = one_by_one(whole.encoders.get("vision"))
             found = arriving(balanced, number, rank)
@@ -181,7 +181,7 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     plain = [next(iter(make(r, balance=None, **options))) for r in range(RANKS)]
     loaders = [make(r, **options) for r in range(RANKS)]
     balanced = [batches_of(loader)[0] for loader in loaders]
-    torn = {name: why for batch in balanced for name, why in batch.torn.items()}
+    torn = {name: why for batch in balanced for name, why in batch.corrupt.items()}
     assert torn
     settled = [loader.settle(b, torn) for loader, b in zip(loaders, balanced, strict=True)]
     assert_same_work(settled, plain)
@@ -202,6 +202,14 @@ def test_balanced_loader_resumes_exactly(make):
         assert ours.task_meta == theirs.task_meta
         pairs = (one_by_one(m.read.get("vision")) for m in (ours, theirs))
         assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def test_balanced_loader_resumes_on_another_number_of_ranks(make):
+    state = batches_of(make(1), 2)[1].state
+    balanced = [batches_of(make(r, ranks=4, state=state))[0] for r in range(4)]
+    plain = [batches_of(make(r, balance=None), 3)[2] for r in range(RANKS)]
+    every = [replace(b, microbatches=[m]) for b in plain for m in b.microbatches]
+    assert_same_work(balanced, every)
 
 
 def test_tensor_parallel_ranks_share_balanced_images(make):
