@@ -260,7 +260,7 @@ class StepSequence:
                 break
             skipped += drawn.skipped
             self._check_skipped(skipped)
-            self._items.update((_name(item), item) for item in drawn.items)
+            self._items.update((name_of(item), item) for item in drawn.items)
             packs_N = packer.add(drawn.tokens_N, drawn.tiles_N, wanted, self._steps)
             self._waiting.append((self._mixture.take(len(packs_N)), packs_N))
         samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(self._ready())])
@@ -383,7 +383,7 @@ class StepSequence:
             needed = [(epoch, index) for f, epoch, index in references if f == number]
             saved = state["feeds"][feed.options.name]
             self._mixture.taken[number] = saved["draws"]
-            items.update((_name(item), item) for item in feed.restore(saved, needed))
+            items.update((name_of(item), item) for item in feed.restore(saved, needed))
         if not items.keys() >= set(references):
             return False
         # Sizes come from today's index: a pack that would now overflow cannot be the one saved.
@@ -405,7 +405,7 @@ class StepSequence:
     def _wait(self, items: Sequence[Item], packs_N: Int64s) -> None:
         """Samples go on waiting in packs."""
         self._waiting.append((Drawn.of(items), packs_N))
-        self._items.update((_name(item), item) for item in items if item.record is not None)
+        self._items.update((name_of(item), item) for item in items if item.record is not None)
 
     def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
         """Sources continue where they were, as far as that is still meaningful."""
@@ -450,5 +450,6 @@ def _reference(saved: Sequence[int]) -> Name:
     return feed, epoch, index
 
 
-def _name(item: Item) -> Name:
+def name_of(item: Item) -> Name:
+    """Return the name of a sample."""
     return item.feed, item.epoch, item.meta.index
