@@ -12,9 +12,11 @@ ratios are medians of runs.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +24,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from documents import Sample
+from loader_scale import PACKS, cpu_s, fabricate, sample_count, steps_of
 from support.balanced_microbatches import balanced_microbatch
 from support.harness import Row, describe_machine, make_parser, report
 from support.models.pipeline_model import IMAGE_TOKENS, Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
 from torch import Tensor, nn
 
-from torchmm.balance.image_shares import ImageBalance, assign_images
+from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.common.batch import Microbatch, MicrobatchMeta
-from torchmm.data.items import Item
-from torchmm.data.steps.balanced import encoded_images
+from torchmm.common.batch import ImageSizes, Microbatch, MicrobatchMeta
+from torchmm.data.steps.balanced import BalancedSteps, balanced_step
+from torchmm.data.steps.beside import StepsBeside
+from torchmm.data.steps.step_packs import Position
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.exchange import data_parallel_exchange
@@ -265,31 +269,53 @@ def rows_of(case: str, found: Found) -> list[Row]:
     return rows
 
 
-def host_rows(microbatches: int) -> list[Row]:
-    """CPU time of the assignment for `MANY_RANKS`, which a process beside training does."""
-    metas = sample_vlm_s(MANY_RANKS)
+def balanced_steps(
+    directories: Sequence[Path], balance: ImageBalance, position: Position
+) -> BalancedSteps:
+    """Return the balanced steps of `MANY_RANKS` after a position."""
+    return BalancedSteps(steps_of(directories, MANY_RANKS, MANY_RANKS, position.state), balance)
+
+
+def host_rows(steps: int) -> list[Row]:
+    """Rows about `MANY_RANKS`: CPU time of the assignment, and the work of the slowest rank."""
     vision, _ = (module.describe() for module in Size(2, 2, 32, 32).build().modality_modules())
     balance = ImageBalance((vision,))
-    balance(metas)  # sizes of images become known once
-    packs = [[[Item(0, 0, sample) for sample in meta.samples]] for meta in metas]
-    times: dict[str, list[float]] = {"assignment": [], "assignment and images of a rank": []}
-    for _ in range(microbatches):
-        begin_s = time.process_time()
-        owners = balance(metas)
-        times["assignment"].append(time.process_time() - begin_s)
-        encoded_images(packs, metas, owners, 7)
-        times["assignment and images of a rank"].append(time.process_time() - begin_s)
-    case = f"{MANY_RANKS} ranks, {sum(meta.image_count for meta in metas)} images"
+    assigned_s, foreground_s = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        directories = [Path(scratch) / str(number) for number in range(3)]
+        for directory in directories:
+            fabricate(directory, 1 << 22)
+        planned = steps_of(directories, MANY_RANKS, MANY_RANKS)
+        balanced_step(next(planned), balance)  # The costs of image sizes are computed once.
+        for _ in range(steps):
+            step = next(planned)
+            assigned_s.append(cpu_s(lambda step=step: balanced_step(step, balance))[0])
+        beside = StepsBeside(partial(balanced_steps, directories, balance), Position(7, MANY_RANKS))
+        for number in range(steps + 4):  # The process starts after two steps.
+            used_s, _ = cpu_s(lambda: (time.sleep(0.2), next(beside)))
+            foreground_s += [used_s] * (number >= 4)
+        beside.close()
+    case = f"{MANY_RANKS} ranks, {PACKS} microbatches, {sample_count(step)} images"
     rows = [
-        Row(case, f"{name}, a microbatch", "ms", 1e3 * min(found), goal=5.0, better="lower")
-        for name, found in times.items()
+        Row(case, name, "ms CPU", 1e3 * min(found), goal=goal, better="lower")
+        for name, found, goal in (
+            ("assignment of a step, in the background", assigned_s, None),
+            ("assignment of a step, in the foreground", foreground_s, 5.0),
+        )
     ]
-    costs = balance.costs(vision, metas)
-    work = np.zeros(MANY_RANKS)
-    np.add.at(work, assign_images(costs), [cost for own in costs for cost in own])
-    slowest = float(work.max() / work.mean())
-    natural = max(map(sum, costs)) / float(work.mean())
-    rows.append(Row(case, "work of the slowest rank / mean", "x", slowest, natural, better="lower"))
+    metas = sample_vlm_s(MANY_RANKS)
+    sizes_I4 = ImageSizes.of([s for meta in metas for s in meta.samples], balance.names).sizes_I4
+    home_I = np.repeat(np.arange(MANY_RANKS), [meta.image_count for meta in metas])
+    used_s, owner_I = min(
+        (cpu_s(lambda: balance.owners(sizes_I4, home_I, MANY_RANKS)) for _ in range(1 + steps)),
+        key=lambda found: found[0],
+    )
+    case = f"{MANY_RANKS} ranks, VLM-S, {len(home_I)} images"
+    rows.append(Row(case, "assignment of a microbatch", "ms CPU", 1e3 * used_s, better="lower"))
+    cost_I = balance.costs(vision, sizes_I4[:, 1:])
+    work, natural = (np.bincount(of, cost_I, MANY_RANKS) for of in (owner_I, home_I))
+    slowest = [float(each.max() / each.mean()) for each in (work, natural)]
+    rows.append(Row(case, "work of the slowest rank / mean", "x", *slowest, better="lower"))
     return rows
 
 

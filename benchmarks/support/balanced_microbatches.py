@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
+import numpy as np
 import torch
 
-from torchmm.common.batch import EncoderInputs, Microbatch
+from torchmm.common.batch import EncoderInputs, ImageSizes, Microbatch
 from torchmm.common.row_slices import BalancedMicrobatch
 from torchmm.data.items import Item
-from torchmm.data.steps.balanced import encoded_images
+from torchmm.data.steps.balanced import assign_images
 from torchmm.data.steps.step_packs import Balance
 
 
@@ -20,12 +21,14 @@ def balanced_microbatch(
     Args:
         microbatches: Microbatch of each rank, with all pixels.
     """
-    metas = [microbatch.meta for microbatch in microbatches]
-    packs = [[[Item(0, home, s) for s in meta.samples]] for home, meta in enumerate(metas)]
-    owners = balance(metas)
-    encoded = encoded_images(packs, metas, owners, rank)
+    items = [Item(0, home, s) for home, m in enumerate(microbatches) for s in m.meta.samples]
+    sizes = ImageSizes.of([item.meta for item in items], balance.names)
+    homes_S = np.array([item.epoch for item in items], np.int64)
+    assigned = assign_images(sizes, homes_S, balance, len(microbatches))
+    encoded = assigned.of_rank(rank, lambda chosen: [items[i] for i in chosen])
     read = {}
-    for name, of_images in owners.items():
+    for number, name in enumerate(balance.names):
+        of_images = assigned.owners_I[assigned.encoders_I == number]
         every = [
             microbatch.encoders[name].select(range(image, image + 1))
             for microbatch in microbatches

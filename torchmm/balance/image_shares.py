@@ -11,7 +11,6 @@ no features travel if all ranks have the same images.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,47 +22,58 @@ from torchmm.balance.costs.flops import pass_flops
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import encoder_sizes
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import ImageMeta, MicrobatchMeta
+from torchmm.common.batch import ImageMeta, ImageSizes, MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 
-ImageSizes = tuple[int, int, int]
-"""Patches, frames and tokens of an image, on which its cost depends."""
+_TOKEN_BITS, _FRAME_BITS = 24, 16
 
 
-def assign_images(costs: Sequence[Sequence[int]]) -> list[int]:
-    """Return the rank that encodes each image, in the order of the ranks that train on them.
+def assign_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
+    """Return the rank that encodes each image.
 
     Args:
-        costs: Cost of each image of each rank.
+        cost_I: Cost of each image.
+        home_I: Rank that trains on each image, ascending.
     """
-    counts = [len(own) for own in costs]
-    cost_N = np.array([cost for own in costs for cost in own], np.int64)
-    home_N = np.repeat(np.arange(len(costs)), counts)
-    place_N = np.array([index for count in counts for index in range(count)], np.int64)
+    if not len(cost_I):
+        return np.zeros(0, np.int64)
+    counts_R = np.bincount(home_I, minlength=ranks)
+    place_I = np.arange(len(home_I)) - (np.cumsum(counts_R) - counts_R)[home_I]
     # Among equal costs, the first image of every rank comes first, then the second, and so on.
-    order_N = np.lexsort((home_N, place_N, -cost_N))
-    owners: list[int] = _assign(order_N, home_N, cost_N, len(costs)).tolist()
-    return owners
+    rank_of_cost_I = cost_I.max() - cost_I
+    key_I = (rank_of_cost_I * counts_R.max() + place_I) * ranks + home_I
+    owners_I: Int64s = _assign(np.argsort(key_I), home_I, cost_I, ranks)
+    return owners_I
 
 
 @compiled
-def _assign(order_N: Int64s, home_N: Int64s, cost_N: Int64s, ranks: int) -> Int64s:
-    owners_N = np.empty(len(order_N), np.int64)
-    work_R = np.zeros(ranks, np.int64)
-    # A heap of work * ranks + rank. Entries with other work than that of the rank are outdated.
-    idlest = [np.int64(rank) for rank in range(ranks)]
-    for image in order_N:
-        while work_R[idlest[0] % ranks] != idlest[0] // ranks:
-            heapq.heappop(idlest)
-        rank = idlest[0] % ranks
-        if work_R[home_N[image]] == work_R[rank]:
-            rank = home_N[image]
-        owners_N[image] = rank
-        work_R[rank] += cost_N[image]
-        heapq.heappush(idlest, work_R[rank] * ranks + rank)
-    return owners_N
+def _assign(order_I: Int64s, home_I: Int64s, cost_I: Int64s, ranks: int) -> Int64s:
+    owners_I = np.empty(len(order_I), np.int64)
+    # A binary heap of the ranks by work * ranks + rank, and the index of each rank in the heap.
+    heap_R = np.arange(ranks)
+    index_R = np.arange(ranks)
+    for image in order_I:
+        home = home_I[image]
+        rank = heap_R[0] % ranks
+        if heap_R[index_R[home]] // ranks == heap_R[0] // ranks:
+            rank = home
+        owners_I[image] = rank
+        at = index_R[rank]
+        entry = heap_R[at] + cost_I[image] * ranks
+        while 2 * at + 1 < ranks:
+            child = 2 * at + 1
+            if child + 1 < ranks and heap_R[child + 1] < heap_R[child]:
+                child += 1
+            if heap_R[child] > entry:
+                break
+            heap_R[at] = heap_R[child]
+            index_R[heap_R[at] % ranks] = at
+            at = child
+        heap_R[at] = entry
+        index_R[rank] = at
+    return owners_I
 
 
 @dataclass(frozen=True)
@@ -75,8 +85,22 @@ class ImageBalance:
     """
 
     encoders: tuple[ModuleDescription, ...]
-    _known: dict[str, dict[ImageSizes, int]] = field(default_factory=dict, compare=False)
-    """Costs of images by encoder and sizes."""
+    _costs: dict[str, tuple[Int64s, Int64s]] = field(default_factory=dict, compare=False)
+    """Known image sizes, ascending, and their costs by encoder."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the encoders."""
+        return [encoder.name for encoder in self.encoders]
+
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> Int64s:
+        """Return the rank that encodes each image (`torchmm.data.steps.step_packs.Balance`)."""
+        owners_I = np.empty_like(homes_I)
+        for number, encoder in enumerate(self.encoders):
+            own = np.flatnonzero(sizes_I4[:, 0] == number)
+            costs = self.costs(encoder, sizes_I4[own, 1:])
+            owners_I[own] = assign_images(costs, homes_I[own], ranks)
+        return owners_I
 
     def __call__(self, metas: Sequence[MicrobatchMeta]) -> dict[str, list[int]]:
         """Return the rank that encodes each image, by encoder, in the order of the ranks.
@@ -84,27 +108,38 @@ class ImageBalance:
         Args:
             metas: Microbatch of each rank.
         """
-        return {
-            encoder.name: assign_images(self.costs(encoder, metas)) for encoder in self.encoders
-        }
+        samples = [sample for meta in metas for sample in meta.samples]
+        sizes = ImageSizes.of(samples, self.names)
+        homes = np.repeat(np.arange(len(metas)), [meta.image_count for meta in metas])
+        owners_I = self.owners(sizes.sizes_I4, homes, len(metas))
+        encoders_I = sizes.sizes_I4[:, 0]
+        return {name: owners_I[encoders_I == n].tolist() for n, name in enumerate(self.names)}
 
-    def costs(self, encoder: ModuleDescription, metas: Sequence[MicrobatchMeta]) -> list[list[int]]:
-        """Return the cost of each image of each rank (`image_costs`)."""
-        known = self._known.setdefault(encoder.name, {})
-        of_ranks = [
-            [(i.patches, i.frames, i.tokens) for i in meta.images_read_by(encoder.name)]
-            for meta in metas
-        ]
-        new = sorted({sizes for own in of_ranks for sizes in own} - known.keys())
-        known.update(zip(new, image_costs(encoder, new), strict=True))
-        return [[known[sizes] for sizes in own] for own in of_ranks]
+    def costs(self, encoder: ModuleDescription, sizes_I3: Int64s) -> Int64s:
+        """Return the cost of each image (`image_costs`)."""
+        patches_I, tokens_I, frames_I = sizes_I3.T
+        key_I = (patches_I << _FRAME_BITS | frames_I) << _TOKEN_BITS | tokens_I
+        known_K, cost_K = self._costs.get(encoder.name, (np.zeros(0, np.int64),) * 2)
+        index_I = np.searchsorted(known_K, key_I)
+        is_new_I = np.append(known_K, -1)[index_I] != key_I
+        if is_new_I.any():
+            new, first = np.unique(key_I[is_new_I], return_index=True)
+            costs = image_costs(encoder, sizes_I3[is_new_I][first])
+            order = np.argsort(all_K := np.append(known_K, new))
+            known_K, cost_K = all_K[order], np.append(cost_K, costs)[order]
+            self._costs[encoder.name] = known_K, cost_K
+            index_I = np.searchsorted(known_K, key_I)
+        found: Int64s = cost_K[index_I]
+        return found
 
 
-def image_costs(encoder: ModuleDescription, images: Sequence[ImageSizes]) -> list[int]:
-    """Return the MFLOPs of the forward pass of each image, rounded, so that all ranks agree."""
-    if not images:
-        return []
-    tasks = [[ImageMeta(0, 0, patches, tokens, frames)] for patches, frames, tokens in images]
+def image_costs(encoder: ModuleDescription, sizes_I3: Int64s) -> list[int]:
+    """Return the MFLOPs of the forward pass of each image, rounded, so that all ranks agree.
+
+    Args:
+        sizes_I3: Patches, tokens and frames of each image.
+    """
+    tasks = [[ImageMeta(0, 0, *sizes)] for sizes in sizes_I3.tolist()]
     blocks = stage_blocks(encoder, 0, len(encoder.layers))
     flops = pass_flops(blocks, encoder_sizes(encoder, tasks), False)
     return [max(1, round(value / 1e6)) for value in flops.forward_N.tolist()]

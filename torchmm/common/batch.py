@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from torchmm.common.dtypes import ByteValues
@@ -145,6 +147,65 @@ class MicrobatchMeta:
     def image_count(self) -> int:
         """Images in the microbatch that encoders read."""
         return sum(len(s.images) for s in self.samples)
+
+
+class ImageSizes(NamedTuple):
+    """Sizes of the images of N samples, one sample after another."""
+
+    counts_N: NDArray[np.int64]
+    """Number of images of each sample."""
+    sizes_I4: NDArray[np.int64]
+    """Position of the encoder, patches, tokens and frames of each image."""
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleMeta], encoders: Sequence[str]) -> ImageSizes:
+        """Return the sizes of the images of samples.
+
+        Args:
+            encoders: Names of all encoders.
+        """
+        sizes = [
+            (encoders.index(i.encoder or s.encoder or ""), i.patches, i.tokens, i.frames)
+            for s in samples
+            for i in s.images
+        ]
+        counts = [len(sample.images) for sample in samples]
+        return cls(np.array(counts, np.int64), np.array(sizes, np.int64).reshape(-1, 4))
+
+    @classmethod
+    def of_groups(
+        cls, groups_N: NDArray[np.int64], read: Callable[[int, NDArray[np.int64]], ImageSizes]
+    ) -> ImageSizes:
+        """Return the sizes of the images of samples that are read group by group.
+
+        Args:
+            groups_N: Group of each sample, for example its source.
+            read: Returns the sizes of some samples of a group, from the group and the positions of
+                the samples in `groups_N`.
+        """
+        counts_N, starts_N = np.zeros_like(groups_N), np.zeros_like(groups_N)
+        parts, total = [np.zeros((0, 4), np.int64)], 0
+        order_N = np.argsort(groups_N, kind="stable")
+        firsts = np.flatnonzero(np.diff(groups_N[order_N])) + 1
+        for own in np.split(order_N, firsts) if len(order_N) else []:
+            part = read(int(groups_N[own[0]]), own)
+            counts_N[own] = part.counts_N
+            starts_N[own] = total + np.cumsum(part.counts_N) - part.counts_N
+            parts.append(part.sizes_I4)
+            total += len(part.sizes_I4)
+        return cls(counts_N, np.concatenate(parts)[consecutive(starts_N, counts_N)])
+
+    def part(self, samples: NDArray[np.int64]) -> ImageSizes:
+        """Return the sizes of the images of some samples, in their order."""
+        starts_N = np.cumsum(self.counts_N) - self.counts_N
+        counts = self.counts_N[samples]
+        return ImageSizes(counts, self.sizes_I4[consecutive(starts_N[samples], counts)])
+
+
+def consecutive(starts_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return `start`, `start` + 1, ... of each range, one range after another."""
+    shifts_N = starts_N - (np.cumsum(counts_N) - counts_N)
+    return np.arange(int(counts_N.sum())) + np.repeat(shifts_N, counts_N)
 
 
 @dataclass

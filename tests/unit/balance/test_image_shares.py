@@ -3,10 +3,19 @@
 from itertools import product
 from random import Random
 
+import numpy as np
 import pytest
 
-from torchmm.balance.image_shares import assign_images, balanced_metas
+from torchmm.balance import image_shares
+from torchmm.balance.image_shares import balanced_metas
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+
+
+def assign_images(costs: list[list[int]]) -> list[int]:
+    homes = np.repeat(np.arange(len(costs)), [len(own) for own in costs])
+    flat = np.array([cost for own in costs for cost in own], np.int64)
+    owners: list[int] = image_shares.assign_images(flat, homes, len(costs)).tolist()
+    return owners
 
 
 def slowest(costs: list[list[int]], owners: list[int]) -> int:
@@ -51,3 +60,19 @@ def test_balanced_sizes_keep_tokens_and_images():
     assert (first.patches("vision"), second.patches("vision")) == ([4], [4])
     assert (first.patches("audio"), second.patches("audio")) == ([], [16])
     assert first.balanced and second.balanced
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_assignment_chooses_the_idlest_rank(seed):
+    """Compared with a search of all ranks for every image."""
+    rng = Random(seed)
+    ranks = rng.randint(1, 9)
+    costs = [[rng.randint(1, 5) for _ in range(rng.randint(0, 20))] for _ in range(ranks)]
+    images = [(-c, place, home) for home, own in enumerate(costs) for place, c in enumerate(own)]
+    work = [0] * ranks
+    expected = {}
+    for cost, place, home in sorted(images):
+        owner = home if work[home] == min(work) else work.index(min(work))
+        work[owner] -= cost
+        expected[home, place] = owner
+    assert assign_images(costs) == [expected[key] for key in sorted(expected)]

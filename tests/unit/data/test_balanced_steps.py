@@ -4,13 +4,14 @@ import logging
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
 
 from torchmm.balance.image_shares import balanced_metas
 from torchmm.common import processes
-from torchmm.common.batch import EncoderInputs, MicrobatchMeta
+from torchmm.common.batch import EncoderInputs
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share, exchanged_row
 from torchmm.data.loader import Loader, StepBatch, build_loader
@@ -22,10 +23,16 @@ TORN = (0, 3, 11, 13, 17)
 """Images of captions, of documents, and one that is generated."""
 
 
-def alternate(metas: list[MicrobatchMeta]) -> dict[str, list[int]]:
-    """Image after image to the last and the first rank, whatever they cost."""
-    count = sum(meta.images_of("vision") for meta in metas)
-    return {"vision": [(RANKS - 1 - number) % RANKS for number in range(count)]}
+class Alternate:
+    """Assigns images to the last and the first rank in turns, whatever they cost."""
+
+    names = ("vision",)
+
+    def owners(self, sizes_I4: np.ndarray, homes_I: np.ndarray, ranks: int) -> np.ndarray:
+        return (ranks - 1 - np.arange(len(homes_I))) % ranks
+
+
+ALTERNATE = Alternate()
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def make(tmp_path, tokenizer, text_spec):
     ]
 
     def build(
-        rank: int = 0, ranks: int = RANKS, balance=alternate, spec=CLIP, positions="1d", **options
+        rank: int = 0, ranks: int = RANKS, balance=ALTERNATE, spec=CLIP, positions="1d", **options
     ) -> Loader:
         return build_loader(
             data_config(tmp_path, *sources, shuffle=False, workers=options.pop("workers", 0)),
@@ -154,7 +161,9 @@ def test_balanced_loader_knows_its_tasks_in_advance(make):
     assert plain is not None
     for number, own in enumerate(metas[1]):
         of_ranks = [share[number] for share in plain]
-        assert balanced_metas(of_ranks, alternate(of_ranks))[1] == own
+        count = sum(meta.images_of("vision") for meta in of_ranks)
+        owners = {"vision": [(RANKS - 1 - image) % RANKS for image in range(count)]}
+        assert balanced_metas(of_ranks, owners)[1] == own
     for microbatch in batch.microbatches:
         images = microbatch.task_meta.images_of("vision")
         assert images == len(microbatch.read_for["vision"])

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import datasets
 import pyarrow as pa
 
+from torchmm.common.batch import ImageSizes
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.items import Item
@@ -343,6 +344,10 @@ class StreamFeed:
 
     def item(self, epoch: int, index: int) -> Item:
         """Refused: a stream is not read twice."""
+        raise NotImplementedError
+
+    def image_sizes(self, indices_N: Int64s, encoders: Sequence[str]) -> ImageSizes:
+        """Not supported, because a stream is not read twice."""
         raise NotImplementedError
 
     def state(self, taken: int, needed: Sequence[tuple[int, int]]) -> dict[str, Any]:

@@ -1,29 +1,34 @@
-"""Steps whose images are encoded by any data-parallel rank (`data.balance = "images"`)."""
+"""Steps whose images are encoded by any data-parallel rank (`data.balance = "images"`).
+
+All ranks compute the same assignment from the sizes of all images. These are arrays, because a step
+of 1,024 ranks has 10^5 samples: objects are made only of the samples of one rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
-from torchmm.common.batch import MicrobatchMeta
-from torchmm.data.items import EncodedImages, PackItems, ReadSample, microbatch_meta
-from torchmm.data.steps.step_packs import Balance, Steps, StepSamples
+from torchmm.common.batch import ImageSizes, consecutive
+from torchmm.data.items import EncodedImages, PackItems, ReadSample
+from torchmm.data.steps.shuffling import Int64s
+from torchmm.data.steps.step_packs import Balance, Packs, Steps, StepSamples
 
 
 class BalancedSteps:
     """Iterator over steps that assigns their images to ranks.
 
     Args:
-        steps: Steps without an assignment.
+        steps: Steps without an assignment, of sources with random access.
         balance: Assigns the images of one microbatch of all ranks.
-        sequence_length: Tokens of a pack.
     """
 
-    def __init__(self, steps: Steps, balance: Balance, sequence_length: int) -> None:
-        self._steps, self._balance, self._sequence_length = steps, balance, sequence_length
+    def __init__(self, steps: Steps, balance: Balance) -> None:
+        self._steps, self._balance = steps, balance
 
     def __iter__(self) -> BalancedSteps:
         return self
@@ -34,62 +39,81 @@ class BalancedSteps:
         return self._steps.notice
 
     def __next__(self) -> StepSamples:
-        return balanced_step(next(self._steps), self._balance, self._sequence_length)
+        return balanced_step(next(self._steps), self._balance)
 
 
-def balanced_step(step: StepSamples, balance: Balance, sequence_length: int) -> StepSamples:
+def balanced_step(step: StepSamples, balance: Balance) -> StepSamples:
     """Return the step with the images that every rank encodes."""
-    of_ranks = list(step.ranks)
+    packs = step.pack
+    assert isinstance(packs, Packs)
+    sizes = packs.image_sizes(packs.samples, balance.names)
+    samples_P = np.diff(packs.starts_P1)
     microbatches = []
-    for packs in zip(*of_ranks, strict=True):
-        metas = [microbatch_meta(own, sequence_length) for own in packs]
-        microbatches.append((packs, metas, balance(metas)))
-    return replace(step, encoded=cache(partial(_encoded_in_step, microbatches)))
+    for places_RB in step.places_RMB.swapaxes(0, 1):
+        samples_R = samples_P[places_RB].sum(1)
+        places = places_RB.reshape(-1)
+        own = consecutive(packs.starts_P1[places], samples_P[places])
+        homes_S = np.repeat(np.arange(len(samples_R)), samples_R)
+        microbatches.append((own, assign_images(sizes.part(own), homes_S, balance, len(samples_R))))
+
+    def encoded(rank: int) -> list[EncodedImages]:
+        return [
+            images.of_rank(rank, lambda chosen, own=own: packs.items(own[chosen]))
+            for own, images in microbatches
+        ]
+
+    return replace(step, encoded=cache(encoded))
 
 
-_Assigned = tuple[Sequence[list[PackItems]], Sequence[MicrobatchMeta], Mapping[str, Sequence[int]]]
-"""Packs and metadata of one microbatch of every rank, and the ranks that encode its images."""
+@dataclass(frozen=True)
+class AssignedImages:
+    """Images of one microbatch of all ranks, in the order of the ranks that train on them.
+
+    Attributes:
+        names: Names of all encoders.
+        counts_S: Number of images of each sample.
+        encoders_I: Position in `names` of the encoder of each image.
+        homes_I: Rank that trains on each image.
+        owners_I: Rank that encodes each image.
+    """
+
+    names: Sequence[str]
+    counts_S: Int64s
+    encoders_I: Int64s
+    homes_I: Int64s
+    owners_I: Int64s
+
+    def of_rank(self, rank: int, items: Callable[[Int64s], PackItems]) -> EncodedImages:
+        """Return the images that one rank encodes.
+
+        Args:
+            items: Returns samples by their positions among all samples.
+        """
+        is_read_I = self.owners_I == rank
+        samples_I = np.repeat(np.arange(len(self.counts_S)), self.counts_S)
+        chosen = np.unique(samples_I[is_read_I])
+        stops = np.cumsum(self.counts_S[chosen]).tolist()
+        flags_I = is_read_I[np.isin(samples_I, chosen)].tolist()
+        flags = [flags_I[start:stop] for start, stop in pairwise([0, *stops])]
+        own_I = self.homes_I == rank
+        read_for, read_by = {}, {}
+        for number, name in enumerate(self.names):
+            of_encoder_I = self.encoders_I == number
+            read_for[name] = self.homes_I[is_read_I & of_encoder_I].tolist()
+            read_by[name] = self.owners_I[own_I & of_encoder_I].tolist()
+        samples = [ReadSample(*each) for each in zip(items(chosen), flags, strict=True)]
+        return EncodedImages(samples, read_for, read_by)
 
 
-def _encoded_in_step(microbatches: Sequence[_Assigned], rank: int) -> list[EncodedImages]:
-    return [encoded_images(*each, rank) for each in microbatches]
-
-
-def encoded_images(
-    packs: Sequence[list[PackItems]],
-    metas: Sequence[MicrobatchMeta],
-    owners: Mapping[str, Sequence[int]],
-    rank: int,
-) -> EncodedImages:
-    """Return the images of one microbatch of all ranks that one rank encodes.
+def assign_images(
+    sizes: ImageSizes, homes_S: Int64s, balance: Balance, ranks: int
+) -> AssignedImages:
+    """Return the images of one microbatch of all ranks with the ranks that encode them.
 
     Args:
-        packs, metas: Microbatch of each rank.
-        owners: Rank that encodes each image, by encoder, in the order of the ranks.
+        sizes: Sizes of the images, with encoders as positions in `balance.names`.
+        homes_S: Rank that trains on each sample, ascending.
     """
-    read_for: dict[str, list[int]] = {}
-    read_by: dict[str, list[int]] = {}
-    chosen: dict[str, dict[int, set[int]]] = {}
-    for name, of_images in owners.items():
-        stops = np.cumsum([meta.images_of(name) for meta in metas])
-        read = np.flatnonzero(np.asarray(of_images, np.int64) == rank)
-        homes = np.searchsorted(stops, read, side="right")
-        read_for[name] = homes.tolist()
-        first = int(stops[rank - 1]) if rank else 0
-        read_by[name] = list(of_images[first : int(stops[rank])])
-        numbers = chosen[name] = {}
-        for home, number in zip(read_for[name], read.tolist(), strict=True):
-            start = int(stops[home - 1]) if home else 0
-            numbers.setdefault(home, set()).add(number - start)
-    samples = []
-    for home in sorted({home for numbers in chosen.values() for home in numbers}):
-        seen = dict.fromkeys(owners, 0)
-        for item in (item for pack in packs[home] for item in pack):
-            images = []
-            for image in item.meta.images:
-                name = image.encoder or item.meta.encoder or ""
-                images.append(seen[name] in chosen[name].get(home, ()))
-                seen[name] += 1
-            if any(images):
-                samples.append(ReadSample(item, images))
-    return EncodedImages(samples, read_for, read_by)
+    homes_I = np.repeat(homes_S, sizes.counts_N)
+    owners_I = balance.owners(sizes.sizes_I4, homes_I, ranks)
+    return AssignedImages(balance.names, sizes.counts_N, sizes.sizes_I4[:, 0], homes_I, owners_I)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from torchmm.common.batch import ImageSizes
 from torchmm.data.items import Item
 from torchmm.data.sources.index.length_index import LengthIndex
 from torchmm.data.steps.shuffling import Int64s, compiled, mixed, permuted
@@ -132,6 +133,14 @@ class Feed(Protocol):
         """A sample that was given, if the feed is not sequential: those give items at once."""
         ...
 
+    def image_sizes(self, indices_N: Int64s, encoders: Sequence[str]) -> ImageSizes:
+        """Return the sizes of the images of samples of a feed that is not sequential.
+
+        Args:
+            encoders: Names of all encoders of the model.
+        """
+        ...
+
     def state(self, taken: int, needed: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """JSON-able position after `taken` samples, from which `restore` can also give those
         `needed` again, by (epoch, index)."""
@@ -208,6 +217,13 @@ class IndexFeed:
         """Any sample."""
         meta = self._index.meta(self.options.name, index, self._encoders)
         return Item(self.options.feed, epoch, meta)
+
+    def image_sizes(self, indices_N: Int64s, encoders: Sequence[str]) -> ImageSizes:
+        """Return the sizes of the images of any samples."""
+        found = self._index.image_sizes(indices_N)
+        positions = np.array([encoders.index(name) for name in self._encoders] or [0])
+        found.sizes_I4[:, 0] = positions[found.sizes_I4[:, 0]]
+        return found
 
     def state(self, taken: int, needed: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Draws are the whole state."""

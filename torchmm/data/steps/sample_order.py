@@ -71,7 +71,7 @@ class SampleOrder:
         )
         if position.balance is None:
             return steps
-        return BalancedSteps(steps, position.balance, training.sequence_length)
+        return BalancedSteps(steps, position.balance)
 
 
 def _weight(config: SourceConfig, size: int | None) -> float:

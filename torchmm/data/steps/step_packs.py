@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
-from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.batch import ImageSizes, MicrobatchMeta
 from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import first_of
@@ -45,9 +45,23 @@ Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]
 """From the packs of a global batch, each as a separate microbatch, to their indices by rank and
 microbatch."""
 
-Balance = Callable[[Sequence[MicrobatchMeta]], dict[str, list[int]]]
-"""From one microbatch of every rank to the rank that encodes each image, by encoder, in the order
-of the ranks."""
+
+class Balance(Protocol):
+    """Assigns images to data-parallel ranks."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all encoders."""
+        ...
+
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> Int64s:
+        """Return the rank that encodes each image of one microbatch of all ranks.
+
+        Args:
+            sizes_I4: As of `ImageSizes`, with encoders as positions in `names`.
+            homes_I: Rank that trains on each image, ascending.
+        """
+        ...
 
 
 class Position(NamedTuple):
@@ -90,10 +104,16 @@ class Packs:
     starts_P1: Int64s
     """Where each pack begins in `samples`, and the last one ends."""
     describe: Callable[[Name], Item]
+    image_sizes: Callable[[Drawn, Sequence[str]], ImageSizes]
+    """Sizes of the images of samples, for encoders of these names."""
 
     def __call__(self, number: int) -> PackItems:
         start, stop = self.starts_P1[number : number + 2].tolist()
-        return [self.describe(name) for name in self.samples.part(slice(start, stop)).names()]
+        return self.items(slice(start, stop))
+
+    def items(self, samples: slice | Int64s) -> PackItems:
+        """Return samples by their positions in `samples`."""
+        return [self.describe(name) for name in self.samples.part(samples).names()]
 
 
 @dataclass(frozen=True)
@@ -266,7 +286,7 @@ class StepSequence:
         samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(self._ready())])
         names = samples.names() if self._items else []
         items = {name: self._items.pop(name) for name in names if name in self._items}
-        packs = Packs(samples, starts_P1, partial(self._describe, items))
+        packs = Packs(samples, starts_P1, partial(self._describe, items), self._image_sizes)
         places_RMB = natural_places(self._training, self._data_parallel_size)
         waiting, _ = self._all_waiting()
         epoch = self._mixture.epoch(waiting)
@@ -295,6 +315,13 @@ class StepSequence:
     def _describe(self, items: Mapping[Name, Item], name: Name) -> Item:
         feed, epoch, index = name
         return items[name] if name in items else self._mixture.feeds[feed].item(epoch, index)
+
+    def _image_sizes(self, samples: Drawn, encoders: Sequence[str]) -> ImageSizes:
+        feeds = self._mixture.feeds
+        return ImageSizes.of_groups(
+            samples.feeds_N,
+            lambda feed, own: feeds[feed].image_sizes(samples.indices_N[own], encoders),
+        )
 
     def _check_skipped(self, skipped: list[str]) -> None:
         if len(skipped) > self._max_skipped:

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase, __version__
 
-from torchmm.common.batch import ImageMeta, SampleMeta
+from torchmm.common.batch import ImageMeta, ImageSizes, SampleMeta, consecutive
 from torchmm.common.errors import DataError
 from torchmm.common.generated import GeneratedMeta
 from torchmm.data.corrupt import first_of
@@ -46,6 +46,8 @@ FORMAT_VERSION = 10
 MANIFEST = "manifest.json"
 DURATION = 6
 """Column of `sizes_D8`."""
+IMAGE_SIZES = [5, 2, 3, 4]
+"""Columns of `sizes_D8` that `ImageSizes` has."""
 KEPT_OPEN = 512
 """Shards kept mapped; a block of the order has at most 256."""
 DESCRIBED_SHARDS = 64
@@ -112,6 +114,13 @@ class ShardSizes(NamedTuple):
         is_tile_M = (self.sizes_D8[:, DURATION] == 0)[self.images_M]
         before = np.concatenate([[0], np.cumsum(is_tile_M)])
         return np.diff(before[self.starts_N1]).astype(np.uint16)
+
+    def image_sizes(self, places_N: np.ndarray) -> ImageSizes:
+        """Return the sizes of the images of the samples at some places."""
+        starts_N = self.starts_N1[places_N].astype(np.int64)
+        counts_N = self.starts_N1[places_N + 1] - starts_N
+        rows_I = self.images_M[consecutive(starts_N, counts_N)]
+        return ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES][rows_I].astype(np.int64))
 
     def kept_by(self, wanted: LengthFilter) -> np.ndarray:
         """Places of the usable samples that a filter leaves in, ascending."""
@@ -224,6 +233,14 @@ class LengthIndex:
         """Metadata of sample `index` for a model with these encoders."""
         number, place = self._find(index)
         return self.sizes(number).meta(source, int(self.firsts_S[number]), place, encoders)
+
+    def image_sizes(self, indices_N: np.ndarray) -> ImageSizes:
+        """Return the sizes of the images of some samples."""
+        shards_N = np.searchsorted(self.firsts_S, indices_N, side="right") - 1
+        places_N = indices_N - self.firsts_S[shards_N]
+        return ImageSizes.of_groups(
+            shards_N, lambda shard, own: self.sizes(shard).image_sizes(places_N[own])
+        )
 
     def described(self, wanted: LengthFilter) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and number of images of usable samples; of large sources, of evenly spread
