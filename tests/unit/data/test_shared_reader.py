@@ -21,7 +21,7 @@ from data_cases import (
     write_jsonl,
     write_parquet,
 )
-from test_balanced_steps import alternate, assert_same_work, batches_of
+from test_balanced_steps import ALTERNATE, assert_same_work, batches_of
 from test_producers import content, take
 
 from torchmm.common.errors import ConfigError, DataError
@@ -106,8 +106,8 @@ def test_streamed_images_are_balanced(site, arrange):
     address = site.start(sources=sources)
     make = partial(site.loader, sources=sources, arrange=arrange)
     plain = [batches_of(make(None, rank), 4) for rank in range(2)]
-    shared = [batches_of(make(address, rank, balance=alternate), 4) for rank in range(2)]
-    alone = [batches_of(make(None, rank, balance=alternate), 4) for rank in range(2)]
+    shared = [batches_of(make(address, rank, balance=ALTERNATE), 4) for rank in range(2)]
+    alone = [batches_of(make(None, rank, balance=ALTERNATE), 4) for rank in range(2)]
     steps = [zip(*batches, strict=True) for batches in (shared, alone, plain)]
     for ours, others, theirs in zip(*steps, strict=True):
         assert_same_work(ours, theirs)
@@ -123,7 +123,7 @@ def test_streamed_images_are_balanced(site, arrange):
     ]
     assert any(rank != home for rank, home in homes)
     state = shared[1][1].state
-    resumed = batches_of(make(address, 1, balance=alternate, state=state), 2)
+    resumed = batches_of(make(address, 1, balance=ALTERNATE, state=state), 2)
     assert [batch.encoded for batch in resumed] == [batch.encoded for batch in shared[1][2:]]
 
 

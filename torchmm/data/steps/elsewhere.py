@@ -31,6 +31,7 @@ from torchmm.data.steps.step_packs import (
     Steps,
     StepSamples,
     arranged,
+    known_packs,
     name_of,
     natural_places,
 )
@@ -216,7 +217,8 @@ class StepsElsewhere:
         if self._arrange is not None:
             plan = arranged(plan, self._arrange, self._training)
         if self._balance is not None:
-            plan = balanced_step(plan, self._balance, self._training.sequence_length)
+            known = known_packs([packs(number) for number in range(self._places_RMB.size)])
+            plan = replace(balanced_step(replace(plan, pack=known), self._balance), pack=packs)
         if self._streamed and self._needs_all:
             plan = self._with_records(plan, packs, ask)
         return plan
