@@ -69,7 +69,7 @@ CAMPAIGNS = {
     "test_train_searched.py",
     "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[separated]",
     "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[zero_bubble]",
-    "test_train_models.py::test_a_stream_that_is_read_for_two_ranks_resumes_with_the_same_bits",
+    "test_train_models.py::test_balanced_stream_of_two_ranks_resumes_exactly",
     # Pictures at their real sizes.
     *(
         f"test_tiles.py::test_the_same_at_published_sizes[{source}-{family}]"

@@ -320,14 +320,16 @@ def test_ranks_without_images_join_those_with(layout, train, tmp_path):
         assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
-def test_a_stream_that_is_read_for_two_ranks_resumes_with_the_same_bits(train, real_data):
-    """And its losses are those of a rank that reads it alone."""
+def test_balanced_stream_of_two_ranks_resumes_exactly(train, real_data):
+    """Losses are those of a rank that reads the stream alone and encodes its own images."""
     source = [{"path": str(real_data / "tuxpaint_stamps/train"), "streaming": True}]
-    common = {"data": {"shuffle_window": 64}, "checkpoint": {"interval": 3, "export_hf": False}}
-    whole = train("whole", PAIR, source, ranks=2, training={"steps": 6}, **common)
-    train("parts", PAIR, source, ranks=2, training={"steps": 3}, **common)
-    parts = train("parts", PAIR, source, ranks=2, training={"steps": 6}, **common)
-    alone = train("alone", PAIR, source, training={"steps": 6}, **common)
+    data = {"shuffle_window": 64}
+    balanced = {"ranks": 2, "data": {**data, "balance": "images"}}
+    common = {"checkpoint": {"interval": 3, "export_hf": False}}
+    whole = train("whole", PAIR, source, training={"steps": 6}, **common, **balanced)
+    train("parts", PAIR, source, training={"steps": 3}, **common, **balanced)
+    parts = train("parts", PAIR, source, training={"steps": 6}, **common, **balanced)
+    alone = train("alone", PAIR, source, training={"steps": 6}, **common, data=data)
     assert [r["loss"] for r in records(parts)] == [r["loss"] for r in records(whole)]
     for both, one in zip(records(whole), records(alone), strict=True):
         assert both["loss"] == pytest.approx(one["loss"], rel=1e-5)

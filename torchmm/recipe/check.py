@@ -201,11 +201,6 @@ def _check_balance(recipe: Recipe) -> Problems:
     if parallel.context > 1:
         text = f'parallel.llm.context = {parallel.context} is not supported; use 1, or "none"'
         yield Problem(key, value, text, ("parallel.llm.context",))
-    for index, source in enumerate(data.sources):
-        if source.streaming:
-            streaming = f"data.sources[{index}].streaming"
-            text = f'requires random access; set {streaming} = false, or use "none"'
-            yield Problem(key, value, text, (streaming,))
     producers = data.producers
     if producers.addresses or producers.registry is not None:
         text = 'is not supported with data.producers; decode on the ranks, or use "none"'

@@ -295,8 +295,8 @@ class DataConfig(Section):
     balance: Literal["none", "images"] = "none"
     """"images": all data-parallel ranks share the images, videos and audio clips of a microbatch,
     so that their encoders have equal work. Features return to the rank that trains on the sample.
-    Losses stay the same. Requires `parallel.pipeline` = 1, and not `parallel.llm.context`,
-    streaming or producers."""
+    Losses stay the same. Requires `parallel.pipeline` = 1, and not `parallel.llm.context` or
+    producers."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)

@@ -21,6 +21,7 @@ from data_cases import (
     write_jsonl,
     write_parquet,
 )
+from test_balanced_steps import ALTERNATE, assert_same_work, batches_of
 from test_producers import content, take
 
 from torchmm.common.errors import ConfigError, DataError
@@ -94,6 +95,36 @@ def test_batches_are_those_of_ranks_that_read_for_themselves(site, workers, arra
     assert shares[0] != shares[1]
     resumed = make(address, 1, state=shares[1][2][2])
     assert take(resumed, 3) == shares[1][3:]
+
+
+@pytest.mark.parametrize("arrange", [None, largest_first])
+def test_streamed_images_are_balanced(site, arrange):
+    sources = [
+        SourceConfig(path=str(site.path / "pictures"), name="pictures", streaming=True),
+        SourceConfig(path=str(site.path / "stream"), name="stream", streaming=True),
+    ]
+    address = site.start(sources=sources)
+    make = partial(site.loader, sources=sources, arrange=arrange)
+    plain = [batches_of(make(None, rank), 4) for rank in range(2)]
+    shared = [batches_of(make(address, rank, balance=ALTERNATE), 4) for rank in range(2)]
+    alone = [batches_of(make(None, rank, balance=ALTERNATE), 4) for rank in range(2)]
+    steps = [zip(*batches, strict=True) for batches in (shared, alone, plain)]
+    for ours, others, theirs in zip(*steps, strict=True):
+        assert_same_work(ours, theirs)
+        for own, other, expected in zip(ours, others, theirs, strict=True):
+            assert own.encoded == other.encoded
+            assert own.state == other.state == expected.state
+    homes = [
+        (rank, home)
+        for rank, batches in enumerate(shared)
+        for batch in batches
+        for microbatch in batch.microbatches
+        for home in microbatch.read_for["vision"]
+    ]
+    assert any(rank != home for rank, home in homes)
+    state = shared[1][1].state
+    resumed = batches_of(make(address, 1, balance=ALTERNATE, state=state), 2)
+    assert [batch.encoded for batch in resumed] == [batch.encoded for batch in shared[1][2:]]
 
 
 def test_held_out_streams_are_read_there_too(site):

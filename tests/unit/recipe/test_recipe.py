@@ -272,11 +272,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "parallel.llm.context = 2 is not supported",
         ),
         (
-            "--data.balance images --data.sources [{path='.',streaming=true}]",
-            "data.balance",
-            "requires random access",
-        ),
-        (
             "--data.balance images --data.producers.addresses ['localhost:7411']",
             "data.balance",
             "not supported with data.producers",

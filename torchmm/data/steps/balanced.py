@@ -23,7 +23,7 @@ class BalancedSteps:
     """Iterator over steps that assigns their images to ranks.
 
     Args:
-        steps: Steps without an assignment, of sources with random access.
+        steps: Steps without an assignment.
         balance: Assigns the images of one microbatch of all ranks.
     """
 

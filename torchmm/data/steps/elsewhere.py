@@ -19,16 +19,20 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchmm.data.items import PackItems
+from torchmm.data.steps.balanced import balanced_step
 from torchmm.data.steps.shuffling import Int64s
 from torchmm.data.steps.step_packs import (
     Position,
     Steps,
     StepSamples,
     arranged,
+    known_packs,
+    name_of,
     natural_places,
 )
 from torchmm.recipe.training_section import TrainingConfig
@@ -73,6 +77,14 @@ class StepPart(NamedTuple):
 
 Ask = Callable[[Asked], StepPart | None]
 """Answers, or None at the end of the data."""
+
+
+class AskPacks(Protocol):
+    """Requests packs of one step by number; None: all of them."""
+
+    def __call__(
+        self, packs: Sequence[int] | None, *, records: bool = False
+    ) -> StepPart | None: ...
 
 
 class UnknownStateError(Exception):
@@ -156,7 +168,7 @@ class StepsElsewhere:
     Args:
         ask: who plans them.
         training: batch sizes, sequence length.
-        position: where they begin, and which packs are asked for.
+        position: where they begin, which packs are asked for, how packs and images are assigned.
         streamed: whether samples come with their records.
     """
 
@@ -168,6 +180,8 @@ class StepsElsewhere:
         self._rank = position.rank
         self._places_RMB = natural_places(training, position.data_parallel_size)
         self._arrange = position.arrange
+        self._balance = position.balance
+        self._needs_all = position.arrange is not None or position.balance is not None
         self._streamed = streamed
         self._state = position.state
         self._resume_changed = position.resume_changed
@@ -200,17 +214,39 @@ class StepsElsewhere:
         plan = StepSamples(packs, self._places_RMB, part.skipped, part.state, part.epoch)
         self._state = part.state
         self._resume_changed = False  # states that come from there are of the data there
-        if self._arrange is None:
-            return plan
-        plan = arranged(plan, self._arrange, self._training)
-        if self._streamed and (own := ask(self._own(plan.places_RMB), records=True)):
-            packs.known.update(own.packs)
+        if self._arrange is not None:
+            plan = arranged(plan, self._arrange, self._training)
+        if self._balance is not None:
+            known = known_packs([packs(number) for number in range(self._places_RMB.size)])
+            plan = replace(balanced_step(replace(plan, pack=known), self._balance), pack=packs)
+        if self._streamed and self._needs_all:
+            plan = self._with_records(plan, packs, ask)
         return plan
 
+    def _with_records(self, plan: StepSamples, packs: PartlyKnown, ask: AskPacks) -> StepSamples:
+        """Return a step with the records of the samples that this rank decodes."""
+        encoded = [] if plan.encoded is None else plan.encoded(self._rank)
+        read = {name_of(sample.item) for images in encoded for sample in images.samples}
+        needed = set(self._own(plan.places_RMB))
+        needed |= {n for n, pack in packs.known.items() if read & set(map(name_of, pack))}
+        if (part := ask(sorted(needed), records=True)) is not None:
+            packs.known.update(part.packs)
+        if plan.encoded is None:
+            return plan
+        items = {name_of(item): item for n in needed for item in packs(n)}
+        found = [
+            images._replace(
+                samples=[s._replace(item=items[name_of(s.item)]) for s in images.samples]
+            )
+            for images in encoded
+        ]
+        others = plan.encoded
+        return replace(plan, encoded=lambda rank: found if rank == self._rank else others(rank))
+
     def _next_part(self) -> StepPart | None:
-        """All of a step that is to be arranged, without records; else this rank's share."""
+        """Return all packs of a step without records, or the packs of this rank with records."""
         ask = partial(self._part, self._state, self._resume_changed)
-        if self._arrange is not None:
+        if self._needs_all:
             return ask(None)
         return ask(self._own(self._places_RMB), records=self._streamed)
 
@@ -238,7 +274,7 @@ class PartlyKnown:
     def __init__(
         self,
         known: dict[int, PackItems],
-        ask: Callable[[Sequence[int] | None], StepPart | None],
+        ask: AskPacks,
     ) -> None:
         self.known = known
         self._ask = ask

@@ -117,6 +117,18 @@ class Packs:
         return [self.describe(name) for name in self.samples.part(samples).names()]
 
 
+def known_packs(packs: Sequence[PackItems]) -> Packs:
+    """Return the packs of a step of which all samples are known."""
+    items = {name_of(item): item for pack in packs for item in pack}
+    starts_P1 = np.cumsum([0, *map(len, packs)])
+    samples = Drawn.of([item for pack in packs for item in pack])
+    return Packs(samples, starts_P1, items.__getitem__, partial(_item_sizes, items))
+
+
+def _item_sizes(items: Mapping[Name, Item], samples: Drawn, encoders: Sequence[str]) -> ImageSizes:
+    return ImageSizes.of([items[name].meta for name in samples.names()], encoders)
+
+
 @dataclass(frozen=True)
 class StepSamples:
     """One optimizer step of all data-parallel ranks."""
@@ -286,7 +298,8 @@ class StepSequence:
         samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(self._ready())])
         names = samples.names() if self._items else []
         items = {name: self._items.pop(name) for name in names if name in self._items}
-        packs = Packs(samples, starts_P1, partial(self._describe, items), self._image_sizes)
+        sizes = partial(self._image_sizes, items)
+        packs = Packs(samples, starts_P1, partial(self._describe, items), sizes)
         places_RMB = natural_places(self._training, self._data_parallel_size)
         waiting, _ = self._all_waiting()
         epoch = self._mixture.epoch(waiting)
@@ -326,7 +339,7 @@ class StepSequence:
         if drawn is not None:
             skipped += drawn.skipped
             self._check_skipped(skipped)
-            self._items.update((_name(item), item) for item in drawn.items)
+            self._items.update((name_of(item), item) for item in drawn.items)
         return drawn
 
     def _ready(self) -> int:
@@ -352,12 +365,16 @@ class StepSequence:
         feed, epoch, index = name
         return items[name] if name in items else self._mixture.feeds[feed].item(epoch, index)
 
-    def _image_sizes(self, samples: Drawn, encoders: Sequence[str]) -> ImageSizes:
-        feeds = self._mixture.feeds
-        return ImageSizes.of_groups(
-            samples.feeds_N,
-            lambda feed, own: feeds[feed].image_sizes(samples.indices_N[own], encoders),
-        )
+    def _image_sizes(
+        self, items: Mapping[Name, Item], samples: Drawn, encoders: Sequence[str]
+    ) -> ImageSizes:
+        def of_feed(number: int, own: Int64s) -> ImageSizes:
+            feed = self._mixture.feeds[number]
+            if feed.sequential:
+                return _item_sizes(items, samples.part(own), encoders)
+            return feed.image_sizes(samples.indices_N[own], encoders)
+
+        return ImageSizes.of_groups(samples.feeds_N, of_feed)
 
     def _check_skipped(self, skipped: list[str]) -> None:
         if len(skipped) > self._max_skipped:
@@ -446,7 +463,7 @@ class StepSequence:
             needed = [(epoch, index) for f, epoch, index in references if f == number]
             saved = state["feeds"][feed.options.name]
             self._mixture.taken[number] = saved["draws"]
-            items.update((_name(item), item) for item in feed.restore(saved, needed))
+            items.update((name_of(item), item) for item in feed.restore(saved, needed))
         if not items.keys() >= set(references):
             return False
         # Sizes come from today's index: a pack that would now overflow cannot be the one saved.
@@ -470,7 +487,7 @@ class StepSequence:
     def _wait(self, items: Sequence[Item], packs_N: Int64s) -> None:
         """Samples go on waiting in packs."""
         self._waiting.append((Drawn.of(items), packs_N))
-        self._items.update((_name(item), item) for item in items if item.record is not None)
+        self._items.update((name_of(item), item) for item in items if item.record is not None)
 
     def _restore_what_fits(self, state: dict[str, Any], changed: Sequence[str]) -> None:
         """Sources continue where they were, as far as that is still meaningful."""
@@ -519,5 +536,6 @@ def _reference(saved: Sequence[int]) -> Name:
     return feed, epoch, index
 
 
-def _name(item: Item) -> Name:
+def name_of(item: Item) -> Name:
+    """Return the name of a sample."""
     return item.feed, item.epoch, item.meta.index
