@@ -69,6 +69,7 @@ SWITCHES = {
         {"training.parameter_dtype": "bfloat16", "optimizer.state_dtype": "bfloat16"}
     ),
     "fsdp2, 2 ranks": Switch({}, ranks=2),
+    "images balanced, 2 ranks": Switch({"data.balance": "images"}, ranks=2),
     "context 2, 2 ranks": Switch({"parallel.llm.context": 2}, ranks=2),
 }
 

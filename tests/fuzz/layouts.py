@@ -73,6 +73,9 @@ def draw_layout(rng: Random, shape: Shape) -> Table:
     own = Random(repr(layout))  # draws made before this key stay as they are
     if plain and parallel.get("llm", {}).get("context", 1) == 1 and own.random() < 0.6:
         layout.setdefault("data", {})["balance"] = "images"
+    values = ("auto", "auto", "none")
+    others = {"reorder": own.choice(values), "balance": own.choice(values)}
+    layout["data"] = others | layout.get("data", {})
     return layout
 
 

@@ -30,7 +30,7 @@ from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
 from torchmm.common.errors import ConfigError, PlanError
-from torchmm.planning.placement import orchestrated
+from torchmm.planning.placement import orchestrated, with_arrangement
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -150,6 +150,7 @@ class Server:
             recipe = load_recipe(file, [], layout.world).recipe
             run = resolve(orchestrated(recipe, layout.world), layout.world)
             model, tokenizer = build_unfilled_model(run)
+            run = with_arrangement(run, model)
             if asks_for_order:
                 write_csv(run, model, directory / "order.csv")
                 table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"

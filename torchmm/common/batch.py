@@ -13,6 +13,7 @@ K encoder output tokens of all images, D features, C channels.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
@@ -112,6 +113,9 @@ class MicrobatchMeta:
     balanced: bool = False
     """Whether images are those that this rank encodes for all data-parallel ranks. All ranks then
     run every encoder, also without images."""
+    arriving: tuple[tuple[str, int], ...] = ()
+    """Encoders and their tokens in the packed sequences, if `balanced`. The ranks that encode the
+    images send the features."""
 
     def with_images(self, images: Sequence[ImageMeta]) -> MicrobatchMeta:
         """Return the same tokens with images of any rank (`balanced`).
@@ -120,7 +124,13 @@ class MicrobatchMeta:
         """
         own = [replace(sample, images=()) if sample.images else sample for sample in self.samples]
         read = [SampleMeta("", 0, 0, tuple(images))] if images else []
-        return MicrobatchMeta((*own, *read), self.tokens, balanced=True)
+        arriving: Counter[str] = Counter()
+        for sample in self.samples:
+            for image in sample.images:
+                arriving[image.encoder or sample.encoder or ""] += image.tokens
+        return MicrobatchMeta(
+            (*own, *read), self.tokens, balanced=True, arriving=tuple(sorted(arriving.items()))
+        )
 
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Images that `encoder` reads, in order."""

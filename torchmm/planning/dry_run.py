@@ -16,7 +16,6 @@ from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import orchestrated_units
 from torchmm.planning.report import write_picture
-from torchmm.planning.resolved import resolve
 from torchmm.planning.search.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.recipe import Recipe
@@ -48,8 +47,9 @@ def describe_run(
         recipe = choice.recipe
         chosen = list(choice.lines())
     forecast = forecaster.forecast_parallel(recipe.parallel)
-    run = resolve(recipe, world_size)
+    run = forecaster.run.with_parallel(recipe.parallel)
     lines = run_summary(run, forecaster.model, profile.device.type, simulated=True)
+    lines |= {key: f"auto: {text}" for key, text in run.choices.items()}
     lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
     other = _with_other_reduction(forecaster, recipe)
     lines |= _step_lines(forecast, other, profile.device.name, profile.device.memory_bytes)

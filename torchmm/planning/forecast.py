@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -54,13 +55,20 @@ from torchmm.planning.first_step import (
     slowest_group,
 )
 from torchmm.planning.reordering import dealt, image_balance
-from torchmm.planning.resolved import recipe_model, resolve
+from torchmm.planning.resolved import Resolved, recipe_model, resolve
 from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_graph
+from torchmm.recipe.check import find_problems
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
 from torchmm.recipe.sizes import MeshSizes, replica_groups
+
+ARRANGEMENTS = {"reorder": "intra", "balance": "images"}
+"""Values that "auto" tries, by key of [data]."""
+MIN_GAINS = {"reorder": 0.0, "balance": 0.01}
+"""Fractions of a step that a forecast has to gain with them. That of balanced images does not
+include the host time of the exchange."""
 
 
 @dataclass(frozen=True)
@@ -212,15 +220,16 @@ class Forecaster:
         sample: StepSample | None = None,
     ) -> None:
         transformers.logging.set_verbosity_error()
-        self.recipe, self.profile = recipe, profile
-        self.run = resolve(recipe, world_size)
+        self.profile = profile
         self.sample = StepSample(recipe, model) if sample is None else sample
+        self.run = choose_arrangement(resolve(recipe, world_size), profile, self.sample)
+        self.recipe = recipe = self.run.recipe
         self.model = self.sample.model
         self.modules = self.sample.modules
         costs = self._costs(recipe.parallel)  # what is wrong with it, now
         self._divisions: dict[str, ParallelConfig] = {}
         self._promises_ms: dict[str, float] = {}
-        if recipe.data.reorder == "none":
+        if not recipe.data.is_reordered:
             shares = self._shares = self._as_they_come
         else:
             parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
@@ -469,6 +478,101 @@ class Forecaster:
         with_encoders = any(module.kind == "encoder" for module in self.modules)
         names = SCHEDULES if with_encoders else schedules_for("interleaved")
         return [self.forecast(name) for name in names]
+
+
+def choose_arrangement(run: Resolved, profile: Profile | None, sample: StepSample) -> Resolved:
+    """Return the run with values for `data.reorder` = "auto" and `data.balance` = "auto".
+
+    All supported combinations are forecast for the first step, and the fastest is chosen
+    (`MIN_GAINS`). The choice depends only on the recipe, the first step of its data and the number
+    of ranks, so that all ranks choose the same, also after a restart.
+
+    Args:
+        run: Recipe with resolved sizes.
+        profile: Profile of the devices; None if it is not available.
+        sample: Model and first step of the recipe.
+    """
+    keys = [key for key in ARRANGEMENTS if getattr(run.recipe.data, key) == "auto"]
+    reasons = {key: _reason_against(run, key, profile, sample) for key in keys}
+    tried = [("none", ARRANGEMENTS[key]) if not reasons[key] else ("none",) for key in keys]
+    runs = {
+        values: _with_data(run, dict(zip(keys, values, strict=True))) for values in product(*tried)
+    }
+    best = ("none",) * len(keys)
+    if profile is not None and len(runs) > 1:
+        try:
+            forecasts = {
+                values: Forecaster(own.recipe, own.world_size, profile, sample=sample).forecast()
+                for values, own in runs.items()
+            }
+        except ConfigError as error:
+            reasons |= {key: f"no forecast: {'; '.join(error.problems)}" for key in keys}
+        else:
+            best = min(forecasts, key=lambda values: _score(forecasts[values], keys, values))
+            for place, key in enumerate(keys):
+                if not reasons[key]:
+                    values = (*best[:place], ARRANGEMENTS[key], *best[place + 1 :])
+                    without = (*best[:place], "none", *best[place + 1 :])
+                    reasons[key] = _comparison(forecasts[values], forecasts[without])
+    choices = {f"data.{key}": f"{v} ({reasons[key]})" for key, v in zip(keys, best, strict=True)}
+    return replace(runs[best], choices={**run.choices, **choices})
+
+
+def _score(forecast: Forecast, keys: Sequence[str], values: Sequence[str]) -> tuple[bool, float]:
+    """Return a value that is small for good forecasts.
+
+    Times are rounded to microseconds, so that ranks with other processors agree.
+    """
+    gain = sum(MIN_GAINS[key] for key, value in zip(keys, values, strict=True) if value != "none")
+    fits = forecast.step is not None and forecast.step.fits
+    return not fits, round((1 + gain) * forecast.iteration_ms, 3)
+
+
+def _comparison(found: Forecast, without: Forecast) -> str:
+    text = f"forecast with it {found.iteration_ms:,.1f} ms, without it {without.iteration_ms:,.1f}"
+    fits = found.step is not None and found.step.fits
+    return f"{text} ms" if fits else f"{text} ms, does not fit into memory"
+
+
+def _with_data(run: Resolved, values: Mapping[str, str]) -> Resolved:
+    data = run.recipe.data.model_copy(update=values)
+    return replace(run, recipe=run.recipe.model_copy(update={"data": data}))
+
+
+def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: StepSample) -> str:
+    """Return why an arrangement cannot be forecast, or cannot help; an empty string if it can.
+
+    Args:
+        run: Recipe with resolved sizes.
+        key: Key of the arrangement in [data].
+        profile: Profile of the devices.
+        sample: Model and first step of the recipe.
+    """
+    data = run.recipe.data
+    training = run.recipe.training
+    reasons = {
+        "one data-parallel rank": run.shares == 1,
+        "sizes of streamed samples are not known in advance": any(
+            source.streaming for source in data.sources
+        ),
+        "producers plan the steps": data.producers.plan,
+    }
+    if key == "balance":
+        own = _with_data(run, {key: ARRANGEMENTS[key]})
+        problems = find_problems(own.recipe, run.world_size)
+        reasons |= {p.text.partition(";")[0]: p.key == "data.balance" for p in problems}
+        kinds = [module.kind for module in sample.modules]
+        reasons["the model has no encoders"] = "encoder" not in kinds
+    else:
+        has_router_loss = sample.model.llm.balance is not None
+        reasons |= {
+            "ranks of a pipeline synchronize once per step": run.is_cut,
+            "one sequence per rank": run.shares == training.global_batch_size,
+            "the load-balancing loss depends on the sequences of a microbatch": has_router_loss
+            and training.microbatch_size > 1,
+        }
+    reasons[f"no profile of simulation.device = {run.recipe.simulation.device}"] = profile is None
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _placement(schedule: str, given: Placement) -> Placement:

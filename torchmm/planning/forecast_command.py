@@ -57,6 +57,9 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
             forecasts = [forecaster.forecast(name) for name in names or [None]]
     console = make_console(width=150)
     console.print(forecast_table(forecaster, forecasts))
+    if forecaster.run.shares > 1:
+        for key, text in forecaster.run.choices.items():
+            console.out(f"{key} = auto: {text}", highlight=False)
     if options.out is not None:
         for file in write_forecasts(options.out, forecaster, forecasts):
             console.out(file, highlight=False)

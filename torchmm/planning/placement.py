@@ -1,12 +1,17 @@
-"""Parallel sizes that a recipe leaves open (`parallel.orchestrate`), chosen when a run starts."""
+"""Values that a recipe leaves open, chosen when a run starts.
+
+Parallel sizes (`parallel.orchestrate`), and "auto" for `data.reorder` and `data.balance`.
+"""
 
 from __future__ import annotations
 
 from math import inf
 
 from torchmm.common.errors import ConfigError
+from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import simulated_profile
-from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.planning.forecast import Forecaster, StepSample, choose_arrangement
+from torchmm.planning.resolved import Resolved
 from torchmm.planning.search.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.search.search import find_best, search_plans
 from torchmm.recipe.recipe import Recipe
@@ -51,4 +56,22 @@ def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
     if not leaves_encoders_open(recipe):
         return recipe
     profile = simulated_profile(recipe)
-    return choose_encoders(Forecaster(recipe, world_size, profile)).recipe
+    found = choose_encoders(Forecaster(recipe, world_size, profile)).recipe
+    return found.model_copy(update={"data": recipe.data})
+
+
+def with_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
+    """Return a run with values for `data.reorder` = "auto" and `data.balance` = "auto".
+
+    Args:
+        run: Recipe with resolved sizes.
+        model: Its model on the meta device.
+
+    Raises:
+        DataError: The samples of the first step cannot be read.
+    """
+    try:
+        profile = simulated_profile(run.recipe)
+    except ConfigError:  # such as the file of a calibration that other machines have
+        profile = None
+    return choose_arrangement(run, profile, StepSample(run.recipe, model))

@@ -35,7 +35,7 @@ def arrangement(
     model: CostModel,
     layout: StageLayout,
 ) -> StepReorder:
-    """Return what `data.reorder` requests, which must not be "none".
+    """Return what `data.reorder` requests: "intra", "inter" or "both".
 
     Args:
         run: Recipe and parallel sizes.
@@ -44,10 +44,11 @@ def arrangement(
         layout: Stages of the modules.
     """
     mode = run.recipe.data.reorder
+    shares_images = run.recipe.data.balance == "images"
     return StepReorder(
         modules,
         model,
-        ordered_layout(run.recipe.parallel, layout),
+        ordered_layout(run.recipe.parallel, layout)._replace(shares_images=shares_images),
         run.shares,
         run.recipe.training.microbatch_size,
         balance=mode in ("intra", "both"),
@@ -69,7 +70,7 @@ def run_arrangement(
         parallel: Section of the recipe, with all open choices made.
         layout: Stages of the modules.
     """
-    if run.recipe.data.reorder == "none":
+    if not run.recipe.data.is_reordered:
         return None
     costs = run_costs(run, modules, run_profile(run.recipe, device))
     return arrangement(run.with_parallel(parallel), modules, costs, layout)
@@ -77,7 +78,7 @@ def run_arrangement(
 
 def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
     """Return what `data.balance` requests; None: each rank encodes its own images."""
-    if recipe.data.balance == "none":
+    if recipe.data.balance != "images":
         return None
     return ImageBalance(tuple(module for module in modules if module.kind == "encoder"))
 

@@ -10,7 +10,7 @@ is answered here; nothing computes it from the recipe again. So is which model a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,12 +34,14 @@ class Resolved:
         llm: mesh sizes of the LLM; without modules on ranks of their own, those of the whole run.
         units: mesh sizes by module, where modules have ranks of their own (disaggregated); empty
             otherwise.
+        choices: Values chosen for "auto" with the reason, as text by key (`choose_arrangement`).
     """
 
     recipe: Recipe
     world_size: int
     llm: MeshSizes
     units: Mapping[str, MeshSizes]
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shares(self) -> int:

@@ -188,7 +188,7 @@ def _check_balance(recipe: Recipe) -> Problems:
     """Yield what `data.balance` does not support."""
     data = recipe.data
     parallel = recipe.parallel
-    if data.balance == "none":
+    if data.balance != "images":
         return
     key = "data.balance"
     value = data.balance

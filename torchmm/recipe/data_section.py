@@ -284,19 +284,21 @@ class DataConfig(Section):
     """Best-fit packing closes a sequence that nothing fits into, and trains on it, this many steps
     after it was begun; more at a time than a global batch holds (of at most `open_packs`) take
     turns."""
-    reorder: Literal["none", "intra", "inter", "both"] = "none"
+    reorder: Literal["auto", "none", "intra", "inter", "both"] = "auto"
     """Rearrange the sequences of each global batch by their cost, vision and text together.
     "intra": balance the work of data-parallel ranks. Ranks that synchronize in every layer (FSDP2
     without a pipeline, experts on several ranks) run equally expensive microbatches at the same
     time; other ranks get equal sums. "inter": order the microbatches of each rank so that its
-    pipeline has few gaps. "both": do both. Losses do not change, except the load-balancing loss of
-    experts with several sequences per microbatch: it depends on which sequences share a
-    microbatch."""
-    balance: Literal["none", "images"] = "none"
+    pipeline has few gaps. "both": do both. "auto": "intra" without a pipeline if the forecast of
+    the first step is faster with it, else "none". Losses do not change, except the load-balancing
+    loss of experts with several sequences per microbatch: it depends on which sequences share a
+    microbatch. "auto" then means "none". Dropout masks depend on the rank."""
+    balance: Literal["auto", "none", "images"] = "auto"
     """"images": all data-parallel ranks share the images, videos and audio clips of a microbatch,
     so that their encoders have equal work. Features return to the rank that trains on the sample.
     Losses stay the same. Requires `parallel.pipeline` = 1, and not `parallel.llm.context` or
-    producers."""
+    producers. "auto": "images" if it is supported and the forecast of the first step is at least
+    1 % faster with it, else "none". See docs/grow/balanced_encoders.md."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)
@@ -324,3 +326,8 @@ class DataConfig(Section):
     """Sources that lie elsewhere."""
     producers: ProducersConfig = Field(default=ProducersConfig())
     """Other processes that prepare training samples; default: this run's own workers do."""
+
+    @property
+    def is_reordered(self) -> bool:
+        """Return True if sequences are rearranged. "auto" has to be resolved before."""
+        return self.reorder not in ("auto", "none")

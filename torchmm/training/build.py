@@ -50,6 +50,7 @@ from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.expert import expert_problems
 from torchmm.parallel.float8 import apply_float8, float8_problems
+from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.health.preflight import check_ranks
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
 from torchmm.parallel.tensor.apply import tensor_problems
@@ -203,8 +204,8 @@ def cut_model(
     microbatches = [meta for share in shares for meta in share]
     if leaves_segments_open(parallel):
         costs = run_costs(run, descriptions, run_profile(run.recipe, device))
-        deals = run.recipe.data.reorder != "none"
-        packs = first_step(one_by_one(run.recipe), model, tokenizer, 1) if deals else []
+        is_reordered = run.recipe.data.is_reordered
+        packs = first_step(one_by_one(run.recipe), model, tokenizer, 1) if is_reordered else []
         if packs:  # as they are dealt for the model as it would be cut without a choice
             layout = plan_layout(parallel, descriptions, microbatches)
             shares = dealt(run, descriptions, costs, layout, packs[0])
@@ -243,6 +244,7 @@ def build_run(
     # First of all: nothing of a run that is alive may be overwritten.
     checkpoints = open_checkpoints(run, run_dir, mesh, logger, directory)
     _prepare_ranks(run, mesh, logger)
+    _compare_choices(run, logger)
     if mesh.rank == 0:
         write_status(run_dir, Status("running", 0, 0))  # how an earlier run ended is past
         replace_atomically(run_dir / "recipe.toml", dump_recipe(recipe).encode())
@@ -295,9 +297,37 @@ def _step_after(
     change = describe_schedule_change(restored.step, saved_steps, steps, recipe.optimizer)
     if change is not None and mesh.rank == 0:
         logger.warning("%s", change)
+    for key in run.choices if mesh.rank == 0 else ():
+        name = key.removeprefix("data.")
+        value, saved = getattr(recipe.data, name), restored.recipe.get("data", {}).get(name)
+        if saved not in (None, value):
+            logger.warning(
+                '%s = "auto" is "%s" now, the checkpoint was trained with "%s". Samples of a step '
+                'are the same, sums differ by rounding; set %s = "%s" to keep it',
+                key, value, saved, key, saved,
+            )  # fmt: skip
     if restored.rng is None:  # of another number of ranks
         seed_everything(recipe.training.seed, *_random_stream(mesh), restored.step)
     return restored.step
+
+
+def _compare_choices(run: Resolved, logger: logging.Logger) -> None:
+    """Log the values that were chosen for "auto"; collective.
+
+    Raises:
+        ConfigError: Ranks chose different values.
+    """
+    data = run.recipe.data
+    of_ranks = gather_texts(f'data.reorder = "{data.reorder}", data.balance = "{data.balance}"')
+    if len(set(of_ranks)) > 1:
+        found = "; ".join(dict.fromkeys(of_ranks))
+        raise ConfigError(
+            f'data.reorder, data.balance: ranks chose different values for "auto" '
+            f"({found}); set both keys"
+        )
+    if run.shares > 1:
+        for key, text in run.choices.items():
+            logger.info("%s = auto: %s", key, text)
 
 
 def _optimizer(run: Resolved, model: MultimodalModel) -> RunOptimizer:
@@ -446,7 +476,7 @@ def fill_model(
     filled = load_weights(model) | load_adapters(model, sources)
     init_weights(model, training.seed, skip=filled)
     dtype = DTYPES[training.dtype]
-    exchange = None if recipe.data.balance == "none" else data_parallel_exchange(mesh)
+    exchange = data_parallel_exchange(mesh) if recipe.data.balance == "images" else None
     pipeline = Pipeline(
         model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype, exchange
     )

@@ -39,7 +39,7 @@ from torchmm.parallel.mesh import (
 )
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
-from torchmm.planning.placement import orchestrated
+from torchmm.planning.placement import orchestrated, with_arrangement
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import RunParts, build_run, build_unfilled_model, cut_model
@@ -138,7 +138,8 @@ def _before_ranks_meet(
     recipe: Recipe, world_size: int
 ) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:
     run = resolve(orchestrated(recipe, world_size), world_size)
-    return run, *build_unfilled_model(run)
+    model, tokenizer = build_unfilled_model(run)
+    return with_arrangement(run, model), model, tokenizer
 
 
 def _leave(run_dir: Path, directory: CheckpointDirectory, has_page: bool) -> None:

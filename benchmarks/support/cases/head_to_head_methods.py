@@ -116,7 +116,7 @@ class Comparison:
     """
 
     def __init__(self, recipe: Recipe, gpus: int, profile: Profile, budget_s: float) -> None:
-        self.recipe = with_values(recipe, "data", reorder="none")
+        self.recipe = with_values(recipe, "data", reorder="none", balance="none")
         self.gpus, self.profile = gpus, profile
         self.sample = StepSample(recipe)
         self.printed = self.recipe

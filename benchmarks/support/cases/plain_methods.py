@@ -73,7 +73,7 @@ def plain_sizes(recipe: Recipe, gpus: int, method: str, sample: StepSample) -> I
     has_experts = any(layer.experts for module in sample.modules for layer in module.layers)
     experts = (1, NODE) if has_experts else (1,)
     contexts = SIZES if recipe.training.sequence_length >= LONG_TOKENS else (1,)
-    recipe = with_values(recipe, "data", reorder="none")
+    recipe = with_values(recipe, "data", reorder="none", balance="none")
     for tensor, context in product(SIZES, contexts):
         if gpus % tensor:
             continue

@@ -1,14 +1,27 @@
 """Assignment of images to data-parallel ranks."""
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
 import numpy as np
 import pytest
+import torch
+from pipeline_cases import LAYERS, Case, step_of
 
 from torchmm.balance import image_shares
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.sizes import text_tokens
+from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.image_shares import balanced_metas
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import materialize
+from torchmm.pipelining.plan.graph import StageGraph, Task
+from torchmm.pipelining.schedules.layouts import Cut, build_layout
+
+CASE = Case("deepstack", encoder="qwen3_vl", tied=False)
 
 
 def assign_images(costs: list[list[int]]) -> list[int]:
@@ -76,3 +89,48 @@ def test_assignment_chooses_the_idlest_rank(seed):
         work[owner] -= cost
         expected[home, place] = owner
     assert assign_images(costs) == [expected[key] for key in sorted(expected)]
+
+
+def test_llm_saves_features_of_other_ranks():
+    """The costs of balanced images include the features that `index_copy` saves for backward."""
+    batch, parts = step_of(CASE, 0)
+    model = CASE.build()
+    materialize(model, torch.device("cpu"))
+    init_weights(model, 0)
+    modules = [module.describe() for module in model.modality_modules()]
+    cuts = {module.name: [Cut(LAYERS, (0,))] for module in modules}
+    layout = build_layout(CASE.modules(), cuts)
+    graph = StageGraph(layout, len(batch), parts)
+    metas = [microbatch.meta.with_images([]) for microbatch in batch]
+    costs = CostModel(load_profile("h100"), "float32")
+    targets = [text_tokens(meta) for meta in metas]
+    with_them, without = (
+        plan_costs(graph, modules, own, costs, targets=targets, layerwise=True).kept_bytes
+        for own in (metas, [replace(meta, arriving=()) for meta in metas])
+    )
+    [llm] = [stage.index for stage in layout.stages if stage.module == "llm"]
+    saved: dict[int, int] = {}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    for index, microbatch in enumerate(batch):
+        tokens = sum(image.tokens for image in microbatch.meta.images_read_by("vision"))
+        width = model.llm.text_config.hidden_size * (1 + len(modules[0].taps))
+        features = torch.rand(tokens, width, requires_grad=True) * 1.0
+        given = {"vision": features} if "vision" in microbatch.encoders else {}
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model.llm(microbatch, given)
+        counted = saved.get(features.untyped_storage().data_ptr(), 0)
+        task = Task(llm, index, 0)
+        assert with_them[task] - without[task] == counted == 4 * tokens * width
+    assert any(meta.arriving for meta in metas)
+
+
+def test_targets_of_balanced_sizes_are_own_text():
+    image = ImageMeta(0, 0, 16, 4)
+    own = MicrobatchMeta((SampleMeta("a", 0, 9, (image,), "vision"), SampleMeta("a", 1, 2)), 12)
+    assert text_tokens(own) == 7
+    assert text_tokens(own.with_images([image] * 3)) == 7

@@ -279,9 +279,12 @@ def pack_sizes(
 
 
 def text_tokens(meta: MicrobatchMeta) -> int:
-    """Tokens that may be targets: no images, no padding."""
+    """Return the number of tokens that may be targets: no images, no padding."""
+    images = sum(i.tokens for s in meta.samples for i in s.images)
+    if meta.balanced:  # the listed images are in the sequences of any rank
+        images = sum(tokens for _, tokens in meta.arriving)
     # Tiles may share tokens (`ImageMeta.tokens`).
-    return max(0, meta.used_tokens - sum(i.tokens for s in meta.samples for i in s.images))
+    return max(0, meta.used_tokens - images)
 
 
 def _frames_of(image: GeneratedMeta) -> list[int]:

@@ -88,6 +88,7 @@ def plan_costs(
             # Activations of a pass in flight are in the memory of the graphs.
             static[rank] += max(0, graphs_bytes - round(found.kept_bytes.max(initial=0.0)))
     _keep_features(collected.kept, graph, tasks, model.element_bytes)
+    _keep_arriving(collected.kept, graph, tasks, microbatches, model.element_bytes)
     sent = _sent(graph, tasks, model)
     _add_gathers(collected, graph, sent, model)
     return PlanCosts(
@@ -338,6 +339,32 @@ def _keep_features(
                     copies = 2
                 task = Task(destination, key[0], 0)
                 kept[task] = kept.get(task, 0) + round(copies * element_bytes * tokens * width)
+
+
+def _keep_arriving(
+    kept: dict[Task, int],
+    graph: StageGraph,
+    tasks: Mapping[str, ModuleTasks],
+    microbatches: Sequence[MicrobatchMeta],
+    element_bytes: int,
+) -> None:
+    """Add the features that other ranks send, if images are balanced, to what the LLM saves.
+
+    `index_copy` saves its source for the backward pass. Without balancing, the source is the
+    encoder output, which is counted already. The bytes are tokens x width x bytes of an element.
+    """
+    stages = graph.layout.stages
+    for source, destination in graph.layout.edges:
+        encoder = tasks[stages[source].module].module
+        llm = tasks[stages[destination].module].module
+        if encoder.kind != "encoder" or llm.kind != "llm":
+            continue
+        width = llm.layers[0].hidden_size * (1 + len(encoder.taps))
+        for index, meta in enumerate(microbatches):
+            if graph.differentiates(Message(source, destination, index, 0)):
+                tokens = dict(meta.arriving).get(encoder.name, 0)
+                task = Task(destination, index, 0)
+                kept[task] = kept.get(task, 0) + round(element_bytes * tokens * width)
 
 
 def _held(cut: Slices | None) -> float:

@@ -70,6 +70,9 @@ class OrderedLayout(NamedTuple):
     """By the recipe's name."""
     order_of_step: OrderOfStep | None
     """None where the order is made from the batch, or splits backwards."""
+    shares_images: bool = False
+    """Whether data-parallel ranks share the images of a microbatch, so that encoders take the same
+    time on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ class StepReorder:
     ) -> None:
         self._modules = list(modules)
         self._model = model
-        layout, schedule, self._order_of_step = runs
+        layout, schedule, self._order_of_step, self._shares_images = runs
         self._layout = layout
         self._searches = schedule == "searched"
         self._chain = Chain.of(layout, schedule)
@@ -325,7 +328,7 @@ class StepReorder:
         arrives = [gradients_arrive(self._modules, pack) for pack in packs]
         for module in self._modules:
             at, sizes = pack_sizes(module, packs)
-            if sizes is None:
+            if sizes is None or (self._shares_images and module.kind == "encoder"):
                 continue
             arrives_N = np.array([arrives[i][module.name] for i in at], bool)
             cache: BlockCache = {}

@@ -151,8 +151,8 @@ class PlanBounds:
         shape = shares, self._microbatches(plan)
         locked = max(1, plan.size("shard") // plan.size("llm.context"))
         data = self._recipe.data
-        is_ordered = plan.changes.get("data.reorder", data.reorder) != "none"
-        is_balanced = plan.changes.get("data.balance", data.balance) != "none"
+        is_ordered = plan.changes.get("data.reorder", data.reorder) not in ("auto", "none")
+        is_balanced = plan.changes.get("data.balance", data.balance) == "images"
         times = [
             (module.kind, self._module_times(plan, module, model).total_N)
             for module in self._sample.modules

@@ -249,7 +249,7 @@ def shared_plans(
 def _arrangement(method: str, recipe: Recipe, sample: StepSample, context: int) -> dict[str, Value]:
     """Return how sequences and images are assigned to data-parallel ranks."""
     found: dict[str, Value] = {}
-    if recipe.data.reorder == "none":
+    if not recipe.data.is_reordered:
         found["data.reorder"] = "intra" if method == "fsdp" else "both"
     data = recipe.data.model_copy(update={"balance": "images"})
     has_encoders = any(module.kind == "encoder" for module in sample.modules)
