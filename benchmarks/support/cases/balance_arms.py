@@ -1,15 +1,15 @@
 """Ways of training on uneven batches: plain FSDP2, balanced data, and pipelines.
 
-Sizes, stages and segments of every arm are the fastest for the first batches that fit, and then
-used for all batches, as in a run. Candidates are those of `plain_methods` without a pipeline, and a
-chain or separate segments on 2 to 16 pipeline ranks otherwise. `Forecaster` times all steps.
+Sizes, stages and segments of every arm are the fastest that fit for the first batch, and then used
+for all batches, as in a run. `Forecaster` times all steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import inf
 from statistics import mean, median
@@ -17,22 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.cases.hand_pipelines import PIPELINES
-from support.cases.plain_methods import (
-    FSDP2,
-    HSDP,
-    NODE,
-    SIZES,
-    describe,
-    plain_sizes,
-    recomputing,
-    with_values,
-)
+from support.cases.plain_methods import SIZES, describe, recomputing, with_values
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.image_shares import balanced_shares
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.planning.executions import run_costs
@@ -47,13 +38,14 @@ from torchmm.recipe.recipe import Recipe
 
 CHAIN, SEPARATED, SEARCHED = "static 1F1B", "separated", "searched"
 PLAIN, SORTED, IMAGES = "FSDP2", "FSDP2, A", "FSDP2, A + C"
-TYPICAL = 2
-"""Batches by which sizes are chosen."""
-STATIC_MODES = ("none", "selective", "encoders", "full")
-"""Recomputation without a decision per batch; "encoders": "full" for encoders, "selective" for the
-LLM."""
-TUNED_GAIN = 0.99
-"""Layers are tuned to the memory of each batch if the step takes at most this fraction."""
+FIXED_MODES = ("none", "encoders", "full")
+"""Recomputation of plans without a pipeline; "encoders": "full" for encoders, "selective" for the
+LLM. Layers tuned to the memory of each batch gain at most 1 % there, and 10 % in pipelines, whose
+layers are tuned."""
+TENSOR_SIZES, MICROBATCH_SIZES, CONTEXTS = (1, 2, 4), (1, 2, 4), (1, 4)
+CONTEXT_TOKENS = 8192
+"""Context parallelism is tried for longer sequences."""
+PIPELINES = (2, 4, 8)
 TIMED = 5
 """Batches for which planning is timed."""
 
@@ -128,15 +120,25 @@ class Setup:
     gpus: int
     profile: Profile
     batches: list[BatchSample]
-    chosen: dict[str, Recipe | None] = field(default_factory=dict)
-    """Recipes by arm of another packing, whose sizes are used again."""
 
-    def first_steps(self, recipe: Recipe) -> list[Step] | None:
-        """Return the first batches; None if the recipe is not valid or a batch does not fit."""
+    @cached_property
+    def heaviest(self) -> int:
+        """Index of the batch with the most patches."""
+        patches = [
+            sum(image.patches for meta in batch.packs for s in meta.samples for image in s.images)
+            for batch in self.batches
+        ]
+        return patches.index(max(patches))
+
+    def first_step_s(self, recipe: Recipe) -> float:
+        """Return the step time of the first batch in seconds.
+
+        Infinite if the recipe is not valid, or if the first or the heaviest batch does not fit.
+        """
         if check_recipe(recipe, self.gpus):
-            return None
-        found = list(self.steps(recipe, range(min(TYPICAL, len(self.batches)))))
-        return found if all(step.fits for step in found) else None
+            return inf
+        first, *others = self.steps(recipe, sorted({0, self.heaviest}))
+        return first.step_s if all(step.fits for step in (first, *others)) else inf
 
     def steps(self, recipe: Recipe, indices: Sequence[int]) -> Iterator[Step]:
         """Yield simulated steps. The first batch determines stages and segments."""
@@ -157,57 +159,51 @@ class Setup:
             cpu_s = time.process_time() - begin_s
             yield Step(forecast.iteration_ms / 1e3, step is not None and fits(step), cpu_s)
 
-    def fastest(self, recipes: Sequence[Recipe]) -> Recipe | None:
-        """Return the fastest recipe for the first batches; None if none fits."""
+    def fastest(self, recipes: Iterable[Recipe]) -> Recipe | None:
+        """Return the fastest recipe for the first batch; None if none fits."""
         best, least_s = None, inf
         for recipe in recipes:
-            found = self.first_steps(recipe)
-            if found is not None and (step_s := mean(step.step_s for step in found)) < least_s:
+            if (step_s := self.first_step_s(recipe)) < least_s:
                 best, least_s = recipe, step_s
         return best
 
-    def without_tuning(self, recipe: Recipe | None) -> Recipe | None:
-        """Return the recipe with the fastest fixed recomputation, unless tuned layers gain."""
-        if recipe is None:
-            return None
-        fixed = self.fastest([self._with_mode(recipe, mode) for mode in STATIC_MODES])
-        if fixed is None:
-            return recipe
-        steps = [self.first_steps(each) for each in (recipe, fixed)]
-        tuned_s, fixed_s = (mean(s.step_s for s in found) if found else inf for found in steps)
-        return recipe if tuned_s < TUNED_GAIN * fixed_s else fixed
 
-    def _with_mode(self, recipe: Recipe, mode: str) -> Recipe:
-        if mode != "encoders":
-            return recomputing(recipe, mode)
-        names = [own.name for own in self.batches[0].modules if own.kind == "encoder"]
-        modules = dict.fromkeys(names, "full")
-        return with_values(recipe, "activation_checkpoint", mode="selective", modules=modules)
+def with_mode(recipe: Recipe, mode: str, encoders: Iterable[str]) -> Recipe:
+    """Return the recipe with one of `FIXED_MODES`."""
+    if mode != "encoders":
+        return recomputing(recipe, mode)
+    modules = dict.fromkeys(encoders, "full")
+    return with_values(recipe, "activation_checkpoint", mode="selective", modules=modules)
 
 
-def plain_recipe(setup: Setup, **data: str) -> Recipe | None:
-    """Return the fastest plan without a pipeline.
+def plain_recipes(setup: Setup, **data: str) -> Iterator[Recipe]:
+    """Yield plans of FSDP2 over all GPUs.
 
     Args:
         data: Values of [data].
     """
-    tuned = recomputing(setup.recipe, "tuned")
-    methods = (FSDP2, HSDP) if setup.gpus > NODE else (FSDP2,)
-    context_tokens = 8192
-    tried = []
-    for method in methods:
-        for sized in plain_sizes(tuned, setup.gpus, method, setup.batches[0]):
-            own = sized.parallel.modules.get("llm")
-            if own is not None and own.context and tuned.training.sequence_length <= context_tokens:
-                continue
-            for size in (1, 2, 4):
-                each = with_values(sized, "training", microbatch_size=size)
-                tried.append(with_values(each, "data", **data))
-    return setup.without_tuning(setup.fastest(tried))
+    encoders = [own.name for own in setup.batches[0].modules if own.kind == "encoder"]
+    recipe = with_values(setup.recipe, "data", **data)
+    is_long = recipe.training.sequence_length > CONTEXT_TOKENS
+    contexts = CONTEXTS if is_long and data["balance"] == "none" else (1,)
+    for tensor, size, context in product(TENSOR_SIZES, MICROBATCH_SIZES, contexts):
+        sized = in_one_chain(
+            with_values(recipe, "training", microbatch_size=size),
+            schedule="1f1b",
+            pipeline=1,
+            virtual_stages=1,
+            tensor=tensor,
+            sequence_parallel=tensor > 1,
+            shard=setup.gpus // tensor,
+            replicate=1,
+            gradient_reduction="microbatch",
+            **({LLM: {"context": context}} if context > 1 else {}),
+        )
+        yield from (with_mode(sized, mode, encoders) for mode in FIXED_MODES)
 
 
-def chain_recipe(setup: Setup, schedule: str, reorder: str) -> Recipe | None:
-    """Return the fastest pipeline of a static schedule.
+def pipeline_recipes(setup: Setup, schedule: str, reorder: str) -> Iterator[Recipe]:
+    """Yield pipelines with layers tuned to the memory.
 
     Args:
         schedule: Schedule of the recipe.
@@ -215,20 +211,16 @@ def chain_recipe(setup: Setup, schedule: str, reorder: str) -> Recipe | None:
     """
     lean = with_values(recomputing(setup.recipe, "tuned"), "data", reorder=reorder)
     stages = (1, 2) if schedule == "megatron_balanced" else (1,)
-    tried = [
-        in_one_chain(
-            lean,
-            schedule=schedule,
-            pipeline=pipeline,
-            tensor=tensor,
-            virtual_stages=virtual,
-            sequence_parallel=tensor > 1,
-        )
-        for pipeline, tensor, virtual in product(PIPELINES, SIZES, stages)
-        if setup.gpus % (pipeline * tensor) == 0
-    ]
-    best = setup.fastest(tried)
-    return setup.without_tuning(best) if schedule == "megatron_balanced" else best
+    for pipeline, tensor, virtual in product(PIPELINES, SIZES, stages):
+        if setup.gpus % (pipeline * tensor) == 0 and pipeline * tensor > 2:
+            yield in_one_chain(
+                lean,
+                schedule=schedule,
+                pipeline=pipeline,
+                tensor=tensor,
+                virtual_stages=virtual,
+                sequence_parallel=tensor > 1,
+            )
 
 
 def searched_recipe(setup: Setup, separated: Recipe) -> Recipe:
@@ -243,28 +235,26 @@ def searched_recipe(setup: Setup, separated: Recipe) -> Recipe:
     return recipe.model_copy(update={"parallel": parallel})
 
 
-def pipeline_recipes(setup: Setup, reorder: str) -> dict[str, Recipe | None]:
-    """Return the recipes of the pipeline arms."""
-    separated = chain_recipe(setup, "separated", reorder)
+def choose_plain(setup: Setup) -> dict[str, Recipe | None]:
+    """Return the fastest recipes without a pipeline: plain, sorted, and with balanced images."""
+    values = {
+        PLAIN: {"reorder": "none", "balance": "none"},
+        SORTED: {"reorder": "intra", "balance": "none"},
+        IMAGES: {"reorder": "intra", "balance": "images"},
+    }
+    return {name: setup.fastest(plain_recipes(setup, **own)) for name, own in values.items()}
+
+
+def choose_pipelines(setup: Setup) -> dict[str, Recipe | None]:
+    """Return the fastest recipes of the pipeline arms."""
+    chain = setup.fastest(pipeline_recipes(setup, "megatron_balanced", "none"))
+    separated = setup.fastest(pipeline_recipes(setup, "separated", "none"))
     searched = None
     if separated is not None:
         searched = searched_recipe(setup, separated)
         segmented = with_values(searched, "parallel", schedule="separated")
         separated = setup.fastest([separated, segmented])
-    return {
-        CHAIN: chain_recipe(setup, "megatron_balanced", reorder),
-        SEPARATED: setup.without_tuning(separated),
-        SEARCHED: searched,
-    }
-
-
-def plain_recipes(setup: Setup) -> dict[str, Recipe | None]:
-    """Return the recipes of the arms without a pipeline."""
-    return {
-        PLAIN: plain_recipe(setup, reorder="none", balance="none"),
-        SORTED: plain_recipe(setup, reorder="intra", balance="none"),
-        IMAGES: plain_recipe(setup, reorder="intra", balance="images"),
-    }
+    return {CHAIN: chain, SEPARATED: separated, SEARCHED: searched}
 
 
 def arm_sizes(recipe: Recipe) -> str:
@@ -335,9 +325,7 @@ class Arm:
         return sum(self.tokens[:batches]) / sum(self.steps_s[:batches])
 
 
-def run_arm(
-    setup: Setup, name: str, recipe: Recipe, count: int, extra_ms: float = 0.0
-) -> Arm:
+def run_arm(setup: Setup, name: str, recipe: Recipe, count: int, extra_ms: float = 0.0) -> Arm:
     """Return the results of an arm on the first batches.
 
     Args:
@@ -351,7 +339,8 @@ def run_arm(
         static = with_values(recipe, "parallel", schedule="separated")
         timed = range(min(1 + TIMED, count))
         pairs = zip(steps, setup.steps(static, timed), strict=False)
-        planning_ms += 1e3 * median(a.cpu_s - b.cpu_s for a, b in list(pairs)[1:] or [(steps[0], Step(0, True, 0))])
+        spent = [ours.cpu_s - theirs.cpu_s for ours, theirs in pairs]
+        planning_ms += 1e3 * median(spent[1:] or spent)
     tokens = [
         sum(sample.tokens for meta in batch.packs for sample in meta.samples)
         for batch in setup.batches[:count]
@@ -373,6 +362,37 @@ def paired_speed(arm: Arm, other: Arm) -> float:
     return arm.tokens_per_s(count) / other.tokens_per_s(count)
 
 
-def speeds(arms: Mapping[str, Arm], base: str) -> dict[str, float]:
-    """Return the throughput of all arms relative to one."""
-    return {name: paired_speed(arm, arms[base]) for name, arm in arms.items()}
+class Counts(NamedTuple):
+    """Numbers of simulated batches by type of arm."""
+
+    plain: int
+    chain: int
+    separated: int
+    searched: int
+
+
+def arm_recipes(
+    setup: Setup, counts: Counts, packed_evenly: bool
+) -> Iterator[tuple[str, Recipe, int]]:
+    """Yield name, recipe and number of batches of each arm.
+
+    Args:
+        packed_evenly: Whether sequences are packed by two sizes. Arms without balanced data are
+            omitted then.
+    """
+    plain = choose_plain(setup)
+    names = [IMAGES] if packed_evenly else list(plain)
+    suffix = " + D" if packed_evenly else ""
+    for name in names:
+        if (recipe := plain[name]) is not None:
+            yield name + suffix, recipe, counts.plain
+    numbers = {CHAIN: counts.chain, SEPARATED: counts.separated, SEARCHED: counts.searched}
+    if not any(numbers.values()):
+        return
+    for name, recipe in choose_pipelines(setup).items():
+        if recipe is None or not numbers[name]:
+            continue
+        if not packed_evenly:
+            yield f"{name}, as drawn", recipe, numbers[name]
+        reordered_name = f"{name}, reordered" + suffix
+        yield reordered_name, with_values(recipe, "data", reorder="both"), numbers[name]

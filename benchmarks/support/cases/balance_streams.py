@@ -47,11 +47,14 @@ class Case(NamedTuple):
     """A model with its data.
 
     Attributes:
+        key: Name on the command line.
+        name: Name in tables.
         workload: Model, cluster and sequences per step.
         mixture: Samples to pack; None: sequences as `[simulation]` of the recipe describes them.
         images: Images of every sequence, at least and at most, instead of those of the recipe.
     """
 
+    key: str
     name: str
     workload: Workload
     mixture: Mixture | None = None
@@ -73,20 +76,23 @@ class Case(NamedTuple):
 VLM = Mixture(captions=0.2, documents=0.6, text=0.2)
 """Fractions of the recipe, which counts sequences."""
 CASES = (
-    Case("VLM-S, mixture of the recipe", Workload("recipes/papers/pipeweaver_vlm_s", 16)),
-    Case("VLM-S, heavy tail", Workload("recipes/papers/pipeweaver_vlm_s", 16), VLM),
-    Case("VLM-M, heavy tail", Workload("recipes/papers/pipeweaver_vlm_m", 32), VLM),
+    Case("vlm_s", "VLM-S, mixture of the recipe", Workload("recipes/papers/pipeweaver_vlm_s", 16)),
+    Case("vlm_s_tail", "VLM-S, heavy tail", Workload("recipes/papers/pipeweaver_vlm_s", 16), VLM),
+    Case("vlm_m_tail", "VLM-M, heavy tail", Workload("recipes/papers/pipeweaver_vlm_m", 32), VLM),
     Case(
+        "qwen3_vl_8b",
         "Qwen3-VL-8B, heavy tail",
         Workload("recipes/zoo/qwen3_vl_8b", 16),
         Mixture(documents=0.8, text=0.2),
     ),
     Case(
+        "video",
         "Qwen3-VL-8B, long video",
         Workload("benchmarks/support/recipes/qwen3_vl_8b_video", 64),
         Mixture(documents=0.7, clips=0.3),
     ),
     Case(
+        "alike",
         "VLM-S, 13 or 14 images",
         Workload("recipes/papers/pipeweaver_vlm_s", 16),
         images=(13, 14),
@@ -119,9 +125,7 @@ Packing = Callable[[Recipe, list[SampleMeta]], list[list[int]]]
 def pack_by_tokens(recipe: Recipe, samples: list[SampleMeta]) -> list[list[int]]:
     """Pack as the loader does by default: best fit by the number of tokens."""
     lengths = [sample.tokens for sample in samples]
-    return pack_all(
-        lengths, recipe.training.sequence_length, recipe.data.open_packs, flush=False
-    )
+    return pack_all(lengths, recipe.training.sequence_length, recipe.data.open_packs, flush=False)
 
 
 def draw_batches(case: Case, recipe: Recipe, count: int, pack: Packing = pack_by_tokens) -> Packed:
