@@ -90,6 +90,11 @@ class SampleMeta:
         """Pictures and tiles of pictures: neither sounds nor clips nor their frames."""
         return sum(not image.duration_ms for image in self.images)
 
+    @property
+    def patches(self) -> int:
+        """Patches of all images, audio clips and generated images."""
+        return sum(image.patches for image in (*self.images, *self.generated))
+
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Those that `encoder` reads, in order."""
         return [i for i in self.images if (i.encoder or self.encoder) == encoder]

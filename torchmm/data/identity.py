@@ -154,6 +154,8 @@ def identity(
     }
     if data.max_tiles_per_sequence is not None:
         order["data.max_tiles_per_sequence"] = data.max_tiles_per_sequence
+    if data.packing != "best_fit":
+        order["data.packing"] = data.packing
     if data.stages:
         order["data.stages"] = [stage.model_dump(mode="json") for stage in data.stages]
     if any(config.streaming for _, config, _ in sources):

@@ -7,7 +7,9 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from itertools import count as count_from
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +20,10 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import module_tasks, text_tokens
 from torchmm.balance.costs.step_costs import Peers
 from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
+from torchmm.data.steps.balanced_packing import SEQUENCES, BalancedPacker
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageGraph
@@ -50,22 +53,56 @@ def first_microbatches(
     per_rank = training.global_batch_size // (shares * training.microbatch_size)
     if recipe.simulation.sequences or not recipe.data.sources:
         _check_sizes(recipe, model)
-        return [
-            sample_microbatches(
-                recipe.simulation,
-                per_rank,
-                sequence_length=training.sequence_length,
-                microbatch_size=training.microbatch_size,
-                first=rank * per_rank * training.microbatch_size,
-            )
-            for rank in range(shares)
-        ]
+        metas = simulated_microbatches(recipe, shares * per_rank)
+        return [metas[rank * per_rank :][:per_rank] for rank in range(shares)]
     found = first_step(recipe, model, load_tokenizer(recipe.model), shares)
     if not found:
         raise ConfigError(
             "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
         )
     return found
+
+
+def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
+    """Return the first microbatches of a recipe whose data are statistics.
+
+    With `data.packing` = "balanced", the samples of the sequences are packed as the loader does.
+    """
+    size, length = recipe.training.microbatch_size, recipe.training.sequence_length
+    if recipe.data.packing == "best_fit":
+        return sample_microbatches(
+            recipe.simulation, count, sequence_length=length, microbatch_size=size
+        )
+    sequences = list(islice(_packed_sequences(recipe), count * size))
+    return [
+        MicrobatchMeta(tuple(chain(*sequences[first : first + size])), size * length)
+        for first in range(0, count * size, size)
+    ]
+
+
+def _packed_sequences(recipe: Recipe) -> Iterator[list[SampleMeta]]:
+    """Yield the samples of balanced sequences."""
+    length = recipe.training.sequence_length
+    drawn = (
+        sample
+        for first in count_from(step=SEQUENCES)
+        for sequence in sample_microbatches(
+            recipe.simulation, SEQUENCES, sequence_length=length, first=first
+        )
+        for sample in sequence.samples
+    )
+    packer = BalancedPacker(length, recipe.data.max_tiles_per_sequence)
+    members: dict[int, list[SampleMeta]] = {}
+    while True:
+        missing, group = packer.missing_tokens, []
+        while missing > 0:
+            group.append(next(drawn))
+            missing -= group[-1].tokens
+        sizes = [(sample.tokens, sample.tiles, sample.patches) for sample in group]
+        for pack, sample in zip(packer.fill(*np.array(sizes).T).tolist(), group, strict=True):
+            members.setdefault(pack, []).append(sample)
+        while packer.closed:
+            yield members.pop(packer.closed.popleft())
 
 
 def _check_sizes(recipe: Recipe, model: MultimodalModel) -> None:

@@ -274,11 +274,16 @@ class DataConfig(Section):
     """Shuffle samples in every epoch (a pure function of seed, epoch and index)."""
     shuffle_window: int = Field(default=1024, ge=1)
     """Samples shuffled together when streaming."""
+    packing: Literal["best_fit", "balanced"] = "best_fit"
+    """Packing of samples into sequences. "best_fit": into the fullest open sequence that has room.
+    "balanced": fill 64 sequences together so that they have similar encoder work, attention and
+    number of tokens. A sample is in one of the first 128 sequences after it was drawn."""
     open_packs: int = Field(default=16, ge=1)
     """Partly filled sequences kept open for best-fit packing."""
     max_delay_steps: int = Field(default=32, ge=1)
-    """A sequence that nothing fits into is closed, and trained on, this many steps after it was
-    begun; more at a time than a global batch holds (of at most `open_packs`) take turns."""
+    """Best-fit packing closes a sequence that nothing fits into, and trains on it, this many steps
+    after it was begun; more at a time than a global batch holds (of at most `open_packs`) take
+    turns."""
     reorder: Literal["none", "intra", "inter", "both"] = "none"
     """Rearrange the sequences of each global batch by their cost, vision and text together.
     "intra": balance the work of data-parallel ranks. Ranks that synchronize in every layer (FSDP2

@@ -6,27 +6,37 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from torchmm.data.sources.index.length_index import LengthIndex, Shard, ShardSizes
+from torchmm.data.sources.index.length_index import PATCHES, LengthIndex, Shard, ShardSizes
 
 
 def index_of(
-    tokens: Sequence[int], corrupt: Mapping[int, str] | None = None, shard: int = 8192
+    tokens: Sequence[int],
+    corrupt: Mapping[int, str] | None = None,
+    shard: int = 8192,
+    patches: Sequence[int] | None = None,
 ) -> LengthIndex:
-    """An index of texts of so many tokens.
+    """Return an index of samples of so many tokens.
 
     Args:
         corrupt: reasons by sample.
         shard: samples of a shard.
+        patches: Patches of the one image of each sample; None: samples have no images.
     """
     refused = dict(corrupt or {})
     tokens_N = np.array([0 if i in refused else t for i, t in enumerate(tokens)], np.uint32)
     parts = [tokens_N[start : start + shard] for start in range(0, len(tokens_N), shard)]
 
     def sizes(number: int) -> ShardSizes:
-        none_N = np.zeros(len(parts[number]) + 1, np.uint32)
+        count = len(parts[number])
+        none_N = np.zeros(count + 1, np.uint32)
         no_images = none_N, np.zeros(0, np.uint16)
         no_rows = np.zeros((0, 8), np.int32), np.zeros((0, 4), np.int32)
-        return ShardSizes(parts[number], *no_images, no_rows[0], *no_images, no_rows[1])
+        images = (*no_images, no_rows[0])
+        if patches is not None:
+            rows = np.zeros((count, 8), np.int32)
+            rows[:, PATCHES] = patches[number * shard :][:count]
+            images = np.arange(count + 1), np.arange(count), rows
+        return ShardSizes(parts[number], *images, *no_images, no_rows[1])
 
     shards = [
         Shard(

@@ -70,6 +70,9 @@ def test_sizes_are_those_that_training_reads(reader: SampleReader, directory):
     assert list(index.corrupt()) == [(7, "torn")] and index.corrupt_count == 1
     tiles = np.concatenate([index.sizes(n).tiles_N() for n in range(7)])
     assert tiles.tolist() == [int(n % 3 > 0 and n != 7) for n in range(COUNT)]
+    patches = np.concatenate([index.sizes(n).patches_N() for n in range(7)])
+    metas = [index.meta("r", n, reader.encoders) for n in range(COUNT)]
+    assert patches.tolist() == [meta.patches for meta in metas] and patches.any()
 
 
 @pytest.mark.parametrize("wanted", [LengthFilter(), LengthFilter(min_tokens=9, max_tokens=12)])

@@ -297,7 +297,10 @@ def _open_sources(
         # sorted by topic, and the first samples are to represent all of them.
         seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
         tiles = data.max_tiles_per_sequence is not None
-        options = FeedOptions(number, name, seed, shuffle, validation, config.filter, tiles)
+        patches = data.packing == "balanced"
+        options = FeedOptions(
+            number, name, seed, shuffle, validation, config.filter, tiles, patches
+        )
         if config.streaming:
             storage = storage_of(config, data)
             stream = open_stream(name, config, data.index_cache, storage)

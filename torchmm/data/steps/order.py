@@ -37,6 +37,8 @@ BLOCK_SAMPLES = 1 << 20
 FIRST_DRAWN = 256
 MOST_DRAWN = 1 << 16
 """Samples drawn at a time: more and more, as short runs need few."""
+COLUMNS = 6
+"""Arrays of `Drawn`."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Drawn:
     tokens_N: Int64s
     tiles_N: Int64s
     """Pictures and tiles of each."""
+    patches_N: Int64s
+    """Patches that encoders and generators process of each."""
     skipped: Sequence[str] = ()
     """Corrupt samples met on the way, "source[index]: reason"."""
     items: Sequence[Item] = ()
@@ -60,7 +64,8 @@ class Drawn:
     @property
     def columns(self) -> tuple[Int64s, ...]:
         """All arrays."""
-        return self.feeds_N, self.epochs_N, self.indices_N, self.tokens_N, self.tiles_N
+        sizes = self.tokens_N, self.tiles_N, self.patches_N
+        return self.feeds_N, self.epochs_N, self.indices_N, *sizes
 
     def part(self, wanted: slice | np.ndarray) -> Drawn:
         """Some of the samples."""
@@ -73,19 +78,23 @@ class Drawn:
     @classmethod
     def made_of(cls, columns: Sequence[Int64s], skipped: Sequence[str] = ()) -> Drawn:
         """Of the arrays in `columns`."""
-        feeds_N, epochs_N, indices_N, tokens_N, tiles_N = columns
-        return cls(feeds_N, epochs_N, indices_N, tokens_N, tiles_N, skipped)
+        feeds_N, epochs_N, indices_N, *sizes = columns
+        return cls(feeds_N, epochs_N, indices_N, *sizes, skipped=skipped)
 
     @classmethod
     def of(cls, items: Sequence[Item]) -> Drawn:
         """Samples of which objects were made."""
-        rows = [(i.feed, i.epoch, i.meta.index, i.meta.tokens, i.meta.tiles) for i in items]
-        return cls.made_of(list(np.array(rows, np.int64).reshape(-1, 5).T))
+        metas = [item.meta for item in items]
+        rows = [
+            (item.feed, item.epoch, meta.index, meta.tokens, meta.tiles, meta.patches)
+            for item, meta in zip(items, metas, strict=True)
+        ]
+        return cls.made_of(list(np.array(rows, np.int64).reshape(-1, COLUMNS).T))
 
 
 def joined(parts: Sequence[Drawn]) -> Drawn:
     """Samples of several draws, one after another."""
-    empty = np.zeros((5, 0), np.int64)
+    empty = np.zeros((COLUMNS, 0), np.int64)
     columns = zip(empty, *(part.columns for part in parts), strict=True)
     return Drawn.made_of([np.concatenate(arrays) for arrays in columns])
 
@@ -103,6 +112,8 @@ class FeedOptions:
     """Which samples take part."""
     counts_tiles: bool = False
     """Whether packing needs to know of pictures and tiles."""
+    counts_patches: bool = False
+    """Whether packing requires the number of patches."""
 
 
 class Feed(Protocol):
@@ -166,6 +177,7 @@ class _Block(NamedTuple):
     """Places of the samples in the shards; None where all of them take part."""
     tokens_N: np.ndarray
     tiles_N: np.ndarray | None
+    patches_N: np.ndarray | None
 
 
 class IndexFeed:
@@ -241,6 +253,7 @@ class IndexFeed:
             block.shifts_S[shards_N] + offsets_N,
             block.tokens_N[places_N].astype(np.int64),
             none_N if block.tiles_N is None else block.tiles_N[places_N].astype(np.int64),
+            none_N if block.patches_N is None else block.patches_N[places_N],
         )
 
     def _epoch(self, number: int) -> _Epoch:
@@ -268,7 +281,7 @@ class IndexFeed:
         ends_S = np.cumsum(usable_S)
         starts_S = self._index.firsts_S[shards_S]
         whole = bool((usable_S == self._index.samples_S[shards_S]).all())
-        tokens, tiles, offsets = [], [], []
+        tokens, tiles, patches, offsets = [], [], [], []
         for shard in shards_S.tolist():
             sizes = self._index.sizes(shard)
             if not whole:
@@ -277,6 +290,8 @@ class IndexFeed:
             tokens.append(sizes.tokens_N[chosen])
             if self.options.counts_tiles:
                 tiles.append(sizes.tiles_N()[chosen])
+            if self.options.counts_patches:
+                patches.append(sizes.patches_N()[chosen])
         self._block = _Block(
             (order.number, number),
             ends_S,
@@ -284,6 +299,7 @@ class IndexFeed:
             None if whole else np.concatenate(offsets),
             np.concatenate(tokens),
             np.concatenate(tiles) if tiles else None,
+            np.concatenate(patches) if patches else None,
         )
         return self._block
 
@@ -409,7 +425,7 @@ class Mixture:
     def _draw_many(self, alive: Sequence[int]) -> Drawn:
         self._count = min(2 * self._count, MOST_DRAWN)
         feeds_N = self._turns(alive, self._count)
-        arrays = [np.empty(len(feeds_N), np.int64) for _ in range(5)]
+        arrays = [np.empty(len(feeds_N), np.int64) for _ in range(COLUMNS)]
         skipped: list[str] = []
         for feed in alive:
             own = np.flatnonzero(feeds_N == feed)

@@ -59,6 +59,7 @@ class SampleOrder:
         steps: Steps = StepSequence(
             self.mixture(),
             training,
+            packing=data.packing,
             open_packs=data.open_packs,
             max_tiles=data.max_tiles_per_sequence,
             max_delay_steps=data.max_delay_steps,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import first_of
 from torchmm.data.identity import comparable, find_changes, same_stream
 from torchmm.data.items import EncodedImages, Item, PackItems, microbatch_meta
+from torchmm.data.steps.balanced_packing import BalancedPacker
 from torchmm.data.steps.order import Drawn, Mixture, joined
 from torchmm.data.steps.packing import Packer, members
 from torchmm.data.steps.shuffling import Int64s
@@ -202,6 +203,7 @@ class StepSequence:
         resume_changed: continue from `state` even if that is different.
         max_tiles: most pictures and tiles of a pack.
         max_delay_steps: steps after which a pack that is still open is closed.
+        packing: algorithm that packs samples (`data.packing`).
 
     Raises:
         CheckpointError: the state belongs to other data, or to another order of them.
@@ -221,6 +223,7 @@ class StepSequence:
         resume_changed: bool = False,
         max_tiles: int | None = None,
         max_delay_steps: int = 32,
+        packing: Literal["best_fit", "balanced"] = "best_fit",
     ) -> None:
         self._mixture = mixture
         self._arrange = arrange
@@ -228,7 +231,12 @@ class StepSequence:
         self._data_parallel_size = data_parallel_size
         self._max_skipped = max_skipped
         self._max_delay_steps = max_delay_steps
-        self._packer = Packer(training.sequence_length, open_packs, max_tiles)
+        length = training.sequence_length
+        self._packer = (
+            BalancedPacker(length, max_tiles)
+            if packing == "balanced"
+            else Packer(length, open_packs, max_tiles)
+        )
         self._content = dict(content or {})
         self.notice = ""
         """What to report about `state`."""
@@ -246,23 +254,15 @@ class StepSequence:
 
     def __next__(self) -> StepSamples:
         packer = self._packer
-        wanted = self._training.global_batch_size
         skipped: list[str] = []
         self._steps += 1
         self._mixture.begin_step(self._steps)
-        packer.close_older(self._steps - self._max_delay_steps)
-        while len(packer.closed) < wanted:
-            drawn = self._mixture.draw()
-            if drawn is None:
-                packer.flush()
-                if not packer.closed:
-                    raise StopIteration
-                break
-            skipped += drawn.skipped
-            self._check_skipped(skipped)
-            self._items.update((_name(item), item) for item in drawn.items)
-            packs_N = packer.add(drawn.tokens_N, drawn.tiles_N, wanted, self._steps)
-            self._waiting.append((self._mixture.take(len(packs_N)), packs_N))
+        if isinstance(packer, Packer):
+            self._pack_best_fit(packer, skipped)
+        else:
+            self._pack_balanced(packer, skipped)
+        if not packer.closed:
+            raise StopIteration
         samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(self._ready())])
         names = samples.names() if self._items else []
         items = {name: self._items.pop(name) for name in names if name in self._items}
@@ -272,6 +272,42 @@ class StepSequence:
         epoch = self._mixture.epoch(waiting)
         plan = StepSamples(packs, places_RMB, skipped, self._state(), epoch)
         return plan if self._arrange is None else arranged(plan, self._arrange, self._training)
+
+    def _pack_best_fit(self, packer: Packer, skipped: list[str]) -> None:
+        """Close the sequences of a step, or all of them at the end of the feeds."""
+        wanted = self._training.global_batch_size
+        packer.close_older(self._steps - self._max_delay_steps)
+        while len(packer.closed) < wanted:
+            drawn = self._draw(skipped)
+            if drawn is None:
+                packer.flush()
+                return
+            packs_N = packer.add(drawn.tokens_N, drawn.tiles_N, wanted, self._steps)
+            self._waiting.append((self._mixture.take(len(packs_N)), packs_N))
+
+    def _pack_balanced(self, packer: BalancedPacker, skipped: list[str]) -> None:
+        """Close the sequences of a step, or all of them at the end of the feeds."""
+        while len(packer.closed) < self._training.global_batch_size:
+            missing, parts = packer.missing_tokens, []
+            while missing > 0 and (drawn := self._draw(skipped)) is not None:
+                stop = int(np.searchsorted(np.cumsum(drawn.tokens_N), missing)) + 1
+                parts.append(self._mixture.take(min(stop, len(drawn))))
+                missing -= int(parts[-1].tokens_N.sum())
+            samples = joined(parts)
+            pack = packer.finish if missing > 0 else packer.fill
+            packs_N = pack(samples.tokens_N, samples.tiles_N, samples.patches_N)
+            self._waiting.append((samples, packs_N))
+            if missing > 0:
+                return
+
+    def _draw(self, skipped: list[str]) -> Drawn | None:
+        """Return the next samples of the mixture; add the corrupt ones to `skipped`."""
+        drawn = self._mixture.draw()
+        if drawn is not None:
+            skipped += drawn.skipped
+            self._check_skipped(skipped)
+            self._items.update((_name(item), item) for item in drawn.items)
+        return drawn
 
     def _ready(self) -> int:
         return min(len(self._packer.closed), self._training.global_batch_size)
@@ -393,11 +429,13 @@ class StepSequence:
             return False
         times = [0] * len(state["closed"]) + state["opened"]
         for number, (pack, tokens, time) in enumerate(zip(packs, used, times, strict=True)):
-            tiles = sum(item.meta.tiles for item in pack)
             if number < len(state["closed"]):
                 into = self._packer.restore_closed()
+            elif isinstance(self._packer, Packer):
+                into = self._packer.restore(tokens, sum(item.meta.tiles for item in pack), time)
             else:
-                into = self._packer.restore(tokens, tiles, time)
+                sizes = Drawn.of(pack)
+                into = self._packer.restore(sizes.tokens_N, sizes.tiles_N, sizes.patches_N)
             self._wait(pack, np.full(len(pack), into))
         self._mixture.bases = list(state["bases"])
         return True
@@ -432,7 +470,11 @@ class StepSequence:
         self._mixture.forget_the_past()
         kept = [items[r] for r in _references(state) if r in items]
         drawn = Drawn.of(kept)  # packed anew, as their sizes may have changed
-        self._wait(kept, self._packer.add(drawn.tokens_N, drawn.tiles_N, now=self._steps))
+        if isinstance(self._packer, Packer):
+            packs_N = self._packer.add(drawn.tokens_N, drawn.tiles_N, now=self._steps)
+        else:
+            packs_N = self._packer.begin(drawn.tokens_N, drawn.tiles_N, drawn.patches_N)
+        self._wait(kept, packs_N)
         self.notice = (
             f"data changed since the checkpoint: {'; '.join(changed)}; continuing, as "
             f"checkpoint.resume_changed_data says, with {', '.join(positions)} ({len(kept)} of "

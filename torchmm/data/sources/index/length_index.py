@@ -44,8 +44,8 @@ from torchmm.recipe.data_section import DataConfig, LengthFilter, SourceConfig
 FORMAT_VERSION = 10
 """Increased when parsing, tokenising or measuring changes, so that old caches are not used."""
 MANIFEST = "manifest.json"
-DURATION = 6
-"""Column of `sizes_D8`."""
+PATCHES, DURATION = 2, 6
+"""Columns of `sizes_D8`."""
 KEPT_OPEN = 512
 """Shards kept mapped; a block of the order has at most 256."""
 DESCRIBED_SHARDS = 64
@@ -112,6 +112,13 @@ class ShardSizes(NamedTuple):
         is_tile_M = (self.sizes_D8[:, DURATION] == 0)[self.images_M]
         before = np.concatenate([[0], np.cumsum(is_tile_M)])
         return np.diff(before[self.starts_N1]).astype(np.uint16)
+
+    def patches_N(self) -> np.ndarray:
+        """Return the patches of all images, audio clips and generated images of each sample."""
+        read_M = self.sizes_D8[:, PATCHES][self.images_M]
+        drawn_M = self.drawn_D4[:, :3].prod(1)[self.drawn_M]
+        pairs = (read_M, self.starts_N1), (drawn_M, self.drawn_starts_N1)
+        return sum(np.diff(np.append(0, np.cumsum(m, dtype=np.int64))[s]) for m, s in pairs)
 
     def kept_by(self, wanted: LengthFilter) -> np.ndarray:
         """Places of the usable samples that a filter leaves in, ascending."""

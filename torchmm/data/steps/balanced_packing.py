@@ -1,0 +1,266 @@
+"""Balanced packing: sequences with similar encoder work, attention and number of tokens.
+
+`SEQUENCES` sequences are filled together. Samples are placed in the order of their size, largest
+first. A sample goes into the sequence that has least of the sample's own sizes: the dot-product
+heuristic of vector bin packing (Panigrahy et al. 2011, "Heuristics for Vector Bin Packing", section
+2.2). Its sizes are tokens, patches of all encoders and generators, and tokens squared (attention).
+Samples that fit into none of the sequences begin the next ones. All sequences are then closed, so a
+sample is in one of the first 2 x `SEQUENCES` sequences that are closed after it was drawn.
+
+The arithmetic is on integers, so that all machines pack the same sequences.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from torchmm.data.steps.packing import members
+from torchmm.data.steps.shuffling import Int64s, compiled
+
+SEQUENCES = 64
+"""Sequences that are filled together."""
+SWEEPS = 2
+"""Passes that swap samples of sequences with many and few patches."""
+UNIT_BITS = 20
+"""A load of 2^20 is the mean of the sequences."""
+TOKENS, TILES, PATCHES, ATTENTION = range(4)
+
+
+class BalancedPacker:
+    """Packs samples into sequences of similar shape.
+
+    Args:
+        sequence_length: Tokens of a sequence.
+        max_tiles: Maximum number of images and tiles of a sequence; None: no limit. A sample with
+            more of them shares its sequence with no other sample that has any.
+    """
+
+    def __init__(self, sequence_length: int, max_tiles: int | None = None) -> None:
+        self.sequence_length = sequence_length
+        self.max_tiles = np.iinfo(np.int64).max if max_tiles is None else max_tiles
+        self.closed: deque[int] = deque()
+        """Numbers of closed sequences that no step has taken, in order."""
+        self.next = 0
+        """Number of the next sequence."""
+        self._numbers_O = np.zeros(0, np.int64)
+        self._sizes_4O = np.zeros((4, 0), np.int64)
+
+    @property
+    def open(self) -> list[int]:
+        """Numbers of open sequences: each has samples that did not fit into closed ones."""
+        return self._numbers_O.tolist()
+
+    @property
+    def opened_at(self) -> list[int]:
+        """Zeros: the age of a sequence does not matter."""
+        return [0] * len(self._numbers_O)
+
+    @property
+    def missing_tokens(self) -> int:
+        """Tokens that are required to fill the next sequences."""
+        count = max(SEQUENCES, len(self._numbers_O))
+        return count * self.sequence_length - int(self._sizes_4O[TOKENS].sum())
+
+    def fill(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
+        """Fill and close sequences; return the number of the sequence of each sample.
+
+        Args:
+            tokens_N: At least 1 and at most `sequence_length` each, in total `missing_tokens`.
+            tiles_N: Images and tiles of each sample.
+            patches_N: Patches of each sample.
+        """
+        closing = max(SEQUENCES, len(self._numbers_O))
+        return self._place(self._sizes(tokens_N, tiles_N, patches_N), closing, SEQUENCES)
+
+    def finish(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
+        """Pack the last samples, and close all sequences. Arguments are those of `fill`."""
+        sizes_4N = self._sizes(tokens_N, tiles_N, patches_N)
+        tokens = int(sizes_4N[TOKENS].sum() + self._sizes_4O[TOKENS].sum())
+        closing = max(len(self._numbers_O), -(-tokens // self.sequence_length))
+        packs_N = self._place(sizes_4N, closing, spread=0)
+        self.closed.extend(self.open)
+        self._numbers_O, self._sizes_4O = self._numbers_O[:0], self._sizes_4O[:, :0]
+        return packs_N
+
+    def begin(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
+        """Begin the next sequences with samples. Arguments are those of `fill`."""
+        assert not len(self._numbers_O)
+        return self._place(self._sizes(tokens_N, tiles_N, patches_N), 0, SEQUENCES)
+
+    def restore(self, tokens: Int64s, tiles: Int64s, patches: Int64s) -> int:
+        """Open a sequence that has these samples; return its number."""
+        sizes_41 = self._sizes(tokens, tiles, patches).sum(1, keepdims=True)
+        self._sizes_4O = np.hstack([self._sizes_4O, sizes_41])
+        self._numbers_O = np.append(self._numbers_O, self.next)
+        self.next += 1
+        return self.next - 1
+
+    def restore_closed(self) -> int:
+        """Add a closed sequence; return its number."""
+        self.closed.append(self.next)
+        self.next += 1
+        return self.next - 1
+
+    def _sizes(self, tokens_N: Int64s, tiles_N: Int64s, patches_N: Int64s) -> Int64s:
+        attention_N = tokens_N**2 // self.sequence_length
+        return np.array([tokens_N, tiles_N, patches_N, attention_N], np.int64)
+
+    def _place(self, sizes_4N: Int64s, closing: int, spread: int) -> Int64s:
+        """Place samples in `closing` sequences, of which the open ones are the first, and close
+        them. Samples that do not fit open others, `spread` of them before these have several."""
+        count = sizes_4N.shape[1]
+        opened = len(self._numbers_O)
+        used_4B = np.zeros((4, closing + count), np.int64)
+        used_4B[:, :opened] = self._sizes_4O
+        total_4 = sizes_4N.sum(1) + self._sizes_4O.sum(1)
+        means_4 = np.maximum(1, -(-total_4 // max(1, closing)))
+        means_4[TOKENS] = self.sequence_length
+        scaled = [TOKENS, PATCHES, ATTENTION]
+        means_31 = means_4[scaled][:, None]
+        # Rounded up, so that a sequence with samples always has a larger product than an empty one.
+        loads_3N = -(-(sizes_4N[scaled] << UNIT_BITS) // means_31)
+        loads_3B = -(-(used_4B[scaled] << UNIT_BITS) // means_31)
+        order_N = np.argsort(-np.maximum(loads_3N[0], loads_3N[1]), kind="stable")
+        bins_N = np.empty(count, np.int64)
+        limits_4 = np.array([self.sequence_length, self.max_tiles, closing, spread])
+        used = closing + _place(sizes_4N, loads_3N, order_N, limits_4, used_4B, loads_3B, bins_N)
+        members_N, starts_B1 = members(bins_N, np.arange(closing))
+        for _ in range(SWEEPS):
+            ranked_B = np.argsort(loads_3B[1, :closing], kind="stable")
+            pairs_2P = np.array([ranked_B[::-1], ranked_B])[:, : closing // 2]
+            _swap(sizes_4N, loads_3N, limits_4, used_4B, loads_3B, starts_B1, members_N, pairs_2P)
+        bins_N[members_N] = np.repeat(np.arange(closing), np.diff(starts_B1))
+        numbers_B = np.arange(self.next, self.next + used) - opened
+        numbers_B[:opened] = self._numbers_O
+        self.next += max(0, used - opened)
+        # Largest samples come first in a random order, so that steps do not differ in their sizes.
+        first_B = np.full(used, -1)
+        first_B[bins_N[order_N[::-1]]] = order_N[::-1]
+        for number in np.argsort(first_B[:closing], kind="stable").tolist():
+            if used_4B[TOKENS, number]:
+                self.closed.append(int(numbers_B[number]))
+        self._numbers_O, self._sizes_4O = numbers_B[closing:], used_4B[:, closing:used].copy()
+        return numbers_B[bins_N]
+
+
+@compiled
+def _place(
+    sizes_4N: Int64s,
+    loads_3N: Int64s,
+    order_N: Int64s,
+    limits_4: Int64s,
+    used_4B: Int64s,
+    loads_3B: Int64s,
+    bins_N: Int64s,
+) -> int:
+    """Return the number of further sequences that were opened.
+
+    Args:
+        sizes_4N: Tokens, tiles, patches and attention of each sample.
+        loads_3N: Tokens, patches and attention in fractions of the mean sequence.
+        order_N: Order in which samples are placed.
+        limits_4: Tokens and tiles of a sequence; sequences to fill; further ones that each get a
+            sample before one gets several.
+        used_4B: Sizes of the samples in each sequence; changed.
+        loads_3B: Their loads; changed.
+        bins_N: Filled with the sequence of each sample.
+    """
+    _, _, closing, spread = limits_4
+    further = 0
+    for i in order_N:
+        sizes_4, loads_3 = sizes_4N[:, i], loads_3N[:, i]
+        best = _emptiest(sizes_4, loads_3, limits_4, used_4B, loads_3B, 0, closing)
+        if best < 0:
+            stop = closing + min(further + 1, max(further, spread))
+            best = _emptiest(sizes_4, loads_3, limits_4, used_4B, loads_3B, closing, stop)
+        if best < 0:
+            best = closing + further
+        further = max(further, best + 1 - closing)
+        bins_N[i] = best
+        for k in range(4):
+            used_4B[k, best] += sizes_4[k]
+        for k in range(3):
+            loads_3B[k, best] += loads_3[k]
+    return further
+
+
+@compiled
+def _swap(
+    sizes_4N: Int64s,
+    loads_3N: Int64s,
+    limits_4: Int64s,
+    used_4B: Int64s,
+    loads_3B: Int64s,
+    starts_B1: Int64s,
+    members_N: Int64s,
+    pairs_2P: Int64s,
+) -> None:
+    """Swap two samples of each pair of sequences, if patches and attention differ less then.
+
+    Args:
+        starts_B1: Position of the first sample of each sequence in `members_N`.
+        members_N: Samples, sequence after sequence; changed.
+        pairs_2P: Pairs of sequences. Other arguments are those of `_place`.
+    """
+    for p in range(pairs_2P.shape[1]):
+        a, b = pairs_2P[:, p]
+        chosen_a, chosen_b, least = -1, -1, 0
+        for at_a in range(starts_B1[a], starts_B1[a + 1]):
+            i = members_N[at_a]
+            for at_b in range(starts_B1[b], starts_B1[b + 1]):
+                j = members_N[at_b]
+                fits = True
+                for k in range(2):  # tokens and tiles
+                    more = sizes_4N[k, j] - sizes_4N[k, i]
+                    limit = limits_4[k]
+                    fits &= more <= 0 or used_4B[k, a] + more <= limit
+                    fits &= more >= 0 or used_4B[k, b] - more <= limit
+                if not fits:
+                    continue
+                change = 0  # half of the change of the sum of squared loads
+                for k in range(1, 3):
+                    moved = loads_3N[k, i] - loads_3N[k, j]
+                    change += moved * (moved - loads_3B[k, a] + loads_3B[k, b])
+                if change < least:
+                    chosen_a, chosen_b, least = at_a, at_b, change
+        if chosen_a < 0:
+            continue
+        i, j = members_N[chosen_a], members_N[chosen_b]
+        members_N[chosen_a], members_N[chosen_b] = j, i
+        used_4B[:, a] += sizes_4N[:, j] - sizes_4N[:, i]
+        used_4B[:, b] += sizes_4N[:, i] - sizes_4N[:, j]
+        loads_3B[:, a] += loads_3N[:, j] - loads_3N[:, i]
+        loads_3B[:, b] += loads_3N[:, i] - loads_3N[:, j]
+
+
+@compiled
+def _emptiest(
+    sizes_4: Int64s,
+    loads_3: Int64s,
+    limits_4: Int64s,
+    used_4B: Int64s,
+    loads_3B: Int64s,
+    first: int,
+    stop: int,
+) -> int:
+    """Return the sequence with room that has least of a sample's sizes; -1: none has room.
+
+    Args:
+        sizes_4, loads_3: Sizes and loads of the sample.
+        first, stop: Sequences to choose from. Other arguments are those of `_place`.
+    """
+    best, least = -1, 0
+    for b in range(first, stop):
+        if used_4B[0, b] + sizes_4[0] > limits_4[0]:
+            continue
+        shares_tiles = sizes_4[1] > 0 and used_4B[1, b] > 0
+        if shares_tiles and used_4B[1, b] + sizes_4[1] > limits_4[1]:
+            continue
+        product = 0
+        for k in range(3):
+            product += loads_3B[k, b] * loads_3[k]
+        if best < 0 or product < least:
+            best, least = b, product
+    return best
