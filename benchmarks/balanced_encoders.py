@@ -34,7 +34,7 @@ from support.cases.balance_arms import (
     run_arm,
 )
 from support.cases.balance_streams import CASES as STREAMS
-from support.cases.balance_streams import SEED, Case, draw_batches, pack_by_tokens
+from support.cases.balance_streams import SEED, Case, draw_batches
 from support.harness import Row, run_cases
 from support.models.pipeline_model import IMAGE_TOKENS, Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
@@ -68,13 +68,11 @@ ENCODER_SHARE = 0.7
 MANY_RANKS = 1024
 QUIET = 0.3
 SIMULATED = {
-    "full": Counts(200, 40, 20, 4),
+    "full": Counts(200, 24, 12, 3),
     "quick": Counts(3, 0, 0, 0),
     "tiny": Counts(1, 0, 0, 0),
 }
 """Numbers of simulated batches. A searched schedule takes about 10 s of processor time."""
-PACKINGS = {False: pack_by_tokens}
-"""Packing of sequences by whether it evens out their encoder work."""
 
 
 @dataclass(frozen=True)
@@ -322,10 +320,8 @@ def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
     model = recipe_model(recipe)
     profile = load_profile(recipe.simulation.device)
     plain: Arm | None = None
-    for packed_evenly, pack in PACKINGS.items():
-        if packed_evenly and case.mixture is None:
-            continue
-        packed = draw_batches(case, recipe, max(counts), pack)
+    for packed_evenly in (False, True) if case.images is None else (False,):
+        packed = draw_batches(case, recipe, max(counts), packed_evenly)
         batches = [BatchSample(recipe, model, packs) for packs in packed.batches]
         setup = Setup(recipe, case.workload.gpus, profile, batches)
         for name, own, count in arm_recipes(setup, counts, packed_evenly):

@@ -42,9 +42,9 @@ FIXED_MODES = ("none", "encoders", "full")
 """Recomputation of plans without a pipeline; "encoders": "full" for encoders, "selective" for the
 LLM. Layers tuned to the memory of each batch gain at most 1 % there, and 10 % in pipelines, whose
 layers are tuned."""
-TENSOR_SIZES, MICROBATCH_SIZES, CONTEXTS = (1, 2, 4), (1, 2, 4), (1, 4)
+MICROBATCH_SIZES = (1, 2, 4)
 CONTEXT_TOKENS = 8192
-"""Context parallelism is tried for longer sequences."""
+"""Context parallelism is tried for sequences of at least this length."""
 PIPELINES = (2, 4, 8)
 TIMED = 5
 """Batches for which planning is timed."""
@@ -184,9 +184,11 @@ def plain_recipes(setup: Setup, **data: str) -> Iterator[Recipe]:
     """
     encoders = [own.name for own in setup.batches[0].modules if own.kind == "encoder"]
     recipe = with_values(setup.recipe, "data", **data)
-    is_long = recipe.training.sequence_length > CONTEXT_TOKENS
-    contexts = CONTEXTS if is_long and data["balance"] == "none" else (1,)
-    for tensor, size, context in product(TENSOR_SIZES, MICROBATCH_SIZES, contexts):
+    is_long = recipe.training.sequence_length >= CONTEXT_TOKENS
+    contexts = SIZES if is_long and data["balance"] == "none" else (1,)
+    for tensor, size, context in product(SIZES, MICROBATCH_SIZES, contexts):
+        if tensor * context > max(SIZES):
+            continue
         sized = in_one_chain(
             with_values(recipe, "training", microbatch_size=size),
             schedule="1f1b",

@@ -11,8 +11,9 @@ percentile 24, the largest 68. On average a page has 3.9 images and 587 tokens o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from support.workloads import Workload
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.data.steps.packing import pack_all
+from torchmm.planning.first_step import balanced_sequences
 from torchmm.recipe.recipe import Recipe
 
 SEED = 0
@@ -29,7 +31,7 @@ CAPTION_TOKENS = 16
 """Tokens of text of an image-text pair in LAION-2B (PipeWeaver, figure 2)."""
 CLIP_FRAMES = (100, 140)
 """Groups of two frames in a video, as in `recipes/qwen3_vl_8b_video.toml`."""
-SPARE = 64
+SPARE = 192
 """Sequences packed beyond the requested number, because open sequences are not used."""
 
 
@@ -76,7 +78,11 @@ class Case(NamedTuple):
 VLM = Mixture(captions=0.2, documents=0.6, text=0.2)
 """Fractions of the recipe, which counts sequences."""
 CASES = (
-    Case("vlm_s", "VLM-S, mixture of the recipe", Workload("recipes/papers/pipeweaver_vlm_s", 16)),
+    Case(
+        "vlm_s",
+        "VLM-S, mixture of the recipe",
+        Workload("benchmarks/support/recipes/vlm_s_samples", 16),
+    ),
     Case("vlm_s_tail", "VLM-S, heavy tail", Workload("recipes/papers/pipeweaver_vlm_s", 16), VLM),
     Case("vlm_m_tail", "VLM-M, heavy tail", Workload("recipes/papers/pipeweaver_vlm_m", 32), VLM),
     Case(
@@ -118,36 +124,37 @@ class Packed(NamedTuple):
         return used / sum(meta.tokens for meta in metas)
 
 
-Packing = Callable[[Recipe, list[SampleMeta]], list[list[int]]]
-"""Returns the samples of each sequence as indices, in the order of closing."""
-
-
-def pack_by_tokens(recipe: Recipe, samples: list[SampleMeta]) -> list[list[int]]:
-    """Pack as the loader does by default: best fit by the number of tokens."""
-    lengths = [sample.tokens for sample in samples]
-    return pack_all(lengths, recipe.training.sequence_length, recipe.data.open_packs, flush=False)
-
-
-def draw_batches(case: Case, recipe: Recipe, count: int, pack: Packing = pack_by_tokens) -> Packed:
+def draw_batches(case: Case, recipe: Recipe, count: int, is_even: bool = False) -> Packed:
     """Return consecutive batches of a case.
 
     Args:
-        pack: Packing of a mixture. Sequences that the recipe describes are not packed again.
+        is_even: Whether to pack with `data.packing` = "balanced". Otherwise samples of a mixture
+            are packed by their number of tokens, and sequences of the recipe stay as they are.
     """
     training = recipe.training
     wanted, length = count * training.global_batch_size, training.sequence_length
     if case.mixture is None:
-        metas = sample_microbatches(recipe.simulation, wanted, sequence_length=length)
-        return Packed(_in_batches(metas, training.global_batch_size), 0.0)
-    tokens = (wanted + SPARE) * length
-    samples = list(draw_samples(case.mixture, recipe, tokens))
+        metas = sample_microbatches(recipe.simulation, wanted + SPARE, sequence_length=length)
+        samples = [sample for meta in metas for sample in meta.samples]
+    else:
+        tokens = (wanted + SPARE) * length
+        samples = list(draw_samples(case.mixture, recipe, tokens))
+    if is_even:
+        next(balanced_sequences(iter(samples), length))  # compile
     begin_s = time.process_time()
-    packs = pack(recipe, samples)
-    seconds = (time.process_time() - begin_s) * wanted / len(packs) / count
+    if is_even:
+        packs = list(islice(balanced_sequences(iter(samples), length), wanted))
+    elif case.mixture is None:
+        packs = [list(meta.samples) for meta in metas[:wanted]]
+    else:
+        lengths = [sample.tokens for sample in samples]
+        indices = pack_all(lengths, length, recipe.data.open_packs, flush=False)
+        packs = [[samples[i] for i in own] for own in indices[:wanted]]
+    seconds = time.process_time() - begin_s
     if len(packs) < wanted:
         raise ValueError(f"{len(packs)} sequences are packed; {wanted} are needed")
-    metas = [MicrobatchMeta(tuple(samples[i] for i in own), length) for own in packs[:wanted]]
-    return Packed(_in_batches(metas, training.global_batch_size), seconds)
+    metas = [MicrobatchMeta(tuple(own), length) for own in packs]
+    return Packed(_in_batches(metas, training.global_batch_size), seconds / count)
 
 
 def _in_batches(metas: list[MicrobatchMeta], size: int) -> list[list[MicrobatchMeta]]:
