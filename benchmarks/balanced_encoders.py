@@ -24,12 +24,14 @@ import torch
 import torch.distributed as dist
 from documents import Sample
 from support.balanced_microbatches import balanced_microbatch
+from support.cases import balance_sleeping
 from support.cases.balance_arms import (
     Arm,
     BatchSample,
     Counts,
     Setup,
-    arm_recipes,
+    balanced_arms,
+    choose_arms,
     paired_speed,
     run_arm,
 )
@@ -56,6 +58,7 @@ from torchmm.planning.resolved import recipe_model
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline
 
@@ -68,7 +71,7 @@ ENCODER_SHARE = 0.7
 MANY_RANKS = 1024
 QUIET = 0.3
 SIMULATED = {
-    "full": Counts(200, 24, 12, 3),
+    "full": Counts(200, 16, 8, 2),
     "quick": Counts(3, 0, 0, 0),
     "tiny": Counts(1, 0, 0, 0),
 }
@@ -320,11 +323,13 @@ def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
     model = recipe_model(recipe)
     profile = load_profile(recipe.simulation.device)
     plain: Arm | None = None
-    for packed_evenly in (False, True) if case.images is None else (False,):
-        packed = draw_batches(case, recipe, max(counts), packed_evenly)
+    arms: dict[str, tuple[Recipe, int]] = {}
+    for is_even in (False, True) if case.images is None else (False,):
+        packed = draw_batches(case, recipe, max(counts), is_even)
         batches = [BatchSample(recipe, model, packs) for packs in packed.batches]
         setup = Setup(recipe, case.workload.gpus, profile, batches)
-        for name, own, count in arm_recipes(setup, counts, packed_evenly):
+        arms = balanced_arms(arms) if is_even else choose_arms(setup, counts)
+        for name, (own, count) in arms.items():
             arm = run_arm(setup, name, own, count, 1e3 * packed.seconds)
             plain = plain or arm
             yield arm_rows(case.name, arm, plain)
@@ -347,6 +352,12 @@ def arm_rows(case: str, arm: Arm, plain: Arm) -> list[Row]:
     ]  # fmt: skip
 
 
+def run_sleep(size: str) -> Iterator[list[Row]]:
+    """Measure FSDP2 and pipelines with eight sleeping ranks."""
+    for case in STREAMS[: 2 if size == "full" else 1]:
+        yield balance_sleeping.run(case, size)
+
+
 def run_images(size: str) -> Iterator[list[Row]]:
     """Measure plain and balanced FSDP2 with sleeping and with computing ranks."""
     setting = FULL if size == "full" else QUICK
@@ -365,6 +376,7 @@ def run_host(size: str) -> Iterator[list[Row]]:
 
 CASES = {
     **{case.key: partial(run_simulated, case) for case in STREAMS},
+    "sleep": run_sleep,
     "images": run_images,
     "host": run_host,
 }

@@ -7,7 +7,7 @@ for all batches, as in a run. `Forecaster` times all steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -38,11 +38,12 @@ from torchmm.recipe.recipe import Recipe
 
 CHAIN, SEPARATED, SEARCHED = "static 1F1B", "separated", "searched"
 PLAIN, SORTED, IMAGES = "FSDP2", "FSDP2, A", "FSDP2, A + C"
-FIXED_MODES = ("none", "encoders", "full")
+EVEN = " + D"
+FIXED_MODES = ("encoders", "full")
 """Recomputation of plans without a pipeline; "encoders": "full" for encoders, "selective" for the
 LLM. Layers tuned to the memory of each batch gain at most 1 % there, and 10 % in pipelines, whose
 layers are tuned."""
-MICROBATCH_SIZES = (1, 2, 4)
+MOST_DIVIDED, MICROBATCH_SIZES = 4, (1, 2)
 CONTEXT_TOKENS = 8192
 """Context parallelism is tried for sequences of at least this length."""
 PIPELINES = (2, 4, 8)
@@ -187,7 +188,7 @@ def plain_recipes(setup: Setup, **data: str) -> Iterator[Recipe]:
     is_long = recipe.training.sequence_length >= CONTEXT_TOKENS
     contexts = SIZES if is_long and data["balance"] == "none" else (1,)
     for tensor, size, context in product(SIZES, MICROBATCH_SIZES, contexts):
-        if tensor * context > max(SIZES):
+        if tensor * context > MOST_DIVIDED:
             continue
         sized = in_one_chain(
             with_values(recipe, "training", microbatch_size=size),
@@ -373,28 +374,30 @@ class Counts(NamedTuple):
     searched: int
 
 
-def arm_recipes(
-    setup: Setup, counts: Counts, packed_evenly: bool
-) -> Iterator[tuple[str, Recipe, int]]:
-    """Yield name, recipe and number of batches of each arm.
+def choose_arms(setup: Setup, counts: Counts) -> dict[str, tuple[Recipe, int]]:
+    """Return the recipe and the number of batches of each arm, as drawn.
 
     Args:
-        packed_evenly: Whether sequences are packed by two sizes. Arms without balanced data are
-            omitted then.
+        setup: Batches of sequences that are not packed by their work.
+        counts: Numbers of batches; 0 omits an arm.
     """
-    plain = choose_plain(setup)
-    names = [IMAGES] if packed_evenly else list(plain)
-    suffix = " + D" if packed_evenly else ""
-    for name in names:
-        if (recipe := plain[name]) is not None:
-            yield name + suffix, recipe, counts.plain
     numbers = {CHAIN: counts.chain, SEPARATED: counts.separated, SEARCHED: counts.searched}
-    if not any(numbers.values()):
-        return
-    for name, recipe in choose_pipelines(setup).items():
-        if recipe is None or not numbers[name]:
+    recipes = choose_plain(setup)
+    if any(numbers.values()):
+        recipes |= choose_pipelines(setup)
+    return {
+        name: (recipe, number)
+        for name, recipe in recipes.items()
+        if recipe is not None and (number := numbers.get(name, counts.plain))
+    }
+
+
+def balanced_arms(arms: Mapping[str, tuple[Recipe, int]]) -> dict[str, tuple[Recipe, int]]:
+    """Return the arms with sequences packed by their work."""
+    found = {}
+    for name, (recipe, number) in arms.items():
+        if name in (PLAIN, SORTED):
             continue
-        if not packed_evenly:
-            yield f"{name}, as drawn", recipe, numbers[name]
-        reordered_name = f"{name}, reordered" + suffix
-        yield reordered_name, with_values(recipe, "data", reorder="both"), numbers[name]
+        reorder = recipe.data.reorder if name == IMAGES else "both"
+        found[name + EVEN] = with_values(recipe, "data", reorder=reorder), number
+    return found
