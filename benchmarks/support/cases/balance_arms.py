@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.cases.plain_methods import SIZES, describe, recomputing, with_values
+from support.cases.plain_methods import NODE, SIZES, describe, recomputing, with_values
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.operators import Profile
 from torchmm.balance.image_shares import balanced_shares
@@ -215,7 +215,7 @@ def pipeline_recipes(setup: Setup, schedule: str, reorder: str) -> Iterator[Reci
     lean = with_values(recomputing(setup.recipe, "tuned"), "data", reorder=reorder)
     stages = (1, 2) if schedule == "megatron_balanced" else (1,)
     for pipeline, tensor, virtual in product(PIPELINES, SIZES, stages):
-        if setup.gpus % (pipeline * tensor) == 0 and pipeline * tensor > 2:
+        if setup.gpus % (pipeline * tensor) == 0 and pipeline * tensor >= NODE:
             yield in_one_chain(
                 lean,
                 schedule=schedule,

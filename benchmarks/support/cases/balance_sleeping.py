@@ -140,16 +140,16 @@ def run(case: Case, size: str) -> list[Row]:
 def _rows(title: str, name: str, found: Comparison, works: Mapping[bool, Work]) -> Iterator[Row]:
     work = works[name.endswith(EVEN)]
     walls_s = {each: [time.wall_s for time in found.times[each]] for each in (name, PLAIN)}
-    own, plain = (
-        sum(
-            each.forward_s(TOWER_LAYERS, len(each.images[i]) * LLM_LAYERS, sum(each.images[i]))
-            for i in found.steps
-        )
-        for each in (work, works[False])
-    )
+    own, plain = (sum(_work_s(each, i) for i in found.steps) for each in (work, works[False]))
     speed = own / sum(walls_s[name]) * sum(walls_s[PLAIN]) / plain
     case = f"{title}: {name}"
     late = {each: float(np.percentile(own, 95)) for each, own in walls_s.items()}
     yield Row(case, "work per second / FSDP2", "x", speed, 1.0)
     yield Row(case, "step, mean", "s", mean(walls_s[name]), mean(walls_s[PLAIN]), better="lower")
     yield Row(case, "step, 95th percentile", "s", late[name], late[PLAIN], better="lower")
+
+
+def _work_s(work: Work, index: int) -> float:
+    """Return the forward time of a batch on one rank in seconds."""
+    images = work.images[index]
+    return work.forward_s(TOWER_LAYERS, len(images) * LLM_LAYERS, sum(images))
