@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,25 @@ import torch.distributed as dist
 from documents import Sample
 from loader_scale import PACKS, cpu_s, fabricate, sample_count, steps_of
 from support.balanced_microbatches import balanced_microbatch
-from support.harness import Row, describe_machine, make_parser, report
+from support.cases import balance_sleeping
+from support.cases.balance_arms import (
+    Arm,
+    BatchSample,
+    Counts,
+    Setup,
+    balanced_arms,
+    choose_arms,
+    paired_speed,
+    run_arm,
+)
+from support.cases.balance_streams import CASES as STREAMS
+from support.cases.balance_streams import SEED, Case, draw_batches
+from support.harness import Row, run_cases
 from support.models.pipeline_model import IMAGE_TOKENS, Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
 from torch import Tensor, nn
 
+from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import ImageSizes, Microbatch, MicrobatchMeta
@@ -43,9 +57,11 @@ from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.mesh import build_mesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.planning.resolved import recipe_model
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline
 
@@ -57,6 +73,12 @@ ENCODER_SHARE = 0.7
 """Of the work of VLM-S."""
 MANY_RANKS = 1024
 QUIET = 0.3
+SIMULATED = {
+    "full": Counts(60, 8, 4, 2),
+    "quick": Counts(3, 0, 0, 0),
+    "tiny": Counts(1, 0, 0, 0),
+}
+"""Numbers of simulated batches. A searched schedule takes about 10 s of processor time."""
 
 
 @dataclass(frozen=True)
@@ -319,19 +341,77 @@ def host_rows(steps: int) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Print the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
-    setting = QUICK if arguments.quick else FULL
+def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
+    """Simulate plain FSDP2, balanced data and pipelines on many batches of a case."""
+    counts = SIMULATED[size]
+    if case.images is not None:  # only the comparison without a pipeline
+        counts = Counts(counts.plain, 0, 0, 0)
+    recipe = case.recipe()
+    model = recipe_model(recipe)
+    profile = load_profile(recipe.simulation.device)
+    plain: Arm | None = None
+    arms: dict[str, tuple[Recipe, int]] = {}
+    for is_even in (False, True) if case.images is None else (False,):
+        packed = draw_batches(case, recipe, max(counts), is_even)
+        batches = [BatchSample(recipe, model, packs) for packs in packed.batches]
+        setup = Setup(recipe, case.workload.gpus, profile, batches)
+        arms = balanced_arms(arms) if is_even else choose_arms(setup, counts)
+        for name, (own, count) in arms.items():
+            arm = run_arm(setup, name, own, count, 1e3 * packed.seconds)
+            plain = plain or arm
+            yield arm_rows(case.name, arm, plain)
+
+
+def arm_rows(case: str, arm: Arm, plain: Arm) -> list[Row]:
+    """Return the rows of an arm; the baseline is plain FSDP2."""
+    print(f"{case}, {arm.name}: {arm.sizes}")
+    case = f"{case}: {arm.name}"
+    speed = paired_speed(arm, plain)
+    return [
+        Row(case, "tokens per second / FSDP2", "x", speed, 1.0, kind="simulated"),
+        Row(case, "step, mean", "s", arm.mean_s, plain.mean_s, better="lower", kind="simulated"),
+        Row(case, "step, 95th percentile", "s", arm.late_s, plain.late_s, better="lower",
+            kind="simulated"),
+        Row(case, "planning per step, CPU", "ms", arm.planning_ms, plain.planning_ms,
+            better="lower"),
+        Row(case, "batches", "", len(arm.steps_s), kind="simulated"),
+        Row(case, "batches that do not fit", "", arm.too_large, better="lower", kind="simulated"),
+    ]  # fmt: skip
+
+
+def run_sleep(size: str) -> Iterator[list[Row]]:
+    """Measure FSDP2 and pipelines with eight sleeping ranks."""
+    for case in STREAMS[: 2 if size == "full" else 1]:
+        yield balance_sleeping.run(case, size)
+
+
+def run_images(size: str) -> Iterator[list[Row]]:
+    """Measure plain and balanced FSDP2 with sleeping and with computing ranks."""
+    setting = FULL if size == "full" else QUICK
     cases = {f"{ranks} sleeping ranks": (ranks, False) for ranks in setting.worlds}
     cases["2 computing ranks"] = (2, True)
-    rows = host_rows(2 if arguments.quick else 8)
     for case, (ranks, computing) in cases.items():
         found = run_ranks(run, ranks, setting, computing)
-        rows += rows_of(case, found)
         print(f"{case}: {found.comparison}")
-    title = f"Balanced encoders; {describe_machine(torch.device('cpu'))}"
-    report(title, rows, arguments.json)
+        yield rows_of(case, found)
+
+
+def run_host(size: str) -> Iterator[list[Row]]:
+    """Measure the assignment of images for many ranks."""
+    yield host_rows(8 if size == "full" else 2)
+
+
+CASES = {
+    **{case.key: partial(run_simulated, case) for case in STREAMS},
+    "sleep": run_sleep,
+    "images": run_images,
+    "host": run_host,
+}
+
+
+def main() -> None:
+    """Print a table whenever a case has ended."""
+    run_cases("Balanced encoders", __doc__, CASES, f"seed {SEED}")
 
 
 if __name__ == "__main__":

@@ -62,13 +62,13 @@ def pack_documents(
     """
     pages = list(documents.pages)
     random.Random(seed).shuffle(pages)
-    cut = [_truncate(page, tokens, image_tokens, shorten) for page in pages]
+    cut = [truncate(page, tokens, image_tokens, shorten) for page in pages]
     samples = [sample for sample in cut if sample.tokens]
     packs = pack_all([sample.tokens for sample in samples], tokens, OPEN_PACKS, flush=False)
     return [[samples[i] for i in pack] for pack in packs]
 
 
-def _truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -> Sample:
+def truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -> Sample:
     """The page's beginning that fits, never a part of an image: as `torchmm.data.media.text`
     does.
     """

@@ -26,12 +26,14 @@ from support.ranks import Comparison, Stopwatch, run_ranks
 from support.sleepers import WIDTH, ShardedSleeper, SleepStage, Work, message_rows
 
 from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.image_shares import assign_images
 from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.microbatches import reorder_microbatches
 from torchmm.balance.reordering.program import compile_order
 from torchmm.balance.reordering.slices import slice_items
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.exchange import Counts
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.checks.validate import validate_plan
@@ -52,7 +54,7 @@ TOKENS, IMAGE_TOKENS = 2048, 64
 TOWER_LAYERS, LLM_LAYERS = 12, 16
 MODES = ("natural", "intra", "inter", "both")
 SHARDS, SHARDED_LAYERS = 4, 2
-SHARD_ORDERS = ("natural", "equal sums", "equal slices")
+SHARD_ORDERS = ("natural", "equal sums", "equal slices", "balanced images")
 QUIET = 0.3
 
 
@@ -190,26 +192,46 @@ class ComputingReplicas:
 
 
 class SleepingShards:
-    """Steps of FSDP2 shards in one order; gradients are reduced once per step."""
+    """Steps of FSDP2 shards with one arrangement; gradients are reduced in every microbatch.
 
-    def __init__(self, order: str, work: Work, model: ShardedSleeper) -> None:
-        self.name, self.model = order, model
+    Args:
+        name: Name of the program.
+        order: One of `SHARD_ORDERS`. "balanced images" has equal slices, and the images of a
+            microbatch are distributed over all ranks.
+        work: Images and durations.
+        model: Layers that sleep.
+    """
+
+    def __init__(self, name: str, order: str, work: Work, model: ShardedSleeper) -> None:
+        self.name, self.model = name, model
         self.llm_s = work.forward_s(0, LLM_LAYERS, 0)
-        self.tower_s = []
-        """Forward time of the tower by step and microbatch of this rank."""
+        self.steps: list[list[tuple[float, Counts | None]]] = []
+        """Forward time of the tower and exchanged images, by step and microbatch of this rank."""
         for images in work.images:
             tower_s = [work.forward_s(TOWER_LAYERS, 0, count) for count in images]
             places_RM = arrange_shards(order, tower_s, self.llm_s)
-            self.tower_s.append([tower_s[i] for i in places_RM[dist.get_rank()]])
+            images_MR = np.array(images)[places_RM].T.tolist()
+            self.steps.append([self._microbatch(order, work, own_R) for own_R in images_MR])
+
+    @staticmethod
+    def _microbatch(order: str, work: Work, images_R: list[int]) -> tuple[float, Counts | None]:
+        rank, counts = dist.get_rank(), None
+        encoded = images_R[rank]
+        if order == "balanced images":
+            owners = np.array(assign_images([[1] * count for count in images_R]), np.int64)
+            homes = np.repeat(np.arange(len(images_R)), images_R)
+            sent = np.bincount(homes[owners == rank], minlength=len(images_R))
+            received = np.bincount(owners[homes == rank], minlength=len(images_R))
+            counts = Counts(sent.tolist(), received.tolist())
+            encoded = sum(counts.sent)
+        return work.forward_s(TOWER_LAYERS, 0, encoded), counts
 
     def step(self, index: int) -> float:
         """Return the seconds that the layers of this rank sleep."""
-        microbatches_s = self.tower_s[index]
-        for number, tower_s in enumerate(microbatches_s, 1):
-            self.model.set_requires_gradient_sync(number == len(microbatches_s))
-            self.model(tower_s, self.llm_s).backward()
+        for tower_s, counts in self.steps[index]:
+            self.model(tower_s, self.llm_s, counts).backward()
         self.model.zero_grad()
-        return 3 * (sum(microbatches_s) + self.llm_s * len(microbatches_s))
+        return 3 * sum(tower_s + self.llm_s for tower_s, _ in self.steps[index])
 
 
 def draw_images(rng: np.random.Generator, count: int) -> list[int]:
@@ -220,12 +242,12 @@ def draw_images(rng: np.random.Generator, count: int) -> list[int]:
 
 def arrange_shards(order: str, tower_s: Sequence[float], llm_s: float) -> Int64s:
     """Return the microbatches (ranks, M) of each shard."""
-    costs_KN = np.stack([tower_s, np.full(len(tower_s), llm_s)])
-    if order == "equal slices":
-        return slice_items(np.round(1e9 * costs_KN), 1, SHARDS)
+    costs_KN, ranks = np.stack([tower_s, np.full(len(tower_s), llm_s)]), dist.get_world_size()
+    if order in ("equal slices", "balanced images"):
+        return slice_items(np.round(1e9 * costs_KN), 1, ranks)
     if order == "equal sums":
-        return balance_groups(costs_KN.sum(axis=0), SHARDS)
-    return np.arange(len(tower_s)).reshape(SHARDS, -1)
+        return balance_groups(costs_KN.sum(axis=0), ranks)
+    return np.arange(len(tower_s)).reshape(ranks, -1)
 
 
 def run_shards(setting: Setting) -> Comparison:
@@ -235,7 +257,7 @@ def run_shards(setting: Setting) -> Comparison:
     average = mean(count for step in images for count in step)
     work = Work(images, setting.llm_s / LLM_LAYERS, setting.llm_s / (TOWER_LAYERS * average))
     model = ShardedSleeper(SHARDED_LAYERS)
-    programs = [SleepingShards(order, work, model) for order in SHARD_ORDERS]
+    programs = [SleepingShards(order, order, work, model) for order in SHARD_ORDERS]
     return Stopwatch(setting.patience_s, QUIET).compare(programs, setting.steps, setting.runs)
 
 

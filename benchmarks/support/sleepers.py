@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from support.models.stock_pipeline import Split, StockSchedule
 from torchmm.common.batch import even_ranges
+from torchmm.parallel.exchange import Counts, exchange
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -102,10 +103,21 @@ class ShardedSleeper(nn.Module):
     def _sleep(module: nn.Linear, x: Tensor, seconds: float) -> Tensor:
         return Sleep.apply(x, module.weight.sum().reshape(1), (1, WIDTH), seconds)
 
-    def forward(self, tower_s: float, llm_s: float) -> Tensor:
+    def forward(self, tower_s: float, llm_s: float, images: Counts | None = None) -> Tensor:
+        """Run a microbatch.
+
+        Args:
+            tower_s, llm_s: Forward times of both modules in seconds.
+            images: Numbers of images that this rank encodes for each rank, and that each rank
+                encodes for this one; None: every rank encodes its own images.
+        """
         x = torch.zeros(1, WIDTH)
         for module in self.tower:
             x = module(x, tower_s / len(self.tower))
+        if images is not None:
+            rows = x.expand(sum(images.sent) * ROWS_PER_IMAGE, WIDTH)
+            counts = Counts(*([n * ROWS_PER_IMAGE for n in own] for own in images))
+            x = exchange(rows, counts, dist.group.WORLD).sum(0, keepdim=True)
         for module in self.llm:
             x = module(x, llm_s / len(self.llm))
         return x.sum()

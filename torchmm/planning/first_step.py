@@ -73,16 +73,6 @@ def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
         return sample_microbatches(
             recipe.simulation, count, sequence_length=length, microbatch_size=size
         )
-    sequences = list(islice(_packed_sequences(recipe), count * size))
-    return [
-        MicrobatchMeta(tuple(chain(*sequences[first : first + size])), size * length)
-        for first in range(0, count * size, size)
-    ]
-
-
-def _packed_sequences(recipe: Recipe) -> Iterator[list[SampleMeta]]:
-    """Yield the samples of balanced sequences."""
-    length = recipe.training.sequence_length
     drawn = (
         sample
         for first in count_from(step=SEQUENCES)
@@ -91,13 +81,34 @@ def _packed_sequences(recipe: Recipe) -> Iterator[list[SampleMeta]]:
         )
         for sample in sequence.samples
     )
-    packer = BalancedPacker(length, recipe.data.max_tiles_per_sequence)
+    packed = balanced_sequences(drawn, length, recipe.data.max_tiles_per_sequence)
+    sequences = list(islice(packed, count * size))
+    return [
+        MicrobatchMeta(tuple(chain(*sequences[first : first + size])), size * length)
+        for first in range(0, count * size, size)
+    ]
+
+
+def balanced_sequences(
+    samples: Iterator[SampleMeta], sequence_length: int, max_tiles: int | None = None
+) -> Iterator[list[SampleMeta]]:
+    """Yield the samples of each sequence with `data.packing` = "balanced".
+
+    Args:
+        samples: Samples in the order in which they are drawn. The last ones are omitted if they do
+            not fill sequences.
+        sequence_length: Tokens of a sequence.
+        max_tiles: Maximum number of images and tiles of a sequence.
+    """
+    packer = BalancedPacker(sequence_length, max_tiles)
     members: dict[int, list[SampleMeta]] = {}
     while True:
         missing, group = packer.missing_tokens, []
         while missing > 0:
-            group.append(next(drawn))
-            missing -= group[-1].tokens
+            if (sample := next(samples, None)) is None:
+                return
+            group.append(sample)
+            missing -= sample.tokens
         sizes = [(sample.tokens, sample.tiles, sample.patches) for sample in group]
         packs = packer.fill(*np.array(sizes, np.int64).T).tolist()
         for pack, sample in zip(packs, group, strict=True):

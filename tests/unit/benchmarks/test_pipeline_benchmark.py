@@ -62,11 +62,11 @@ def test_documents_fill_microbatches_and_differ_in_images(load):
     ],
 )
 def test_pages_are_cut_where_they_do_not_fit(load, page, sample):
-    assert load("documents")._truncate(page, 14, 4, 1) == sample
+    assert load("documents").truncate(page, 14, 4, 1) == sample
 
 
 def test_lengths_of_text_shrink_with_the_microbatch(load):
-    assert load("documents")._truncate([9, 0, 1], 100, 4, 4) == (1, 3 + 4 + 1)
+    assert load("documents").truncate([9, 0, 1], 100, 4, 4) == (1, 3 + 4 + 1)
 
 
 def test_splits_are_all_that_are_balanced(load):
