@@ -9,8 +9,11 @@ import pytest
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 PAGES = (
     "bubble_scheduling_cpu",
+    "disttrain_figures",
     "layer_tuning_cpu",
+    "newer_systems",
     "paper_tables",
+    "pipeweaver_figures",
 )
 MAX_ROWS = 30
 
