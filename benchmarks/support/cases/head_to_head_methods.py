@@ -150,14 +150,16 @@ class Comparison:
         for method, option in plain.items():
             if option is not None:
                 yield Result(method, option.forecast, describe(option.recipe))
-        chains = [self.printed]
+        chains = [self.printed] if self.printed.parallel.pipeline > 1 else []
         if "chain" in self.chosen:
             chains.append(self.chosen["chain"].recipe)
-        printed = self.printed
         found = (
             [self._planned(PLANNED, "fsdp")],
             [self.forecast(MEGATRON, own, "megatron", stages=1) for own in chains],
-            [self.forecast(CHAIN, printed, "megatron_balanced"), self._planned(CHAIN, "chain")],
+            [
+                *(self.forecast(CHAIN, own, "megatron_balanced") for own in chains),
+                self._planned(CHAIN, "chain"),
+            ],
             [self._static(chains)],
             [*self._printed_colocated(), self._planned(WHOLE, "colocated")],
             list(self._kernels()),
