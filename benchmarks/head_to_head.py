@@ -3,7 +3,8 @@
     python benchmarks/head_to_head.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
     python benchmarks/head_to_head.py --rows rows.jsonl --report [--pictures DIRECTORY]
 
-Without a pipeline: FSDP2, HSDP, and the faster of both with sequences reordered over the ranks.
+Without a pipeline: FSDP2, HSDP, the faster of both with sequences reordered over the ranks, and the
+plan of the planner, which may also balance images over the ranks.
 Pipelines: Megatron-LM (all encoder layers before the first LLM stage), Megatron-LM balanced (all
 layers in one chain), a static plan made for one representative batch (nnScaler* in PipeWeaver),
 Optimus (encoders in the bubbles of the LLM: whole actions as torchmm executes them, and kernels
@@ -23,7 +24,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,40 +39,28 @@ from support.cases.head_to_head_methods import (
     Comparison,
     Result,
 )
-from support.cases.plain_methods import FSDP2, HSDP, REORDERED
+from support.cases.plain_methods import FSDP2, HSDP, PLANNED, REORDERED
 from support.harness import (
     Row,
     append_record,
     describe_machine,
     make_parser,
     read_records,
+    replace_table,
     report,
 )
-from support.workloads import QUICK, WORKLOADS, Workload, add_options, select_workloads
+from support.workloads import COMPARED, QUICK, Workload, add_options, select_workloads
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.pipelining.view.draw import Panel, timelines_svg
 
 METHODS = (
-    FSDP2, HSDP, REORDERED, MEGATRON, CHAIN, STATIC, WHOLE, KERNELS, SEARCHED, SEPARATE
+    FSDP2, HSDP, REORDERED, PLANNED, MEGATRON, CHAIN, STATIC, WHOLE, KERNELS, SEARCHED, SEPARATE
 )  # fmt: skip
-NOT_DRAWN = (FSDP2, HSDP, REORDERED, MEGATRON)
+NOT_DRAWN = (FSDP2, HSDP, REORDERED, PLANNED, MEGATRON)
 """Methods without a pipeline, and a step that is several times longer than the others."""
-BUDGET_S = 16.0
+BUDGET_S = 30.0
 Record = dict[str, Any]
-PAGE = """# Head to head, simulated
-
-    python benchmarks/head_to_head.py --rows benchmarks/results/head_to_head.jsonl \\
-        --page benchmarks/results/head_to_head.md
-
-Written on {date}. One simulator with one cost model times all methods on the same model, batch and
-cluster. Nothing is fitted and no device is measured. Bold: the fastest method that torchmm
-executes. †: does not fit into memory. "Optimus, kernels" is a bound, which no plan of torchmm
-executes. FSDP2 and HSDP have their best sizes, microbatches and recomputation. All pipelines have
-the faster of the printed sizes and those of the planner.
-[Conclusions](../../docs/understand/comparison.md).
-
-"""
 
 
 def measure(workload: Workload, budget_s: float) -> tuple[Record, list[Result]]:
@@ -158,19 +146,6 @@ def summary(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def details(record: Record) -> str:
-    """Return the table of one workload."""
-    lines = [f"## {record['workload']}", ""]
-    lines += ["| method | step, s | MFU | idle | memory, GiB | sizes |"]
-    lines += ["|---|--:|--:|--:|--:|---|"]
-    for name in METHODS:
-        if (each := record["methods"].get(name)) is None:
-            continue
-        numbers = f"{each['step_s']:.3g} | {each['mfu']:.1%} | {each['idle']:.0%}"
-        lines.append(f"| {name} | {numbers} | {each['memory_gib']:.1f} | {each['note']} |")
-    return "\n".join(lines)
-
-
 def draw(workload: Workload, results: Sequence[Result], directory: Path) -> Path:
     """Draw the steps of the pipelines on one time axis and return the file."""
     panels = [
@@ -184,15 +159,6 @@ def draw(workload: Workload, results: Sequence[Result], directory: Path) -> Path
     return file
 
 
-def page(records: Sequence[Record]) -> str:
-    """Return the results page in Markdown."""
-    return (
-        PAGE.format(date=f"{date.today():%d %B %Y}")
-        + "\n\n".join([summary(records), *map(details, records)])
-        + "\n"
-    )
-
-
 def main() -> None:
     """Simulate the workloads and print the tables."""
     parser = make_parser((__doc__ or "").splitlines()[0])
@@ -200,7 +166,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else WORKLOADS)
+    workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else COMPARED)
     records = {record["workload"]: record for record in read_records(arguments.rows)}
     for workload in () if arguments.report else workloads:
         if workload.title in records:
@@ -215,7 +181,7 @@ def main() -> None:
     shown = [records[each.title] for each in workloads if each.title in records]
     print(summary(shown))
     if arguments.page is not None:
-        arguments.page.write_text(page(shown))
+        replace_table(arguments.page, summary(shown))
     rows = [row for record in shown for row in record_rows(record)]
     machine = describe_machine(torch.device("cpu"))
     report(f"Head to head, simulated; {machine}", rows, arguments.json)

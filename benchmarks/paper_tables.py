@@ -1,6 +1,6 @@
 """The papers' tables, recomputed: each cell ours, the paper's, and the relative error.
 
-    python benchmarks/paper_tables.py [--quick] [--json FILE] [--markdown FILE]
+    python benchmarks/paper_tables.py [--quick] [--json FILE]
 
 Exact cells first (one partition, parameters, FLOPs; then identities: parallel sizes, MFU, the
 arithmetic that tables owe each other), then simulated steps (`paper_steps.py`), for which one
@@ -14,18 +14,15 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate, pairwise
-from pathlib import Path
 
-import torch
 import transformers
-from support.harness import describe_machine, make_parser, write_rows
+from support.harness import make_parser, write_rows
 from support.papers import paper_figures as paper
 from support.papers import paper_steps
 from support.papers.paper_cells import (
     Comparison,
     Section,
     identities,
-    markdown,
     recipe_named,
     show,
 )
@@ -227,17 +224,13 @@ def exact_sections() -> list[Section]:
 def main() -> None:
     """Prints all tables."""
     parser = make_parser("The papers' tables: ours, the paper's, the error.")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write a document there")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    machine = describe_machine(torch.device("cpu"))
     found = [*exact_sections(), *paper_steps.sections(arguments.quick)]
     for section in found:
         show(section)
     if arguments.json is not None:
         write_rows([r for s in found for c in s.cells for r in c.rows()], arguments.json)
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(found, machine))
 
 
 if __name__ == "__main__":

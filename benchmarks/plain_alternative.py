@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from datetime import date
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from support.cases.hand_pipelines import hand_pipelines
 from support.cases.plain_methods import (
     FSDP2,
     HSDP,
+    PLANNED,
     REORDERED,
     Option,
     best_plain,
@@ -42,6 +42,7 @@ from support.harness import (
     describe_machine,
     make_parser,
     read_records,
+    replace_table,
     report,
 )
 from support.workloads import QUICK, WORKLOADS, Workload, add_options, select_workloads
@@ -56,17 +57,6 @@ BUDGET_S = 20.0
 TOLERANCE = 1.005
 """The planner has to be within this factor of the fastest plan."""
 Record = dict[str, Any]
-PAGE = """# No pipeline against pipelines, simulated
-
-    python benchmarks/plain_alternative.py --rows benchmarks/results/plain_alternative.jsonl \\
-        --page benchmarks/results/plain_alternative.md
-
-Written on {date}. One simulator with one cost model times all plans, in seconds per step. Nothing
-is fitted and no device is measured. "planner" is the plan of a search over all methods. Time to
-plan is wall-clock time of one process, without imports.
-[Conclusions](../../docs/grow/which_placement.md).
-
-"""
 
 
 def plain_record(best: Mapping[str, Option | None]) -> Record:
@@ -117,10 +107,11 @@ def measure(workload: Workload, budget_s: float, methods: Sequence[str] = PIPELI
         found[BY_HAND] = {"step_s": by_hand[0].step_ms / 1e3, "sizes": by_hand[1]}
     found_s = time.process_time()
     planned = search_plans(recipe, workload.gpus, profile, budget_s=budget_s, sample=sample)
+    plain_planned = plan_record(planned.best_by_method["fsdp"])
     return {
         "workload": workload.title,
         "device": recipe.simulation.device,
-        "plain": plain_record(plain),
+        "plain": {**plain_record(plain), PLANNED: plain_planned},
         "pipelines": found,
         "planner": plan_record(planned.best or "no plan fits"),
         "planner_complete": planned.complete,
@@ -154,7 +145,7 @@ def table_rows(record: Record) -> list[Row]:
     title, plain, pipelines = record["workload"], record["plain"], record["pipelines"]
     planner_s = record["planner"].get("step_s", float("inf"))
     plain_s, pipeline_s = best_step_s(plain), best_step_s(pipelines)
-    by_name = {name: each["step_s"] for name, each in plain.items() if each}
+    by_name = {name: each["step_s"] for name, each in plain.items() if each and "step_s" in each}
     rows = [
         Row(title, f"step, {name}", "s", step_s, better="lower", kind="simulated")
         for name, step_s in by_name.items()
@@ -179,15 +170,19 @@ def table_rows(record: Record) -> list[Row]:
 
 def markdown(records: Sequence[Record]) -> str:
     """Return the table for the results page."""
-    head = ["workload", FSDP2, HSDP, "reordered", "best pipeline", "", "no pipeline / pipeline"]
-    head += ["planner", "", "picks the fastest", "time to plan, s"]
-    lines = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|---|--:|--:|---|---|--:|"]
+    head = ["workload", FSDP2, HSDP, "reordered", "no pipeline, planner"]
+    head += ["best pipeline", "", "no pipeline / pipeline", "planner", "", "picks the fastest"]
+    head += ["time to plan, s"]
+    lines = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|--:|---|--:|--:|---|---|--:|"]
     for record in records:
         plain, pipelines = record["plain"], record["pipelines"]
         plain_s, pipeline_s = best_step_s(plain), best_step_s(pipelines)
         ratio = plain_s / pipeline_s if max(plain_s, pipeline_s) < float("inf") else None
         cells = [record["workload"]]
-        cells += [_seconds((plain[name] or {}).get("step_s")) for name in (FSDP2, HSDP, REORDERED)]
+        cells += [
+            _seconds((plain.get(name) or {}).get("step_s"))
+            for name in (FSDP2, HSDP, REORDERED, PLANNED)
+        ]
         cells += [_seconds(pipeline_s), best_name(pipelines)]
         cells += ["-" if ratio is None else f"{ratio:.2f}"]
         cells += [_seconds(record["planner"].get("step_s")), record["planner"].get("method", "")]
@@ -200,11 +195,6 @@ def _seconds(step_s: float | None) -> str:
     if step_s is None or step_s == float("inf"):
         return "-"
     return f"{step_s:.3g}"
-
-
-def page(records: Sequence[Record]) -> str:
-    """Return the results page in Markdown."""
-    return PAGE.format(date=f"{date.today():%d %B %Y}") + markdown(records) + "\n"
 
 
 def main() -> None:
@@ -227,7 +217,7 @@ def main() -> None:
     shown = [records[title] for title in titles]
     print(markdown(shown))
     if arguments.page is not None:
-        arguments.page.write_text(page(shown))
+        replace_table(arguments.page, markdown(shown))
     rows = [row for record in shown for row in table_rows(record)]
     machine = describe_machine(torch.device("cpu"))
     report(f"No pipeline against pipelines, simulated; {machine}", rows, arguments.json)

@@ -224,6 +224,12 @@ def append_record(record: Mapping[str, Any], file: Path) -> None:
         stream.write(("\n" if is_open else "") + json.dumps(record) + "\n")
 
 
+def replace_table(page: Path, table: str) -> None:
+    """Replace the table at the end of a Markdown page; the text above it stays."""
+    text = page.read_text()
+    page.write_text(text[: text.index("\n|") + 1] + table + "\n")
+
+
 def write_rows(rows: Sequence[Row], json_file: Path) -> None:
     """Writes the rows as a list of objects."""
     records = [{**asdict(row), "met": row.met} for row in rows]

@@ -86,6 +86,27 @@ MODERN = (
 )
 WORKLOADS = (*PAPERS, *MODERN)
 
+COMPARED = tuple(
+    each
+    for each in WORKLOADS
+    if each.title
+    in (
+        "pipeweaver_vlm_s, 16 GPUs",
+        "pipeweaver_vlm_m, 32 GPUs",
+        "pipeweaver_vlm_l, 64 GPUs",
+        "pipeweaver_t2v_s, 16 GPUs",
+        "optimus_model_a, 64 GPUs",
+        "optimus_model_d, 512 GPUs",
+        "disttrain_mllm_9b, 64 GPUs, 128 sequences",
+        "disttrain_mllm_72b, 160 GPUs, 64 sequences",
+        "qwen3_vl_8b, 64 GPUs",
+        "qwen3_vl_30b_a3b, 32 GPUs",
+        "omni_qwen3_8b, 32 GPUs",
+        "qwen3_vl_8b_long, 16 GPUs",
+    )
+)
+"""Workloads on which all methods are compared: every model family, within half an hour."""
+
 QUICK = (Workload("recipes/papers/pipeweaver_vlm_s", 16, 4),)
 """Workloads of `--quick`."""
 
@@ -109,7 +130,7 @@ def add_options(parser: ArgumentParser, budget_s: float) -> None:
     )
     add("--rows", type=Path, metavar="FILE", help="append workloads there, skip finished ones")
     add("--report", action="store_true", help="only print the tables of --rows")
-    add("--page", type=Path, metavar="FILE", help="write the results page there")
+    add("--page", type=Path, metavar="FILE", help="replace the table of this Markdown page")
 
 
 def select_workloads(

@@ -23,7 +23,7 @@ def hand_pipelines(
     """Return the fastest plan that fits and its sizes in words; None if there is none.
 
     A balanced chain and separate segments are tried with all sizes, a searched order with the best
-    sizes of the segments, and the recipe as it is if all its modules share the ranks.
+    sizes of the segments, and the recipe as it is if it has a pipeline on shared ranks.
     """
     lean = recomputing(recipe, "tuned")
     tried = {
@@ -46,7 +46,9 @@ def hand_pipelines(
         options = [simulate_plain(each, gpus, profile, sample) for each in recipes]
         found += sorted(filter(None, options), key=lambda option: option.step_ms)[:1]
     last = [with_values(option.recipe, "parallel", schedule="searched") for option in found[-1:]]
-    last += [lean] if recipe.parallel.placement == "interleaved" else []
+    parallel = recipe.parallel
+    if parallel.placement == "interleaved" and parallel.pipeline > 1:
+        last.append(lean)
     found += filter(None, (simulate_plain(each, gpus, profile, sample) for each in last))
     best = min(found, key=lambda option: option.step_ms, default=None)
     if best is None or best.step_ms == float("inf"):

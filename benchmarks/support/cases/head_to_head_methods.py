@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from support.cases.plain_methods import (
+    PLANNED,
     best_plain,
     describe,
     fits,
@@ -33,6 +34,7 @@ from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.search.search import Candidate, search_plans
+from torchmm.planning.search.space import METHODS
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe
@@ -41,7 +43,6 @@ from torchmm.recipe.recipe import Recipe
 MEGATRON, CHAIN, STATIC = "Megatron-LM", "Megatron-LM balanced", "static plan (nnScaler*)"
 WHOLE, KERNELS = "Optimus, whole actions", "Optimus, kernels"
 SEARCHED, SEPARATE = "PipeWeaver", "DistTrain"
-SHARED_METHODS = ("chain", "separated", "colocated")
 EVALUATIONS = 32
 """Number of orders that the kernel scheduler evaluates."""
 ROUNDS = 2
@@ -125,19 +126,19 @@ class Comparison:
         self.chosen = self._choose(budget_s)
 
     def _choose(self, budget_s: float) -> dict[str, Candidate]:
-        """Return the fastest plan of each pipeline method; DistTrain also reorders sequences."""
+        """Return the fastest plan of each method, each found in the same time.
+
+        Plans may reorder sequences over ranks. Plans without a pipeline may also balance images.
+        """
         reordered = with_values(self.recipe, "data", reorder="both")
         found: dict[str, Candidate | str] = {}
-        for recipe, methods, share in (
-            (self.recipe, SHARED_METHODS, 3 / 4),
-            (reordered, ("disaggregated",), 1 / 4),
-        ):
+        for method in METHODS:
             result = search_plans(
-                recipe,
+                reordered if method == "disaggregated" else self.recipe,
                 self.gpus,
                 self.profile,
-                methods=methods,
-                budget_s=share * budget_s,
+                methods=(method,),
+                budget_s=budget_s / len(METHODS),
                 sample=self.sample,
             )
             found |= result.best_by_method
@@ -149,13 +150,16 @@ class Comparison:
         for method, option in plain.items():
             if option is not None:
                 yield Result(method, option.forecast, describe(option.recipe))
-        chains = [self.printed]
+        chains = [self.printed] if self.printed.parallel.pipeline > 1 else []
         if "chain" in self.chosen:
             chains.append(self.chosen["chain"].recipe)
-        printed = self.printed
         found = (
+            [self._planned(PLANNED, "fsdp")],
             [self.forecast(MEGATRON, own, "megatron", stages=1) for own in chains],
-            [self.forecast(CHAIN, printed, "megatron_balanced"), self._planned(CHAIN, "chain")],
+            [
+                *(self.forecast(CHAIN, own, "megatron_balanced") for own in chains),
+                self._planned(CHAIN, "chain"),
+            ],
             [self._static(chains)],
             [*self._printed_colocated(), self._planned(WHOLE, "colocated")],
             list(self._kernels()),

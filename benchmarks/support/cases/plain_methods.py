@@ -21,6 +21,8 @@ from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
 
 FSDP2, HSDP, REORDERED = "FSDP2", "HSDP", "FSDP2 or HSDP, reordered"
+PLANNED = "FSDP2 or HSDP, planner"
+"""The plan of the planner, which also balances images over ranks."""
 NODE = 8
 SIZES = (1, 2, 4, 8)
 LONG_TOKENS = 8192

@@ -110,27 +110,5 @@ def show(section: Section) -> None:
     make_console(width=160).print(table)
 
 
-def markdown(found: Sequence[Section], machine: str) -> str:
-    """The sections as a document."""
-    lines = [
-        "# The papers' tables, recomputed",
-        "",
-        f"`python benchmarks/paper_tables.py` on: {machine}.",
-        "Nothing is timed, so the machine matters only for how long it takes.",
-        "",
-        "Error is (ours - paper's) / paper's; its goal, where there is one, is in brackets.",
-    ]
-    for section in found:
-        lines += ["", f"## {section.title}", *(["", section.text] if section.text else [])]
-        lines += ["", "| cell | unit | ours | paper | error | |", "|---|---|--:|--:|--:|---|"]
-        for cell in section.cells:
-            goal = "" if cell.goal is None else f" (<= {cell.goal:g} %)"
-            lines.append(
-                f"| {cell.figure.source} | {cell.figure.unit} | {_shown(cell.ours)} | "
-                f"{_shown(cell.figure.value)} | {cell.error_percent:+.1f} %{goal} | {cell.note} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
 def _shown(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e6 else f"{value:.3e}"
