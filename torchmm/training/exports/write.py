@@ -318,8 +318,10 @@ def _placeholder_text(
         placeholder = model.image_token_id(tokenizer)
         assert placeholder is not None
         marks = (*text.prefix, placeholder, *text.suffix)
-    tokens = (
-        tokenizer.convert_ids_to_tokens(m) if isinstance(m, int) else getattr(m, "text", m)
-        for m in marks
-    )
-    return "".join(token or "" for token in tokens)
+    written = ""
+    for mark in marks:
+        if isinstance(mark, int):
+            written += str(tokenizer.convert_ids_to_tokens(mark) or "")
+        else:
+            written += mark if isinstance(mark, str) else mark.text
+    return written
