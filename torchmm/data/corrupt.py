@@ -101,16 +101,21 @@ def naming_place(where: str) -> Iterator[None]:
 
 
 class CorruptLimit:
-    """Counts samples of the whole run and stops it when too many are corrupt.
+    """Counter of corrupt samples that stops a run if there are too many.
+
+    A corrupt sample counts once per pass over the data. Until the first pass is complete, the
+    fraction is that of all measured samples, so that corrupt samples at its start do not stop it.
 
     Args:
-        max_samples: corrupt samples accepted.
-        max_fraction: accepted share of corrupt samples, once 100 samples were seen.
+        max_samples: Maximum number of corrupt samples of a pass.
+        max_fraction: Maximum fraction of corrupt samples, once 100 samples were seen.
+        measured: Number of samples of a pass; 0 if it is unknown, as of streams.
     """
 
-    def __init__(self, max_samples: int, max_fraction: float) -> None:
+    def __init__(self, max_samples: int, max_fraction: float, measured: int = 0) -> None:
         self.max_samples = max_samples
         self.max_fraction = max_fraction
+        self.measured = measured
         self.corrupt = 0
         self.seen = 0
 
@@ -122,8 +127,9 @@ class CorruptLimit:
         """
         self.corrupt += corrupt
         self.seen += seen
-        many = self.corrupt > self.max_samples
-        share = self.corrupt / max(self.seen, 1)
+        passes = max(1.0, self.seen / self.measured) if self.measured else 1.0
+        many = self.corrupt > self.max_samples * passes
+        share = self.corrupt / max(self.seen, self.measured, 1)
         dense = self.seen >= MIN_SAMPLES_FOR_FRACTION and share > self.max_fraction
         if many or dense:
             raise DataError(

@@ -222,6 +222,11 @@ class Loader:
             generator=torch.Generator(),  # iter() draws a seed: not from the training's generator
         )
 
+    @property
+    def samples_per_pass(self) -> int:
+        """Number of samples of all sources, with corrupt ones; 0 if it is unknown."""
+        return self._samples.count
+
     def __iter__(self) -> Iterator[StepBatch]:
         """Yield batches whose corrupt samples are those that this rank found."""
         for batch in self.batches():

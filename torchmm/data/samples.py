@@ -45,6 +45,11 @@ class SampleSet(Protocol):
         """Of the samples that ranks decode, and of what others have decoded."""
         ...
 
+    @property
+    def count(self) -> int:
+        """Number of samples of all sources, with corrupt ones; 0 if it is unknown."""
+        ...
+
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
         """The steps they form; raises CheckpointError if the position belongs to other data."""
         ...
@@ -98,6 +103,8 @@ class SamplesElsewhere:
     ask: Ask
     look: Look
     listed: str | None = None
+    count: int = 0
+    """0: unknown."""
 
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
         """Asks for it, step by step."""

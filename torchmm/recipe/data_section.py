@@ -157,6 +157,9 @@ class SourceConfig(Section):
     often as their `epochs` say; its weight is this times its number of samples."""
     streaming: bool = False
     """Read in order without random access (for sources too large to index)."""
+    files: str | None = None
+    """Local directory of the images, videos and audio files that records name, as `image_folder` of
+    LLaVA; default: the directory of the source. Paths cannot leave it."""
     columns: dict[str, str] = Field(default={})
     """Names of columns where they differ from those expected: expected name = name in the source,
     as in { image = "pic", text = "alt" }."""

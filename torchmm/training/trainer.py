@@ -111,7 +111,9 @@ class Trainer:
         self._best: float | None = restored.state.get("best") if restored else None
         """The lowest of `checkpoint.keep_best` so far."""
         self._corrupt = CorruptLimit(
-            recipe.data.max_corrupt_samples, recipe.data.max_corrupt_fraction
+            recipe.data.max_corrupt_samples,
+            recipe.data.max_corrupt_fraction,
+            parts.loader.samples_per_pass,
         )
         if restored:
             self._corrupt.add(**restored.state["corrupt"])

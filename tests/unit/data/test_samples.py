@@ -175,3 +175,18 @@ def test_limit_on_the_share_needs_a_hundred_samples():
     with pytest.raises(DataError, match=r"max_corrupt_fraction = 0\.1"):
         limit.add(0, 1)
     CorruptLimit(1000, 0.1).add(10, 100)
+
+
+def test_limit_counts_all_measured_samples():
+    """11 of 200 samples are corrupt, and all are among the first 108 of the run."""
+    limit = CorruptLimit(100, 0.1, measured=200)
+    limit.add(11, 108)
+    with pytest.raises(DataError, match="21 of 120"):
+        limit.add(10, 12)
+
+
+def test_limit_counts_corrupt_samples_once_per_pass():
+    limit = CorruptLimit(100, 0.5, measured=1000)
+    limit.add(100 * 5, 1000 * 5)
+    with pytest.raises(DataError, match="501 of 5000"):
+        limit.add(1, 0)

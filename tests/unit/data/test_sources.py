@@ -18,6 +18,7 @@ from data_cases import (
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.layouts.columns import file_segment
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import ImageSegment, TextSegment
 from torchmm.data.sources.configured import warn_of_trained_rows
@@ -398,3 +399,32 @@ def test_hub_ids_are_told_from_missing_paths(path, local, tmp_path, monkeypatch)
             resolve_files(config)
     else:
         assert resolve_files(config) == ("hub", [])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_files_of_another_directory_are_read(streaming, tmp_path):
+    records, images = tmp_path / "records", tmp_path / "images"
+    records.mkdir()
+    images.mkdir()
+    (images / "1.png").write_bytes(b"png")
+    rows = [{"image": "1.png", "text": "a"}, {"image": str(images / "1.png"), "text": "b"}]
+    (records / "train.json").write_text(json.dumps([*rows, {"image": "../1.png", "text": "c"}]))
+    config = SourceConfig(path=str(records / "train.json"), files=str(images), streaming=streaming)
+    if streaming:
+        found = list(iter(open_stream("a", config, str(tmp_path / "cache")).next, None))
+    else:
+        source = open_map_source(config, str(tmp_path / "cache"))
+        found = [source.read(index) for index in range(len(source))]
+    paths = [
+        file_segment("image", record.columns["image"], record.root).path for record in found[:2]
+    ]
+    assert paths == [str(images / "1.png")] * 2
+    with pytest.raises(CorruptSampleError, match="set `files` of the source"):
+        file_segment("image", found[2].columns["image"], found[2].root)
+
+
+def test_missing_directory_of_files_raises(tmp_path):
+    (tmp_path / "train.json").write_text('[{"text": "a"}]')
+    config = SourceConfig(path=str(tmp_path / "train.json"), files=str(tmp_path / "none"))
+    with pytest.raises(DataError, match=r"files = .*none' of source .* is not a directory"):
+        open_map_source(config, str(tmp_path / "cache"))

@@ -174,7 +174,8 @@ def _file(
     path = os.path.normpath(os.path.join(root, value))  # noqa: PTH118 - must not follow links
     if not path.startswith(os.path.join(root, "")):  # noqa: PTH118
         raise CorruptSampleError(
-            f"{kind} path {value[:80]!r} leaves {root}; link the {kind} directory into it"
+            f"{kind} path {value[:80]!r} leaves {root}; set `files` of the source to "
+            f"the directory of its {kind} files"
         )
     return None, path
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import datasets
@@ -175,6 +176,7 @@ class SourceAsConfigured:
         self._source = source
         self._config = config
         self._options = SampleOptions.of(config)
+        self._files = files_directory(config)
         self.fingerprint = source.fingerprint
         self.all_rows: int | None = len(source)
         """Number of rows of the split without slices; None if `datasets` has applied the slices."""
@@ -188,7 +190,8 @@ class SourceAsConfigured:
     def read(self, index: int) -> Record:
         """Record `index`; raises CorruptSampleError."""
         with naming_place(""):
-            return _configured(self._source.read(index), self._config, self._options)
+            record = self._source.read(index)
+            return _configured(record, self._config, self._options, self._files)
 
     def _readable(self) -> Iterator[Record]:
         for index in range(min(len(self), LOOKED_AT)):
@@ -211,6 +214,7 @@ class StreamAsConfigured:
         self._stream = stream
         self._config = config
         self._options = SampleOptions.of(config)
+        self._files = files_directory(config)
         self._given = 0
         if config.columns:
             records = islice(iter(stream.next, None), LOOKED_AT)
@@ -239,14 +243,34 @@ class StreamAsConfigured:
             return record
         try:
             with naming_place(record.where):
-                return _configured(record, self._config, self._options)
+                return _configured(record, self._config, self._options, self._files)
         except CorruptSampleError as error:
             return error
 
 
-def _configured(record: Record, config: SourceConfig, options: SampleOptions) -> Record:
+def files_directory(config: SourceConfig) -> str | None:
+    """Return the directory of the files that records name; None: that of the records.
+
+    Raises:
+        DataError: The directory does not exist.
+    """
+    if config.files is None:
+        return None
+    directory = Path(config.files).expanduser().absolute()
+    if not directory.is_dir():
+        raise DataError(
+            f"data.sources: files = {config.files!r} of source {config.path!r} is not a directory; "
+            "name the local directory that paths in the records are relative to"
+        )
+    return str(directory)
+
+
+def _configured(
+    record: Record, config: SourceConfig, options: SampleOptions, files: str | None
+) -> Record:
     columns = _renamed(record.columns, config.columns) if config.columns else record.columns
-    return replace(record, columns=columns, options=options)
+    root = record.root if files is None else files
+    return replace(record, columns=columns, options=options, root=root)
 
 
 def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -94,6 +94,13 @@ class Samples:
         """Whether a source is a stream."""
         return any(source.index is None for source in self.sources)
 
+    @property
+    def count(self) -> int:
+        """Number of samples of all sources, with corrupt ones; 0 if one is a stream."""
+        if self.streamed:
+            return 0
+        return sum(len(source.index) for source in self.sources if source.index is not None)
+
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
         """The steps they form.
 

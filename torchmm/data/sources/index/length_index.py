@@ -359,6 +359,8 @@ def cache_key(
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "chat_template": tokenizer.chat_template,
     }
+    if config.files is not None:
+        parts["files"] = config.files
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
