@@ -29,15 +29,20 @@ def main() -> int:
     """Parses the command line, runs the recipe, returns the exit code."""
     faulthandler.enable()  # a rank that a signal kills tells where its threads were
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key VALUE overrides any key of the recipe.",
     )
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--config", help="recipe (TOML)")
+    wanted.add_argument("--config", help="recipe (TOML); may also be the first argument")
     wanted.add_argument("--list-recipes", action="store_true", help="show all recipes and exit")
     parser.add_argument("--print-config", action="store_true", help="show the recipe and exit")
     parser.add_argument("--dry-run", action="store_true", help="show what would run and exit")
     parser.add_argument("--world-size", type=int, help="devices to assume with --dry-run")
-    arguments, overrides = parser.parse_known_args()
+    given = sys.argv[1:]
+    if given and not given[0].startswith("-"):
+        given.insert(0, "--config")
+    arguments, overrides = parser.parse_known_args(given)
     try:
         return _run(arguments, overrides)
     except TorchmmError as error:

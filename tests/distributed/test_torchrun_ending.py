@@ -13,5 +13,5 @@ def test_the_last_that_torchrun_prints_has_the_reason(tmp_path):
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode
     before, found, cause = ran.stderr.rpartition("Root Cause")
-    assert found and "ConfigError: 1 problem in the recipe" in cause and "gone.toml" in cause
-    assert before.count("ConfigError: 1 problem") >= 1  # where it happened, once
+    assert found and "ConfigError: " in cause and "gone.toml" in cause
+    assert before.count("ConfigError: ") >= 1  # where it happened, once

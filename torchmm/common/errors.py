@@ -53,18 +53,21 @@ class TorchmmError(Exception):
 
 
 class ConfigError(TorchmmError):
-    """The recipe, an override or the layout is wrong; nothing was started.
+    """Invalid recipe, override, command line or layout. Nothing was started.
 
     Args:
-        problems: every problem found, one per line in the message, up to MOST_LISTED.
+        problems: All problems. The message lists the first `MOST_LISTED`, one per line.
     """
 
     exit_code = 2
 
     def __init__(self, problems: list[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        head = f"{count_problems(self.problems)} in the recipe:"
-        super().__init__(list_problems(head, self.problems, MOST_LISTED))
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+        else:
+            head = f"{len(self.problems)} problems in the recipe:"
+            super().__init__(list_problems(head, self.problems, MOST_LISTED))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         return type(self), (self.problems,)  # from another process it comes with all of them

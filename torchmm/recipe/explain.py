@@ -27,7 +27,6 @@ _MUST_BE = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "a string in quotes",
-    "list_type": "a list such as [1, 2]",
     "dict_type": "a table",
     "model_type": "a table ([section] with keys below it)",
 }
@@ -80,12 +79,24 @@ def explain_error(item: Any) -> Problem:
     if kind == "literal_error":
         choices = [str(c) for c in get_args(_strip_none(type_at(loc)))]
         return Problem(key, value, f"must be one of {', '.join(choices)}{suggest(value, choices)}")
-    if kind in _MUST_BE:
-        return Problem(key, value, f"must be {_MUST_BE[kind]}{_type_remedy(value, kind)}")
+    if kind in _MUST_BE or kind == "list_type":
+        lists = kind == "list_type"
+        wanted = _example_of_list(key, type_at(loc), value) if lists else _MUST_BE[kind]
+        return Problem(key, value, f"must be {wanted}{_type_remedy(value, kind)}")
     for limit, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
         if limit in context:
             return Problem(key, value, f"must be {sign} {context[limit]}")
     return Problem(key, value, item["msg"])
+
+
+def _example_of_list(key: str, annotation: Any, value: Any) -> str:
+    """Return what to write for a key whose value has to be a list."""
+    element = type_below(annotation, 0)
+    if is_section(_strip_none(element)):
+        return f"a list of tables; write each as [[{key}]] with its keys below it"
+    if wants_string(element):
+        return f"a list such as [{json.dumps(value if isinstance(value, str) else 'a')}]"
+    return "a list such as [1, 2]"
 
 
 def type_at(loc: Iterable[int | str]) -> Any:

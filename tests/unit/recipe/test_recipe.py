@@ -148,6 +148,9 @@ def test_overrides(valid, arguments, read, expected):
         (["--training.steps", "x"], 'command line: training.steps = "x": must be an integer'),
         (["--steps", "7"], "command line: steps = 7: unknown key; did you mean training.steps?"),
         (["--training.steps", "1\nseed = 3"], "must be an integer"),
+        (["--freeze.modules", '"llm"'], 'freeze.modules = "llm": must be a list such as ["llm"]'),
+        (["--data.sources", '"a"'], "must be a list of tables; write each as [[data.sources]]"),
+        (["--optimizer.betas", "0.9"], "optimizer.betas = 0.9: must be a list such as [1, 2]"),
     ],
 )
 def test_wrong_overrides_are_named_as_command_line(valid, arguments, expected):
