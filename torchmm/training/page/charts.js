@@ -135,5 +135,12 @@ function zoomable(frame) {
 
 document.querySelectorAll(".chart").forEach(draw);
 document.querySelectorAll(".zoom").forEach(zoomable);
+// A killed process cannot write that it has ended, so the page tells from its own age.
+const silent = Date.now() / 1000 - Number(document.body.dataset.writtenS);
+const state = document.querySelector(".tiles.running dd");
+if (state && silent > 600) {
+  state.textContent = `no update for ${Math.round(silent / 60)} min; killed?`;
+}
+
 const renewed = Number(document.body.dataset.renewS);
 if (renewed) setTimeout(() => location.reload(), 1000 * renewed);

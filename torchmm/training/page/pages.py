@@ -106,7 +106,8 @@ def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
         f"<title>{escape(title)}</title>"
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<style>{(HERE / 'style.css').read_text()}</style></head>"
-        f'<body data-renew-s="{renewed_s:.0f}"><h1>{escape(title)}</h1><nav>{links}</nav>{sections}'
+        f'<body data-renew-s="{renewed_s:.0f}" data-written-s="{time.time():.0f}">'
+        f"<h1>{escape(title)}</h1><nav>{links}</nav>{sections}"
         f"<footer><p>Written {written} by torchmm.</p></footer>"
         f"<script>{script}</script></body></html>\n"
     )

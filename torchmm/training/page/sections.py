@@ -244,7 +244,9 @@ def memory_of(run: RunContents) -> str:
     for rank, (measured, predicted) in fullest:
         told = ["", ""]
         if predicted:
-            told = [f"{predicted / GIB:.2f} GiB", f"{measured / predicted:.0%}"]
+            # The prediction has no libraries, which are most of the memory of a small CPU process.
+            share = "" if found.device == "cpu" else f"{measured / predicted:.0%}"
+            told = [f"{predicted / GIB:.2f} GiB", share]
         cells = "".join(f"<td>{text}</td>" for text in (f"{measured / GIB:.2f} GiB", *told))
         rows += f"<tr><th>{rank}</th>{cells}</tr>"
     what = "allocated on the device"
