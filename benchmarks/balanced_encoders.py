@@ -1,6 +1,7 @@
 """FSDP2 with and without `data.balance = "images"`, for image counts of PipeWeaver's VLM-S.
 
     python benchmarks/balanced_encoders.py --quick
+    python benchmarks/balanced_encoders.py --picture docs/images/balanced_encoders.svg
 
 Ranks of FSDP2 wait for each other in every layer, so a microbatch takes as long as the encoder of
 the slowest rank. "sleeping": layers of a tiny model sleep for as long as they would compute, with
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from documents import Sample
 from support.balanced_microbatches import balanced_microbatch
+from support.cases.lockstep_picture import draw_lockstep
 from support.harness import Row, describe_machine, make_parser, report
 from support.models.pipeline_model import IMAGE_TOKENS, Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
@@ -294,8 +296,13 @@ def host_rows(microbatches: int) -> list[Row]:
 
 
 def main() -> None:
-    """Print the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    """Print the table, or draw the figure of the documentation."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="only draw simulated steps")
+    arguments = parser.parse_args()
+    if arguments.picture is not None:
+        print("steps in ms:", *(f"{ms:,.0f}" for ms in draw_lockstep(arguments.picture)))
+        return
     setting = QUICK if arguments.quick else FULL
     cases = {f"{ranks} sleeping ranks": (ranks, False) for ranks in setting.worlds}
     cases["2 computing ranks"] = (2, True)
