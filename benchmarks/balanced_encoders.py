@@ -1,6 +1,7 @@
 """FSDP2 with and without `data.balance = "images"`, for image counts of PipeWeaver's VLM-S.
 
     python benchmarks/balanced_encoders.py --quick
+    python benchmarks/balanced_encoders.py --picture docs/images/balanced_encoders.svg
 
 Ranks of FSDP2 wait for each other in every layer, so a microbatch takes as long as the encoder of
 the slowest rank. "sleeping": layers of a tiny model sleep for as long as they would compute, with
@@ -12,6 +13,7 @@ ratios are medians of runs.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +41,7 @@ from support.cases.balance_arms import (
 )
 from support.cases.balance_streams import CASES as STREAMS
 from support.cases.balance_streams import SEED, Case, draw_batches
+from support.cases.lockstep_picture import draw_lockstep
 from support.harness import Row, run_cases
 from support.models.pipeline_model import IMAGE_TOKENS, Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
@@ -410,7 +413,10 @@ CASES = {
 
 
 def main() -> None:
-    """Print a table whenever a case has ended."""
+    """Print a table whenever a case has ended, or draw the figure of the documentation."""
+    if sys.argv[1:2] == ["--picture"]:
+        print("steps in ms:", *(f"{ms:,.0f}" for ms in draw_lockstep(Path(sys.argv[2]))))
+        return
     run_cases("Balanced encoders", __doc__, CASES, f"seed {SEED}")
 
 
