@@ -77,7 +77,7 @@ ENCODER_SHARE = 0.7
 MANY_RANKS = 1024
 QUIET = 0.3
 SIMULATED = {
-    "full": Counts(60, 8, 4, 2),
+    "full": Counts(200, 40, 20, 4),
     "quick": Counts(3, 0, 0, 0),
     "tiny": Counts(1, 0, 0, 0),
 }
