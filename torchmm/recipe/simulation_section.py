@@ -95,7 +95,8 @@ class SimulatedSequences(Section):
     weight: float = Field(default=1.0, gt=0)
     """Share of sequences of this kind, relative to the other kinds' weights."""
     samples: int = Field(default=1, ge=1)
-    """Samples of about equal length in a sequence; attention stays within each of them."""
+    """Samples of about equal length in a sequence; attention stays within each of them.
+    `data.packing` = "balanced" packs them into other sequences."""
     encoder: str | None = None
     """Encoder that reads the images; default: the only one in [simulation.images]."""
     images: Range = Field(default=[0, 0])
