@@ -1,8 +1,9 @@
 """Ranks that encode images of each other give the loss and gradients of one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import torch.distributed as dist
 from launch import run_distributed
 from microbatches import composite_model, with_patches
 from test_layouts import Case, compare_all
@@ -19,14 +20,33 @@ class CompositeCase(Case):
     """A layout of a model with other encoders."""
 
     composite: str = ""
+    videos: bool = False
+    """Whether all second images are videos of two frames."""
 
     @property
     def batch(self) -> list[Microbatch]:
-        return [with_patches(microbatch, self.composite) for microbatch in super().batch]
+        batch = [with_patches(microbatch, self.composite) for microbatch in super().batch]
+        return [with_videos(microbatch) for microbatch in batch] if self.videos else batch
 
     def model(self) -> MultimodalModel:
         config = composite_model(self.composite, 3, 4)
         return build_model(config, FreezeConfig(modules=list(self.freeze)))
+
+
+def with_videos(microbatch: Microbatch) -> Microbatch:
+    """Return the microbatch with videos of two frames instead of all second images."""
+    samples, grids = [], []
+    for sample in microbatch.meta.samples:
+        images = sample.images
+        if images and len(grids) % 2:
+            images = (replace(images[0], frames=2),)
+        grids += [(2, 2, 4) if image.frames == 2 else (1, 4, 4) for image in images]
+        samples.append(replace(sample, images=images))
+    encoders = dict(microbatch.encoders)
+    if grids:
+        encoders["vision"] = replace(encoders["vision"], grids_thw=grids)
+    meta = replace(microbatch.meta, samples=tuple(samples))
+    return replace(microbatch, encoders=encoders, meta=meta)
 
 
 COMPOSITES = [
@@ -40,6 +60,7 @@ COMPOSITES = [
         freeze=("vision",),
     ),
     CompositeCase("audio", shard=2, balance=True, composite="voxtral"),
+    CompositeCase("videos", shard=2, balance=True, composite="qwen3_vl", videos=True),
 ]
 
 CASES_OF_2 = [
@@ -61,11 +82,26 @@ CASES_OF_2 = [
         pipeline={"reshard_after_forward": "never"},
         balance=True,
     ),
+    Case(
+        "fsdp2, reduced per microbatch",
+        shard=2,
+        pipeline={"gradient_reduction": "microbatch"},
+        balance=True,
+    ),
+    Case("fsdp2, compiled and recomputed", 1, 2, recompute="full", compiled=True, balance=True),
 ]
 CASES_OF_4 = [
     Case("fsdp4", shard=4, balance=True),
     Case("hsdp 2x2", replicate=2, shard=2, balance=True),
     Case("hsdp 2x2, tower frozen", replicate=2, shard=2, freeze=("vision",), balance=True),
+    Case("hsdp 2x2, adapters", replicate=2, shard=2, adapters=("vision",), balance=True),
+    CompositeCase(
+        "hsdp 2x2, two encoders and deepstack",
+        replicate=2,
+        shard=2,
+        balance=True,
+        composite="qwen3_omni_moe_thinker",
+    ),
     Case("fsdp2 x tp2", shard=2, tensor=2, balance=True),
     Case("fsdp2 x tp2, sequence parallel", 1, 2, 2, True, "full", balance=True),
 ]
@@ -88,12 +124,24 @@ def test_balanced_encoders_equal_single_process(ranks, cases):
             assert gradient_errors == {}, (name, gradient_errors)
 
 
-def test_features_of_other_tokens_are_found():
-    for [(_, loss_error, _, _)] in run_distributed(_compare_with_wrong_features, 2):
+def test_wrong_features_change_the_loss():
+    for [(_, loss_error, _, _)], exchanges in run_distributed(_compare_with_wrong_features, 2):
         assert loss_error > 1e-4
+        # Two encoders share one exchange per direction and microbatch.
+        assert exchanges == 4
 
 
 def _compare_with_wrong_features():
-    right = FeatureRanks.features
-    FeatureRanks.features = lambda self, found_KD, route: right(self, found_KD, route).roll(4, 0)
-    return compare_all(CASES_OF_2[:1])
+    right, send = FeatureRanks.features, dist.all_to_all_single
+    exchanges = 0
+
+    def wrong(self, found, row):
+        return {n: x_KD.roll(4, 0) for n, x_KD in right(self, found, row).items()}
+
+    def count(*args, **kwargs):
+        nonlocal exchanges
+        exchanges += 1
+        return send(*args, **kwargs)
+
+    FeatureRanks.features, dist.all_to_all_single = wrong, count
+    return compare_all([COMPOSITES[1]]), exchanges

@@ -123,7 +123,7 @@ def train_all(
     ranks = int(os.environ["WORLD_SIZE"])
     if alone:
         for module in (trainer, validation):
-            module.torn_samples = lambda own, mesh, **_: own
+            module.gather_corrupt_samples = lambda own, mesh, **_: own
     found = {}
     for name, layout in layouts.items():
         run_dir = root / f"{name}{alone}-{ranks}".replace(" ", "-").replace(",", "")

@@ -68,6 +68,7 @@ class Case:
     """Of adapters."""
     balance: bool = False
     """Whether data-parallel ranks encode images of each other."""
+    compiled: bool = False
 
     @property
     def batch(self) -> list[Microbatch]:
@@ -437,7 +438,8 @@ def _compare(case: Case) -> tuple[str, float, float, dict[str, float]]:
         assert stage.name != "llm" or stage.loss_rows == 7 * bool(case.chunked_loss)
         assert stage.name != "llm" or stage.sharded_loss_rows == 7 * (case.chunked_loss is None)
     recompute = ActivationCheckpointConfig(mode=case.recompute)
-    parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
+    compiles = CompileConfig(enabled=case.compiled, backend="aot_eager")
+    parallelize(model, mesh, config, recompute, compiles, torch.float32)
     materialize(model, "cpu")
     init_weights(model, seed=1)
     _idle(model, case)

@@ -238,11 +238,18 @@ ONEVISION = {
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
-    [(INTERNVL, {"shard": 2}), (ONEVISION, {"shard": 2}), (ONEVISION, {"pipeline": 2})],
-    ids=["internvl, fsdp", "onevision, fsdp", "onevision, pipeline"],
+    ("model", "layout", "balance"),
+    [
+        (INTERNVL, {"shard": 2}, "none"),
+        pytest.param(INTERNVL, {"shard": 2}, "images", marks=pytest.mark.campaign),
+        (ONEVISION, {"shard": 2}, "images"),
+        (ONEVISION, {"pipeline": 2}, "none"),
+    ],
+    ids=["internvl, fsdp", "internvl, balanced", "onevision, balanced", "onevision, pipeline"],
 )
-def test_tiles_give_the_same_losses_on_two_ranks(model, layout, train, tmp_path, real_data):
+def test_tiles_give_the_same_losses_on_two_ranks(
+    model, layout, balance, train, tmp_path, real_data
+):
     """Tiles of one picture are images like any other, in sequences of at most 8."""
     directory = tmp_path / "tokenizer"
     tokenizer = AutoTokenizer.from_pretrained(real_data / "tokenizer")
@@ -255,6 +262,7 @@ def test_tiles_give_the_same_losses_on_two_ranks(model, layout, train, tmp_path,
         "training": {"sequence_length": 256, "global_batch_size": 4, "steps": 3},
     }
     alone = records(train("whole", model, captions, **sections))
+    sections["data"]["balance"] = balance
     ranks = records(train("ranks", model, captions, ranks=2, parallel=layout, **sections))
     images = [r["images_per_s"] / r["samples_per_s"] for r in alone]
     assert min(images) > 2

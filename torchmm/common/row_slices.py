@@ -25,8 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ from torchmm.common.batch import (
     Microbatch,
     MicrobatchMeta,
     SampleMeta,
+    consecutive,
     even_ranges,
 )
 
@@ -152,6 +155,61 @@ class FeatureRoute(NamedTuple):
     """By rank: how many come from there."""
 
 
+class MergedRoute(NamedTuple):
+    """One message per rank for the features of all encoders, which may have different widths.
+
+    The features of a token consist of one or more units, which have the same width in all encoders.
+    A message has the units of the first encoder, then those of the second, and so on.
+    """
+
+    units: dict[str, int]
+    """Units of a token by encoder."""
+    sent_U: Tensor
+    """int64: units to send, rank after rank, as indices into the units of all encoders."""
+    received_U: Tensor
+    """int64: the received units, encoder after encoder, as indices into the messages."""
+    sent: list[int]
+    """Number of units that go to each rank."""
+    received: list[int]
+    """Number of units that come from each rank."""
+
+
+def merge_routes(routes: Mapping[str, FeatureRoute], widths: Mapping[str, int]) -> MergedRoute:
+    """Return the route of the features of all encoders.
+
+    Args:
+        routes: Route of each encoder.
+        widths: Widths of the features, in any unit.
+    """
+    unit = gcd(*(widths[name] for name in routes))
+    units = {name: widths[name] // unit for name in routes}
+    rows, offset = [], 0
+    for name, route in routes.items():
+        expanded_KU = route.rows_K[:, None] * units[name] + torch.arange(units[name])
+        rows.append(offset + expanded_KU.flatten())
+        offset += len(rows[-1])
+    units_E1 = np.array([[units[name]] for name in routes])
+    sent_ER = np.array([route.sent for route in routes.values()]) * units_E1
+    received_ER = np.array([route.received for route in routes.values()]) * units_E1
+    return MergedRoute(
+        units,
+        torch.cat(rows)[_regrouped(sent_ER)],
+        _regrouped(received_ER.T),
+        sent_ER.sum(0).tolist(),
+        received_ER.sum(0).tolist(),
+    )
+
+
+def _regrouped(counts_AB: np.ndarray) -> Tensor:
+    """Return indices that sort units by b, then by a, if they are sorted by a, then by b.
+
+    Args:
+        counts_AB: Number of units of each pair (a, b).
+    """
+    starts_AB = (np.cumsum(counts_AB) - counts_AB.flatten()).reshape(counts_AB.shape)
+    return torch.from_numpy(consecutive(starts_AB.T.flatten(), counts_AB.T.flatten()))
+
+
 @dataclass
 class RowShare:
     """Data of the packed sequence that the LLM of a rank needs in addition to its slice."""
@@ -166,9 +224,16 @@ class RowShare:
     """Without pixels, for the LLM: `positions_K` are those of what arrives, within the slice."""
     routes: dict[str, FeatureRoute]
     """By encoder that has images in the row."""
+    merged: MergedRoute | None
+    """Route of the features of all encoders. If None, there are fewer than two encoders."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowShare:
-        """The same with `function` applied to every tensor."""
+        """Return a copy with `function` applied to every tensor."""
+        merged = self.merged
+        if merged is not None:
+            merged = merged._replace(
+                sent_U=function(merged.sent_U), received_U=function(merged.received_U)
+            )
         return RowShare(
             self.start,
             function(self.input_ids_T),
@@ -181,6 +246,7 @@ class RowShare:
                 name: route._replace(rows_K=function(route.rows_K))
                 for name, route in self.routes.items()
             },
+            merged,
         )
 
 
@@ -207,8 +273,14 @@ def whole_row(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     return row.input_ids_T, row.targets_T
 
 
-def slice_row(microbatch: Microbatch, rank: int, ranks: int) -> Microbatch:
-    """The part of a microbatch that one of `ranks` has; of one rank, the microbatch itself."""
+def slice_row(
+    microbatch: Microbatch, rank: int, ranks: int, widths: Mapping[str, int]
+) -> Microbatch:
+    """Return the part of a microbatch that one of `ranks` has; of one rank, the microbatch itself.
+
+    Args:
+        widths: Widths of the features of each encoder, in any unit.
+    """
     if ranks == 1:
         return microbatch
     slices = slice_ranges(len(microbatch.input_ids_T), ranks)
@@ -237,7 +309,7 @@ def slice_row(microbatch: Microbatch, rank: int, ranks: int) -> Microbatch:
             "target_positions_L": None,
             "encoders": read,
         },
-        row=RowShare(own.start, microbatch.input_ids_T, microbatch.targets_T, shown, routes),
+        row=_row_share(microbatch, own.start, shown, routes, widths),
     )
 
 
@@ -272,7 +344,9 @@ class BalancedMicrobatch(Microbatch):
         return replace(moved, read=read)
 
 
-def exchanged_row(microbatch: BalancedMicrobatch, ranks: int) -> SlicedMicrobatch:
+def exchanged_row(
+    microbatch: BalancedMicrobatch, ranks: int, widths: Mapping[str, int]
+) -> SlicedMicrobatch:
     """Return the microbatch as the encoders and the LLM of a rank read it.
 
     Features arrive in the order of the ranks that encode them, and of each rank in the order of
@@ -280,6 +354,7 @@ def exchanged_row(microbatch: BalancedMicrobatch, ranks: int) -> SlicedMicrobatc
 
     Args:
         ranks: Number of data-parallel ranks.
+        widths: Widths of the features of each encoder, in any unit.
     """
     shown: dict[str, EncoderInputs] = {}
     routes: dict[str, FeatureRoute] = {}
@@ -303,8 +378,20 @@ def exchanged_row(microbatch: BalancedMicrobatch, ranks: int) -> SlicedMicrobatc
     values: dict[str, Any] = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     return SlicedMicrobatch(
         **values | {"encoders": microbatch.read, "meta": microbatch.balanced_meta},
-        row=RowShare(0, microbatch.input_ids_T, microbatch.targets_T, shown, routes),
+        row=_row_share(microbatch, 0, shown, routes, widths),
     )
+
+
+def _row_share(
+    microbatch: Microbatch,
+    start: int,
+    shown: dict[str, EncoderInputs],
+    routes: dict[str, FeatureRoute],
+    widths: Mapping[str, int],
+) -> RowShare:
+    merged = merge_routes(routes, widths) if len(routes) > 1 else None
+    ids_T, targets_T = microbatch.input_ids_T, microbatch.targets_T
+    return RowShare(start, ids_T, targets_T, shown, routes, merged)
 
 
 def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:

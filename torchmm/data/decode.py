@@ -149,7 +149,7 @@ class StepDecoder(Dataset[DecodedStep]):
         """The step, still without noise."""
         parts = [
             self.decode_one(*each)
-            for each in zip(microbatches, self.wanted(microbatches), strict=True)
+            for each in zip(microbatches, self.images_to_decode(microbatches), strict=True)
         ]
         return DecodedStep(
             [microbatch for part in parts for microbatch in part.microbatches],
@@ -175,7 +175,11 @@ class StepDecoder(Dataset[DecodedStep]):
         metas = [microbatch_meta(packs, self._sequence_length) for packs in share.microbatches]
         task_metas = [e.task_meta(m) for e, m in zip(share.encoded, metas, strict=True)]
         for packs, encoded, meta, images in zip(
-            share.microbatches, share.encoded, task_metas, self._wanted(task_metas), strict=True
+            share.microbatches,
+            share.encoded,
+            task_metas,
+            self._images_to_decode(task_metas),
+            strict=True,
         ):
             opened = Opened()
             arguments = () if blank else (step, opened)
@@ -199,29 +203,29 @@ class StepDecoder(Dataset[DecodedStep]):
         """
         encoders = self._reader.encoders
         read = RowBuilder(self._reader, images)
-        decodes = _Wanted(images)
-        own_decodes = _Wanted({**images, **dict.fromkeys(encoders, range(0))})
+        decodes = _DecodeFlags(images)
+        own_decodes = _DecodeFlags({**images, **dict.fromkeys(encoders, range(0))})
         own = {_key(item) for pack in packs for item in pack}
         decoded: dict[tuple[int, int, int], list[bool]] = {}
         for item, chosen in encoded.samples:
             decoded[_key(item)] = decodes.among(item, encoders, chosen)
         samples: dict[tuple[int, int, int], DecodedSample] = {}
 
-        def sample_of(item: Item, wanted: _OfSample) -> DecodedSample:
+        def sample_of(item: Item, flags: _SampleFlags) -> DecodedSample:
             if step is None or opened is None:
-                return self._blank(item, wanted)
+                return self._blank(item, flags)
             try:
-                return self._decode(item, wanted, step, opened)
+                return self._decode(item, flags, step, opened)
             except CorruptSampleError as error:
                 step.corrupt[sample_name(item.meta)] = str(error)
-                return self._blank(item, wanted)
+                return self._blank(item, flags)
 
         row = RowBuilder(self._reader, (*encoders, *images))
         for pack in packs:
             for item in pack:
-                wanted = own_decodes.next(item, encoders)
-                wanted = replace(wanted, images=decoded.get(_key(item), wanted.images))
-                sample = samples[_key(item)] = sample_of(item, wanted)
+                flags = own_decodes.next(item, encoders)
+                flags = replace(flags, images=decoded.get(_key(item), flags.images))
+                sample = samples[_key(item)] = sample_of(item, flags)
                 row.append(replace(sample, pixels=[None] * len(sample.pixels)), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
         for item, chosen in encoded.samples:
@@ -229,7 +233,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 sample = samples[_key(item)]
             else:
                 nothing = [False] * len(item.meta.generated)
-                sample = sample_of(item, _OfSample(decoded[_key(item)], nothing))
+                sample = sample_of(item, _SampleFlags(decoded[_key(item)], nothing))
             read.append_images(sample, item.meta, chosen)
         microbatch = row.microbatch(packs, self._sequence_length)
         values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
@@ -241,14 +245,16 @@ class StepDecoder(Dataset[DecodedStep]):
             balanced_meta=task_meta,
         )
 
-    def wanted(self, microbatches: list[list[PackItems]]) -> list[dict[str, range]]:
-        """By microbatch of a step and module: which of its images are decoded; all where none are
-        given."""
-        return self._wanted(
+    def images_to_decode(self, microbatches: list[list[PackItems]]) -> list[dict[str, range]]:
+        """Return the images that this rank decodes, by microbatch and module.
+
+        A rank decodes all images of a module without an entry.
+        """
+        return self._images_to_decode(
             [microbatch_meta(packs, self._sequence_length) for packs in microbatches]
         )
 
-    def _wanted(self, metas: Sequence[MicrobatchMeta]) -> list[dict[str, range]]:
+    def _images_to_decode(self, metas: Sequence[MicrobatchMeta]) -> list[dict[str, range]]:
         found: list[dict[str, range]] = [{} for _ in metas]
         if self._reads is None:
             return found
@@ -261,11 +267,11 @@ class StepDecoder(Dataset[DecodedStep]):
         """One microbatch of a step, still without noise.
 
         Args:
-            images: from `wanted`.
+            images: from `images_to_decode`.
         """
         step = DecodedStep([], {})
         opened = Opened()
-        step.microbatches.append(self._microbatch(packs, _Wanted(images), step, opened))
+        step.microbatches.append(self._microbatch(packs, _DecodeFlags(images), step, opened))
         step.read_bytes += opened.read_bytes
         return step
 
@@ -280,8 +286,8 @@ class StepDecoder(Dataset[DecodedStep]):
             self._append_balanced(share, step, blank=True)
         else:
             microbatches = share
-            for packs, images in zip(share, self.wanted(share), strict=True):
-                step.microbatches.append(self._microbatch(packs, _Wanted(images)))
+            for packs, images in zip(share, self.images_to_decode(share), strict=True):
+                step.microbatches.append(self._microbatch(packs, _DecodeFlags(images)))
         step = with_noise(self.drawings, step, microbatches)
         return sum(microbatch.nbytes for microbatch in step.microbatches)
 
@@ -306,30 +312,33 @@ class StepDecoder(Dataset[DecodedStep]):
         return () if source is None else references_of(source.read(index))
 
     def blank_out(
-        self, microbatch: Microbatch, packs: list[PackItems], torn: Collection[str]
+        self, microbatch: Microbatch, packs: list[PackItems], corrupt: Collection[str]
     ) -> Microbatch:
-        """A microbatch of these packs as it is if samples of these names ("source[index]") are
-        corrupt; its tensors are written to."""
-        return blank_out(self._reader, microbatch, packs, self._sequence_length, torn)
+        """Return the microbatch with corrupt samples made blank; writes to its tensors.
+
+        Args:
+            corrupt: Names of the samples ("source[index]").
+        """
+        return blank_out(self._reader, microbatch, packs, self._sequence_length, corrupt)
 
     def blank_read(
-        self, microbatch: BalancedMicrobatch, encoded: EncodedImages, torn: Collection[str]
+        self, microbatch: BalancedMicrobatch, encoded: EncodedImages, corrupt: Collection[str]
     ) -> None:
         """Make the images blank that this rank encodes of corrupt samples, in place."""
-        blank_read(self._reader, microbatch, encoded, torn)
+        blank_read(self._reader, microbatch, encoded, corrupt)
 
     def _microbatch(
         self,
         packs: list[PackItems],
-        wanted: _Wanted,
+        flags: _DecodeFlags,
         step: DecodedStep | None = None,
         opened: Opened | None = None,
     ) -> Microbatch:
         """Return the microbatch of these samples; without `step`, its samples are blank."""
-        row = RowBuilder(self._reader, wanted.images)
+        row = RowBuilder(self._reader, flags.images)
         for pack in packs:
             for item in pack:
-                own = wanted.next(item, self._reader.encoders)
+                own = flags.next(item, self._reader.encoders)
                 if step is None or opened is None:
                     row.append(self._blank(item, own), item.meta)
                     continue
@@ -344,7 +353,7 @@ class StepDecoder(Dataset[DecodedStep]):
         return row.microbatch(packs, self._sequence_length)
 
     def _decode(
-        self, item: Item, own: _OfSample, step: DecodedStep, opened: Opened
+        self, item: Item, own: _SampleFlags, step: DecodedStep, opened: Opened
     ) -> DecodedSample:
         source = self._sources[item.feed]
         if item.record is not None:
@@ -357,7 +366,7 @@ class StepDecoder(Dataset[DecodedStep]):
             return self._decode_record(item, record, own, step, opened)
 
     def _decode_record(
-        self, item: Item, record: Record, own: _OfSample, step: DecodedStep, opened: Opened
+        self, item: Item, record: Record, own: _SampleFlags, step: DecodedStep, opened: Opened
     ) -> DecodedSample:
         reader = self._reader
         sample = reader.read(record, item.meta, opened)
@@ -382,7 +391,7 @@ class StepDecoder(Dataset[DecodedStep]):
         )
 
     def _drawings(
-        self, item: Item, sample: MeasuredSample, own: _OfSample, opened: Opened
+        self, item: Item, sample: MeasuredSample, own: _SampleFlags, opened: Opened
     ) -> list[DecodedDrawing]:
         drawings = self._reader.drawings
         found: list[DecodedDrawing] = []
@@ -421,7 +430,7 @@ class StepDecoder(Dataset[DecodedStep]):
         `found`. Everything else follows from them: position ids, segments, patch grids, times.
 
         Args:
-            images: Result of `wanted`.
+            images: Result of `images_to_decode`.
             found: Microbatch with tensors of the right shapes. If None, all samples are blank.
             corrupt: Names of samples that are blank (`sample_name`).
 
@@ -433,7 +442,7 @@ class StepDecoder(Dataset[DecodedStep]):
         start = 0
         for pack in packs:
             for item in pack:
-                sample = self._blank(item, _OfSample.nothing(item.meta))
+                sample = self._blank(item, _SampleFlags.nothing(item.meta))
                 if copied is not None:
                     own = copied.next(item, start, self._reader.drawings)
                     sample = sample if sample_name(item.meta) in corrupt else own
@@ -449,7 +458,7 @@ class StepDecoder(Dataset[DecodedStep]):
                 inputs.held = list(images[name])
         return rebuilt
 
-    def _blank(self, item: Item, own: _OfSample) -> DecodedSample:
+    def _blank(self, item: Item, own: _SampleFlags) -> DecodedSample:
         sample = blank_sample(self._reader, item.meta, own.images)
         drawings: list[DecodedDrawing] = []
         for number, drawn in enumerate(item.meta.generated):
@@ -462,14 +471,14 @@ class StepDecoder(Dataset[DecodedStep]):
 
 
 @dataclass(frozen=True)
-class _OfSample:
-    """What a rank decodes of a sample: of every image and drawing, whether it does."""
+class _SampleFlags:
+    """Whether a rank decodes each image and each drawing of a sample."""
 
     images: list[bool]
     drawings: list[bool]
 
     @classmethod
-    def nothing(cls, meta: SampleMeta) -> _OfSample:
+    def nothing(cls, meta: SampleMeta) -> _SampleFlags:
         """Return the flags of a rank that decodes no image of a sample."""
         return cls([False] * len(meta.images), [False] * len(meta.generated))
 
@@ -526,19 +535,19 @@ class _Copied:
 
 
 @dataclass
-class _Wanted:
-    """What a rank decodes of a microbatch, sample after sample."""
+class _DecodeFlags:
+    """Flags of the samples of a microbatch, one after another."""
 
     images: Mapping[str, range]
-    """By module: those of its images; all where none are given."""
+    """Images that the rank decodes, by module (`StepDecoder.images_to_decode`)."""
     _seen: dict[str, int] = field(default_factory=dict)
-    """By module: images of the samples before."""
+    """Number of images of the preceding samples, by module."""
 
-    def next(self, item: Item, encoders: Sequence[str]) -> _OfSample:
-        """Of the next sample."""
+    def next(self, item: Item, encoders: Sequence[str]) -> _SampleFlags:
+        """Return the flags of the next sample."""
         meta = item.meta
         names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
-        return _OfSample(
+        return _SampleFlags(
             [self._takes(name) for name in names], [self._takes(GENERATOR) for _ in meta.generated]
         )
 

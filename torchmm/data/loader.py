@@ -75,9 +75,9 @@ class StepBatch:
     ranks find while planning is listed by rank 0 only."""
     epoch: float = 0.0
     """See `StepSamples`."""
-    torn: dict[str, str] = field(default_factory=dict)
-    """Reasons by "source[index]" of samples that this rank could not decode, and has made blank.
-    Ranks with the same samples may have found others, until all have told (`Loader.settle`)."""
+    corrupt: dict[str, str] = field(default_factory=dict)
+    """Reasons by "source[index]" of samples that this rank could not decode and made blank. Other
+    ranks with the same samples may have found different ones (`Loader.settle`)."""
     packs: list[list[PackItems]] = field(default_factory=list)
     """Samples of every microbatch."""
     encoded: list[EncodedImages] | None = None
@@ -223,17 +223,17 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
-        """What is torn is settled by this rank alone."""
+        """Yield batches whose corrupt samples are those that this rank found."""
         for batch in self.batches():
             assert batch is not None  # nobody asks to stop
-            yield self.settle(batch, batch.torn)
+            yield self.settle(batch, batch.corrupt)
 
     def batches(
         self, asked_to_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[StepBatch | None]:
         """Iterates; ends with None if data did not arrive soon after a stop signal.
 
-        What is torn in a batch is to be settled (`settle`).
+        Call `settle` with the corrupt samples of each batch.
 
         Args:
             asked_to_stop: whether the run is to end.
@@ -316,29 +316,29 @@ class Loader:
                 "data.prefetch"
             ) from error
 
-    def settle(self, batch: StepBatch, torn: Mapping[str, str]) -> StepBatch:
-        """The batch without what ranks with the same samples could not decode.
+    def settle(self, batch: StepBatch, corrupt: Mapping[str, str]) -> StepBatch:
+        """Return the batch with corrupt samples made blank.
 
         Args:
-            torn: reasons by "source[index]", of all these ranks; of all ranks of the run if images
-                are balanced.
+            corrupt: Reasons by "source[index]", from all ranks with the same samples. If images are
+                balanced, from all ranks of the run.
         """
-        if not torn:
+        if not corrupt:
             return batch
         found = [
-            self._decoder.blank_out(microbatch, packs, torn)
+            self._decoder.blank_out(microbatch, packs, corrupt)
             for microbatch, packs in zip(batch.microbatches, batch.packs, strict=True)
         ]
         for microbatch, encoded in zip(found, batch.encoded or (), strict=False):
             assert isinstance(microbatch, BalancedMicrobatch)
-            self._decoder.blank_read(microbatch, encoded, torn)
+            self._decoder.blank_read(microbatch, encoded, corrupt)
         if self._pin_memory:
             found = [microbatch.pin_memory() for microbatch in found]  # what is new of them
         names = {sample_name(item.meta) for m in batch.packs for pack in m for item in pack}
         # With balanced images, the rank that trains on a sample reports it.
-        own = {name: why for name, why in torn.items() if batch.encoded is None or name in names}
+        own = {name: why for name, why in corrupt.items() if batch.encoded is None or name in names}
         skipped = self._report([f"{name}: {why}" for name, why in own.items()])
-        return replace(batch, microbatches=found, skipped=[*batch.skipped, *skipped], torn={})
+        return replace(batch, microbatches=found, skipped=[*batch.skipped, *skipped], corrupt={})
 
     def images(self, source: str, index: int) -> list[Image.Image]:
         """The images of one sample as RGB pictures, to be shown; none for streams."""

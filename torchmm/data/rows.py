@@ -244,24 +244,23 @@ def blank_out(
     microbatch: Microbatch,
     packs: Sequence[PackItems],
     sequence_length: int,
-    torn: Collection[str],
+    corrupt: Collection[str],
 ) -> Microbatch:
-    """The microbatch with samples that are known to be torn made blank, as if this rank had found
-    them so; its tensors are written to.
+    """Return the microbatch with corrupt samples made blank; writes to its tensors.
 
     Args:
-        packs: its samples.
-        sequence_length: tokens of a pack.
-        torn: names of samples (`sample_name`); those of others do not matter.
+        packs: Samples of the microbatch.
+        sequence_length: Tokens of a pack.
+        corrupt: Names of corrupt samples (`sample_name`), also of other microbatches.
     """
-    read = dict.fromkeys(microbatch.encoders, 0)  # images of the samples before
+    read = dict.fromkeys(microbatch.encoders, 0)  # images of the preceding samples
     drawn = 0
     found = False
     for number, pack in enumerate(packs):
         start = number * sequence_length
         for item in pack:
             meta = item.meta
-            if sample_name(meta) in torn:
+            if sample_name(meta) in corrupt:
                 _write_blank(reader, microbatch, item, start, read)
                 _blank_drawings(microbatch.generator, meta, start, drawn)
                 found = True
@@ -277,13 +276,13 @@ def blank_read(
     reader: SampleReader,
     microbatch: BalancedMicrobatch,
     encoded: EncodedImages,
-    torn: Collection[str],
+    corrupt: Collection[str],
 ) -> None:
     """Write blank images over those that this rank encodes of corrupt samples, in place.
 
     Args:
         encoded: Images that this rank encodes.
-        torn: Names of corrupt samples (`sample_name`).
+        corrupt: Names of corrupt samples (`sample_name`).
     """
     read = dict.fromkeys(microbatch.read, 0)  # images of the preceding samples
     for item, chosen in encoded.samples:
@@ -292,7 +291,7 @@ def blank_read(
         for name, theirs in row.encoder_inputs().items():
             images = range(read[name], read[name] + len(theirs.grids_thw))
             read[name] = images.stop
-            if sample_name(item.meta) in torn:
+            if sample_name(item.meta) in corrupt:
                 _write_blank_images(microbatch.read[name], theirs, images)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchmm.common.row_slices import FeatureRoute
+from torchmm.common.row_slices import RowShare
 from torchmm.parallel.mesh import ParallelMesh
 
 
@@ -44,15 +45,42 @@ class FeatureRanks:
         self.group = group
         self.size = group.size()
 
-    def features(self, found_KD: Tensor, route: FeatureRoute) -> Tensor:
-        """Return the features of this rank's tokens; collective, and so is the backward.
+    def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
+        """Return the features (K, D) of this rank's tokens by encoder.
+
+        One all-to-all exchanges the features of all encoders. Another one returns the gradients in
+        the backward pass.
 
         Args:
-            found_KD: Features of the images that this rank encodes. Rows that the route does not
-                name, those of dummy images, are dropped.
+            found: Features (K, D) of the images that this rank encodes, by encoder. Rows that the
+                route does not name, those of dummy images, are dropped.
+            row: Routes of the encoders that have images in the packed sequence.
         """
-        rows_KD = found_KD.index_select(0, route.rows_K)
-        return exchange(rows_KD, Counts(route.sent, route.received), self.group)
+        merged = row.merged
+        if merged is None:
+            return {
+                name: exchange(
+                    found[name].index_select(0, route.rows_K),
+                    Counts(route.sent, route.received),
+                    self.group,
+                )
+                for name, route in row.routes.items()
+            }
+        units = merged.units
+        every_UD = torch.cat(
+            [
+                found[name][: len(route.rows_K)].reshape(-1, found[name].shape[1] // units[name])
+                for name, route in row.routes.items()
+            ]
+        )
+        counts = Counts(merged.sent, merged.received)
+        arrived_UD = exchange(every_UD.index_select(0, merged.sent_U), counts, self.group)
+        arrived_UD = arrived_UD.index_select(0, merged.received_U)
+        sizes = [sum(route.received) * units[name] for name, route in row.routes.items()]
+        return {
+            name: part_UD.reshape(-1, found[name].shape[1]).to(found[name].dtype)
+            for name, part_UD in zip(row.routes, arrived_UD.split(sizes), strict=True)
+        }
 
 
 def data_parallel_exchange(mesh: ParallelMesh) -> FeatureRanks:

@@ -115,6 +115,8 @@ class Pipeline:
         if any(isinstance(module, FSDPModule) for module in modules.values()):
             self.sharding = "layer" if reshards_after_forward(config) else "step"
         self._feature_ranks = feature_ranks
+        self._widths = {m.name: 1 + len(m.taps) for m in descriptions if m.kind == "encoder"}
+        """Widths of the features of each encoder, relative to the LLM."""
         stages = {i: make_stage(m, self._sharding_of(m)) for i, m in modules.items()}
         for stage in stages.values():
             if isinstance(stage, LlmStage):
@@ -240,9 +242,9 @@ class Pipeline:
     def _own_part(self, microbatch: Microbatch) -> Microbatch:
         if isinstance(microbatch, BalancedMicrobatch):
             assert self._feature_ranks is not None
-            part: Microbatch = exchanged_row(microbatch, self._feature_ranks.size)
+            part: Microbatch = exchanged_row(microbatch, self._feature_ranks.size, self._widths)
         else:
-            part = slice_row(microbatch, *self._slice)
+            part = slice_row(microbatch, *self._slice, self._widths)
         # Views of page-locked memory are so too; what slicing has made is not yet.
         sliced = part is not microbatch and self.device.type == "cuda"
         return part.pin_memory() if sliced else part

@@ -76,7 +76,7 @@ def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
     return {LLM: generator.text_loss_weight, GENERATOR: generator.loss_weight}
 
 
-def torn_samples(
+def gather_corrupt_samples(
     own: Mapping[str, str], mesh: ParallelMesh, *, of_all_ranks: bool = False
 ) -> dict[str, str]:
     """Return the samples that could not be decoded, with reasons; collective over all ranks.

@@ -46,7 +46,7 @@ from torchmm.training.metrics import (
 from torchmm.training.optim import Updates
 from torchmm.training.planner import StepPlanner
 from torchmm.training.profiling import StepProfiler
-from torchmm.training.step import StepOutcome, TrainStep, loss_weights, torn_samples
+from torchmm.training.step import StepOutcome, TrainStep, gather_corrupt_samples, loss_weights
 from torchmm.training.tracking.figures import StepRecord
 from torchmm.training.validation import HeldOut
 
@@ -65,8 +65,8 @@ class Agreed(NamedTuple):
     """A rank was asked to stop: this step is the last."""
     without_data: bool
     """A rank has no data: nobody does the step."""
-    torn: bool
-    """A rank could not decode a sample, of which others do not know yet."""
+    has_corrupt: bool
+    """Whether a rank could not decode a sample that the other ranks have not made blank yet."""
 
 
 class Losses(NamedTuple):
@@ -308,10 +308,10 @@ class Trainer:
         if batch is None or agreed.without_data:
             self._undone = f". Data for step {step} did not come; see the ranks' logs"
             return None, True
-        if agreed.torn:
+        if agreed.has_corrupt:
             balanced = batch.encoded is not None
-            torn = torn_samples(batch.torn, parts.mesh, of_all_ranks=balanced)
-            batch = parts.loader.settle(batch, torn)
+            corrupt = gather_corrupt_samples(batch.corrupt, parts.mesh, of_all_ranks=balanced)
+            batch = parts.loader.settle(batch, corrupt)
             agreed = self._agree(batch)
         self._corrupt.add(agreed.skipped, agreed.samples)
 
@@ -380,13 +380,13 @@ class Trainer:
             sum(len(m.meta.samples) for m in microbatches),
             len(batch.skipped) if batch is not None else 0,
         ]
-        # What only some ranks of a pipeline have found makes their counts differ, until all know.
-        torn = float(len(batch.torn)) if batch is not None else 0.0
+        # Counts of ranks with the same samples differ until all ranks know the corrupt samples.
+        corrupt = float(len(batch.corrupt)) if batch is not None else 0.0
         wishes = [self._stop.received is not None, parts.checkpoints.failed, batch is None]
         if batch is None:
             parts.logger.warning("step %d had no data: %s", self.step + 1, parts.loader.overdue)
         try:
-            totals = parts.mesh.sum_over_data([*counts, *map(float, wishes), torn])
+            totals = parts.mesh.sum_over_data([*counts, *map(float, wishes), corrupt])
         except RuntimeError as error:
             if batch is not None:
                 raise

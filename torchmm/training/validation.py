@@ -38,7 +38,7 @@ from torchmm.training.evaluation.scores import Answer, score
 from torchmm.training.page.contents import SAMPLES_FILE, SAMPLES_FOLDER
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.report import keep_thumbnail, plot_captions, plot_pictures
-from torchmm.training.step import torn_samples
+from torchmm.training.step import gather_corrupt_samples
 from torchmm.training.text.generate import generate_tokens
 from torchmm.training.text.prompts import Prompt, in_groups, prompts_of
 from torchmm.training.text.sampling import Sampling
@@ -368,9 +368,9 @@ class HeldOut:
         loader = self._loader()
         read = islice(loader.batches(), parts.run.recipe.validation.batches)
         batches = [batch for batch in read if batch is not None]
-        torn = {name: why for batch in batches for name, why in batch.torn.items()}
-        torn = torn_samples(torn, parts.mesh)
-        return [loader.settle(batch, torn) for batch in batches]
+        corrupt = {name: why for batch in batches for name, why in batch.corrupt.items()}
+        corrupt = gather_corrupt_samples(corrupt, parts.mesh)
+        return [loader.settle(batch, corrupt) for batch in batches]
 
     def _loader(self, *, for_prompts: bool = False) -> Loader:
         """From the first held-out sample on. Prompts are few, and decoded by all ranks."""

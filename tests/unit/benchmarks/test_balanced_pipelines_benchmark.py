@@ -58,6 +58,7 @@ def test_gain_compares_with_the_best_plan(benchmark):
         arms = {"own": own_s, "replicas": replicas_s, "even": replicas_s}
         return {
             "workload": "model, 8 GPUs",
+            "search_s": 8.0,
             "no pipeline": None if plain_s is None else {"step_s": plain_s, "sizes": ""},
             "pipelines": {arm: {"step_s": step_s, "sizes": ""} for arm, step_s in arms.items()},
         }

@@ -29,6 +29,8 @@ TOKENS = (3, 2, 6, 1)
 STARTS = (1, 5, 9, 17)
 """Their first tokens: the third crosses the middle of the row."""
 
+WIDTHS = {"vision": 3, "other": 1}
+
 
 def row(tokens: int = 22) -> Microbatch:
     """Two samples with images, one of them read by an encoder of its own, and padding."""
@@ -79,7 +81,7 @@ def test_images_are_shared_by_patches(patches, ranks, counts):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_feature_arrives_where_its_token_is(ranks):
     whole = row()
-    parts = [slice_row(whole, rank, ranks) for rank in range(ranks)]
+    parts = [slice_row(whole, rank, ranks, WIDTHS) for rank in range(ranks)]
     assert all(isinstance(part, SlicedMicrobatch) for part in parts)
     for name, inputs in whole.encoders.items():
         # Sent as the ranks say, from the positions that each has found.
@@ -100,9 +102,38 @@ def test_every_feature_arrives_where_its_token_is(ranks):
         assert every.sort().values.tolist() == inputs.positions_K.sort().values.tolist()
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("widths", [WIDTHS, {"vision": 4, "other": 6}])
+def test_merged_route_delivers_features_of_all_encoders(ranks, widths):
+    whole = row()
+    parts = [slice_row(whole, rank, ranks, widths) for rank in range(ranks)]
+    messages = []
+    for part in parts:
+        merged = part.row.merged
+        units = []
+        for name in part.row.routes:
+            own = part.encoders.get(name)
+            positions_K = own.positions_K if own else torch.tensor([]).long()
+            # Unit u of the token at position p is p + u / 10.
+            units.append((positions_K[:, None] + torch.arange(merged.units[name]) / 10).flatten())
+        messages.append(torch.cat(units)[merged.sent_U].split(merged.sent))
+    first = 0
+    for rank, part in enumerate(parts):
+        merged, shown = part.row.merged, part.for_llm().encoders
+        received = [message[rank] for message in messages]
+        assert [len(each) for each in received] == merged.received
+        expected = [
+            shown[name].positions_K[:, None] + first + torch.arange(merged.units[name]) / 10
+            for name in part.row.routes
+        ]
+        arrived_U = torch.cat(received)[merged.received_U]
+        assert torch.equal(arrived_U, torch.cat([each.flatten() for each in expected]))
+        first += len(part.input_ids_T)
+
+
 def test_parts_of_a_row_make_the_row():
     whole = row()
-    parts = [slice_row(whole, rank, 3).to("cpu") for rank in range(3)]
+    parts = [slice_row(whole, rank, 3, WIDTHS).to("cpu") for rank in range(3)]
     for name, dim in (("input_ids_T", 0), ("targets_T", 0), ("position_ids", 1)):
         joined = torch.cat([getattr(part, name) for part in parts], dim)
         assert torch.equal(joined, getattr(whole, name))
@@ -111,14 +142,14 @@ def test_parts_of_a_row_make_the_row():
         assert torch.equal(part.targets_T[part.target_positions_L] % 3, part.target_positions_L * 0)
         assert torch.equal(whole_row(part)[0], whole.input_ids_T)
         assert part.cu_seqlens == whole.cu_seqlens
-    assert slice_row(whole, 0, 1) is whole
+    assert slice_row(whole, 0, 1, WIDTHS) is whole
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_metadata_know_what_a_rank_reads(ranks):
     whole = row()
     for rank in range(ranks):
-        meta, part = slice_meta(whole.meta, rank, ranks), slice_row(whole, rank, ranks)
+        meta, part = slice_meta(whole.meta, rank, ranks), slice_row(whole, rank, ranks, WIDTHS)
         assert meta.tokens == len(part.input_ids_T)
         for name in whole.encoders:
             own = part.encoders.get(name)
@@ -129,7 +160,7 @@ def test_metadata_know_what_a_rank_reads(ranks):
 
 def test_rows_shorter_than_their_ranks():
     short = replace(row(3), encoders={}, cu_seqlens=[0, 3], meta=MicrobatchMeta((), 3))
-    assert [len(slice_row(short, rank, 4).input_ids_T) for rank in range(4)] == [0, 1, 1, 1]
+    assert [len(slice_row(short, rank, 4, WIDTHS).input_ids_T) for rank in range(4)] == [0, 1, 1, 1]
 
 
 def test_tasks_of_a_share_may_have_no_images():

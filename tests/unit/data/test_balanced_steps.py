@@ -11,11 +11,14 @@ from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, 
 
 from torchmm.balance.image_shares import balanced_metas
 from torchmm.common import processes
-from torchmm.common.batch import EncoderInputs
+from torchmm.common.batch import EncoderInputs, ImageSizes
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share, exchanged_row
 from torchmm.data.loader import Loader, StepBatch, build_loader
+from torchmm.data.sources.index.length_index import LengthIndex, Shard, ShardSizes
 from torchmm.data.steps import beside
+from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
+from torchmm.data.steps.step_packs import Packs, StepSequence
 from torchmm.recipe.data_section import SourceConfig
 
 RANKS = 2
@@ -110,7 +113,7 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
                 assert torch.equal(getattr(own, key), getattr(whole, key)), key
             assert own.meta == whole.meta and own.cu_seqlens == whole.cu_seqlens
             assert own.generated_count == whole.generated_count
-            row = exchanged_row(own, RANKS)
+            row = exchanged_row(own, len(balanced), {"vision": 1})
             order = sorted(range(len(own.read_by["vision"])), key=own.read_by["vision"].__getitem__)
             wanted = one_by_one(whole.encoders.get("vision"))
             found = arriving(balanced, number, rank)
@@ -181,7 +184,7 @@ def test_balanced_ranks_blank_the_same_samples(make, tmp_path, spec, positions):
     plain = [next(iter(make(r, balance=None, **options))) for r in range(RANKS)]
     loaders = [make(r, **options) for r in range(RANKS)]
     balanced = [batches_of(loader)[0] for loader in loaders]
-    torn = {name: why for batch in balanced for name, why in batch.torn.items()}
+    torn = {name: why for batch in balanced for name, why in batch.corrupt.items()}
     assert torn
     settled = [loader.settle(b, torn) for loader, b in zip(loaders, balanced, strict=True)]
     assert_same_work(settled, plain)
@@ -202,6 +205,56 @@ def test_balanced_loader_resumes_exactly(make):
         assert ours.task_meta == theirs.task_meta
         pairs = (one_by_one(m.read.get("vision")) for m in (ours, theirs))
         assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def test_balanced_loader_resumes_on_another_number_of_ranks(make):
+    state = batches_of(make(1), 2)[1].state
+    balanced = [batches_of(make(r, ranks=4, state=state))[0] for r in range(4)]
+    plain = [batches_of(make(r, balance=None), 3)[2] for r in range(RANKS)]
+    every = [replace(b, microbatches=[m]) for b in plain for m in b.microbatches]
+    assert_same_work(balanced, every)
+
+
+def make_index(seed: int, samples: int, shard: int) -> LengthIndex:
+    """Return an index of several shards, with images of two encoders."""
+    rng = np.random.default_rng(seed)
+    sizes = []
+    for count in (min(shard, samples - first) for first in range(0, samples, shard)):
+        images_N = rng.integers(0, 4, count)
+        rows_D8 = rng.integers(1, 9, (5, 8)).astype("<i4")
+        rows_D8[:, 5] %= 2
+        images_M = rng.integers(0, 5, images_N.sum()).astype("<u2")
+        starts_N1 = np.append(0, np.cumsum(images_N)).astype("<u4")
+        none = np.zeros(count + 1, "<u4"), np.zeros(0, "<u2"), np.zeros((0, 4), "<i4")
+        tokens_N = rng.integers(1, 9, count).astype("<u4")
+        sizes.append(ShardSizes(tokens_N, starts_N1, images_M, rows_D8, *none))
+    shards = [
+        Shard(shard * n, len(each.tokens_N), 0, 1, 9, f"{n}", "", 0, {})
+        for n, each in enumerate(sizes)
+    ]
+    return LengthIndex(shards, sizes.__getitem__, lambda number: {})
+
+
+def test_image_sizes_of_steps_match_samples():
+    encoders = ("vision", "audio")
+    feeds = [
+        IndexFeed(
+            FeedOptions(n, f"s{n}", 1, shuffle=True, one_epoch=False),
+            make_index(n, 50, 8),
+            encoders,
+        )
+        for n in range(2)
+    ]
+    options = training(global_batch_size=8, microbatch_size=1, sequence_length=64)
+    steps = StepSequence(Mixture(feeds, [Stage([1.0, 2.0])]), options, 4, 4, 0, None)
+    for packs in (step.pack for step in islice(steps, 3)):
+        assert isinstance(packs, Packs)
+        metas = [item.meta for item in packs.items(slice(None))]
+        for names in (encoders, encoders[::-1]):
+            found, expected = packs.image_sizes(packs.samples, names), ImageSizes.of(metas, names)
+            assert len(expected.sizes_I4) > 20
+            assert np.array_equal(found.counts_N, expected.counts_N)
+            assert np.array_equal(found.sizes_I4, expected.sizes_I4)
 
 
 def test_tensor_parallel_ranks_share_balanced_images(make):

@@ -82,7 +82,7 @@ def requests(site, spec):
     decoder = loader._decoder
     found = {}
     for planned in loader._queue:
-        for packs, images in zip(planned, decoder.wanted(planned), strict=True):
+        for packs, images in zip(planned, decoder.images_to_decode(planned), strict=True):
             each = Requested(decoder, packs, images)
             kind = (*each.sent, "corrupt") if each.corrupt else tuple(each.sent)
             found.setdefault(kind, each)
@@ -282,7 +282,7 @@ def test_liar_that_streams_forever_is_left_out(site):
     loader = site.loader()
     decoder = loader._decoder
     planned = next(iter(loader._queue))
-    step = decoder.decode_one(planned[0], decoder.wanted(planned)[0])
+    step = decoder.decode_one(planned[0], decoder.images_to_decode(planned)[0])
     (text, *_) = messages_of(step)
     endless = (to_arrow(Message(text.values | {"part": f"p{n}"}, text.tensors), 0) for n in count())
     with Liar(*[]) as liar:

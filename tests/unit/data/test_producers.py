@@ -331,7 +331,7 @@ def honest(site):
     """The messages that the first step is made of."""
     loader = site.loader()
     planned = next(iter(loader._queue))
-    wanted = loader._decoder.wanted(planned)
+    wanted = loader._decoder.images_to_decode(planned)
     return [
         (number, message)
         for number, each in enumerate(zip(planned, wanted, strict=True))

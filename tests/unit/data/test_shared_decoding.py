@@ -127,12 +127,12 @@ def test_ranks_without_pixels_open_no_file(make, tmp_path):
     for file in tmp_path.glob("*.png"):
         file.unlink()
     found = first(make(NOTHING))
-    assert not found.torn and found.decoded_images == 0
+    assert not found.corrupt and found.decoded_images == 0
     for own, wanted in zip(found.microbatches, whole.microbatches, strict=True):
         assert_equal(own, wanted)
         assert own.encoders["vision"].pixels.shape == (0, 3, 16, 16)
     assert 0 < found.read_bytes < whole.read_bytes
-    assert len(first(make(HALVES[0])).torn) > 0, "files are still there"
+    assert len(first(make(HALVES[0])).corrupt) > 0, "files are still there"
 
 
 def test_parts_of_rows_are_shared_by_the_ranks_that_have_them(make):
@@ -158,10 +158,10 @@ def test_all_ranks_make_the_same_sample_blank(make, tmp_path, spec, positions):
     loaders = [make(reads, spec, positions) for reads in (ALL, *HALVES, NOTHING)]
     batches = [first(loader) for loader in loaders]
     whole, *halves, without = batches
-    assert not without.torn and {name[0] for name in whole.torn} == {"a", "b"}
-    assert all(set() < half.torn.keys() < whole.torn.keys() for half in halves)
-    torn = {name: why for half in halves for name, why in half.torn.items()}
-    assert torn == whole.torn
+    assert not without.corrupt and {name[0] for name in whole.corrupt} == {"a", "b"}
+    assert all(set() < half.corrupt.keys() < whole.corrupt.keys() for half in halves)
+    torn = {name: why for half in halves for name, why in half.corrupt.items()}
+    assert torn == whole.corrupt
     settled = [loader.settle(batch, torn) for loader, batch in zip(loaders, batches, strict=True)]
     for batch in settled:
         assert sorted(batch.skipped) == sorted(f"{name}: {why}" for name, why in torn.items())
@@ -188,6 +188,6 @@ def test_what_is_blank_was_never_read(make, tmp_path):
     clean = first(loader)
     tear(tmp_path)
     torn = first(make(ALL, QWEN, "mrope"))
-    told = loader.settle(clean, torn.torn)
+    told = loader.settle(clean, torn.corrupt)
     for found, wanted in zip(told.microbatches, torn.microbatches, strict=True):
         assert_equal(found, wanted)

@@ -54,7 +54,9 @@ def unpack_step(
     """
     expected = [
         _Expected(packs, images, decoder)
-        for packs, images in zip(microbatches, decoder.wanted(list(microbatches)), strict=True)
+        for packs, images in zip(
+            microbatches, decoder.images_to_decode(list(microbatches)), strict=True
+        )
     ]
     for message in messages:
         number = message.values.get("microbatch")

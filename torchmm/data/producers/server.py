@@ -141,7 +141,7 @@ class Producer(Server):
             raise flight.FlightUnavailableError("it has no room for more requests", BUSY)
         jobs: deque[Job] = deque()
         samples = self._samples[asked.fingerprint]
-        wanted = samples.decoder.for_rank(asked.reads).wanted(microbatches)
+        wanted = samples.decoder.for_rank(asked.reads).images_to_decode(microbatches)
         upcoming = zip(microbatches, wanted, strict=True)
         try:
             for number in range(len(microbatches)):

@@ -9,11 +9,12 @@ which each is read by as many of these, D features of a head, K output tokens of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor
 
-from torchmm.common.row_slices import FeatureRoute
+from torchmm.common.row_slices import RowShare
 
 
 class RowHeads(Protocol):
@@ -55,11 +56,13 @@ class RowRanks(Protocol):
         """How layers exchange the tokens of a row with so many of them for heads."""
         ...
 
-    def features(self, found_KD: Tensor, route: FeatureRoute) -> Tensor:
-        """Features of the tokens in this rank's slice, for those that it has found. Collective.
+    def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
+        """Return the features (K, D) of the tokens of this rank by encoder. Collective.
 
         Args:
-            found_KD: of the images that it reads; further rows, of dummy images, are left out.
+            found: Features (K, D) of the images that this rank encodes, by encoder. Rows of dummy
+                images are dropped.
+            row: Routes of the encoders that have images in the packed sequence.
         """
         ...
 

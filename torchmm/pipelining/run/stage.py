@@ -224,9 +224,9 @@ class LlmStage(PipelineStage):
         """The microbatch as the LLM sees it, and what the stage before returned; for the first
         stage (K, D) by encoder: the outputs of its sub-microbatches, one after the other, or what
         ranks that share the row have found for this one's tokens."""
-        routes = {}
+        row = None
         if isinstance(microbatch, SlicedMicrobatch):
-            routes = microbatch.row.routes
+            row = microbatch.row
             microbatch = microbatch.for_llm()
         if not self.module.is_first:
             return microbatch, inputs[0][0] if len(inputs[0]) == 1 else inputs[0]
@@ -235,9 +235,9 @@ class LlmStage(PipelineStage):
             parts.setdefault(graph.layout.stages[message.source].module, []).append(features)
         found = {name: p[0] if len(p) == 1 else torch.cat(p) for name, p in parts.items()}
         ranks = self.feature_ranks or self.module.row_ranks
-        for name, route in routes.items():
+        if row is not None and row.routes:
             assert ranks is not None
-            found[name] = ranks.features(found[name], route)
+            found |= ranks.features(found, row)
         return microbatch, found
 
     def tied_parameter(self) -> nn.Parameter:
