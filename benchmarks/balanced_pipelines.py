@@ -1,0 +1,261 @@
+"""Bound on the gain of images that are distributed over the replicas of a pipeline, simulated.
+
+    python benchmarks/balanced_pipelines.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
+
+Pipelines do not support `data.balance = "images"`. This benchmark shows how much faster they could
+be with it. Replicas exchange images of microbatch i, the exchange is free, and replicas do not wait
+for each other. A runtime would therefore gain less. Arms:
+
+- "own": every replica encodes its own images;
+- "replicas": the images of microbatch i of all replicas are distributed evenly;
+- "even": the images of the complete step are distributed evenly over replicas and microbatches.
+  Replicas that exchange images of one microbatch cannot reach this.
+
+The planner searches plans for "own" and "replicas", and all arms simulate the plans of both. The
+opponent is the best plan without a pipeline, whose images may be balanced. Nothing is fitted and no
+device is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from support.harness import (
+    Row,
+    append_record,
+    describe_machine,
+    make_parser,
+    read_records,
+    report,
+)
+from support.workloads import QUICK, Workload, add_options, select_workloads
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.image_shares import ImageBalance, balanced_metas, balanced_shares
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.errors import ConfigError
+from torchmm.planning.first_step import heaviest
+from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.planning.search import search
+
+WORKLOADS = (
+    Workload("recipes/papers/pipeweaver_vlm_s", 8),
+    Workload("recipes/papers/pipeweaver_vlm_s", 16),
+    Workload("recipes/papers/pipeweaver_vlm_s", 64, 128),
+    Workload("recipes/papers/pipeweaver_vlm_m", 32),
+    Workload("recipes/papers/pipeweaver_vlm_l", 64),
+    Workload("recipes/zoo/qwen3_vl_8b", 16),
+    Workload("recipes/zoo/qwen3_vl_8b", 64),
+    Workload("recipes/zoo/internvit_qwen2_5_7b", 16),
+)
+METHODS = ("separated", "colocated", "chain")
+BUDGET_S = 15.0
+LEAST_GAIN = 1.02
+"""Gain over the best plan from which a runtime would be worth its lines."""
+Shares = list[list[MicrobatchMeta]]
+Record = dict[str, Any]
+PAGE = """# Images distributed over the replicas of pipelines, simulated
+
+    python benchmarks/balanced_pipelines.py --rows benchmarks/results/balanced_pipelines.jsonl \\
+        --page benchmarks/results/balanced_pipelines.md
+
+Written on {date}. Seconds per step, simulated; nothing is fitted and no device is measured. "search":
+processor time of the planner for each method and arm. "no pipeline": best plan without a pipeline,
+whose images may be balanced. "pipeline, own": every replica encodes its own images. "replicas": the
+images of microbatch i of all replicas are distributed evenly. "even": the images of the complete
+step are distributed evenly over replicas and microbatches, which replicas cannot reach. The
+exchange is free and replicas do not wait for each other, so a runtime would gain less. "gain": the
+best plan of the first two columns of times over the best plan with "replicas".
+
+"""
+
+
+def distribute_over_replicas(balance: ImageBalance, shares: Shares) -> Shares:
+    """Return the tasks of every replica if replicas exchange images of the same microbatch."""
+    return _in_groups(balanced_shares(balance, shares))
+
+
+def distribute_evenly(balance: ImageBalance, shares: Shares) -> Shares:
+    """Return the tasks of every replica if all microbatches of a step exchange images."""
+    metas = [meta for share in shares for meta in share]
+    even = balanced_metas(metas, balance(metas))
+    count = len(shares[0])
+    return _in_groups([even[i : i + count] for i in range(0, len(even), count)])
+
+
+def _in_groups(shares: Shares) -> Shares:
+    """Return microbatches whose images pipelines may divide into groups."""
+    return [[replace(meta, balanced=False) for meta in share] for share in shares]
+
+
+class ReplicaForecaster(Forecaster):
+    """Forecasts pipelines whose replicas exchange images of the same microbatch."""
+
+    distribute = staticmethod(distribute_over_replicas)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        encoders = tuple(module for module in self.modules if module.kind == "encoder")
+        self.shares = self.distribute(ImageBalance(encoders), self.shares)
+        self.workload = heaviest(self.modules, self.shares)
+
+
+class EvenForecaster(ReplicaForecaster):
+    """Forecasts pipelines whose microbatches all have images of equal cost."""
+
+    distribute = staticmethod(distribute_evenly)
+
+
+ARMS: dict[str, type[Forecaster]] = {
+    "own": Forecaster,
+    "replicas": ReplicaForecaster,
+    "even": EvenForecaster,
+}
+
+
+def searched_plans(
+    workload: Workload,
+    sample: StepSample,
+    methods: Sequence[str],
+    budget_s: float,
+    forecaster: type[Forecaster] = Forecaster,
+) -> list[search.Candidate]:
+    """Return the best plan of each method.
+
+    Args:
+        workload: Model, data and cluster.
+        sample: Model and first step of the recipe.
+        methods: Methods to search.
+        budget_s: Time limit of the search of each method in seconds.
+        forecaster: Simulates the plans of the search.
+    """
+    recipe = sample.recipe
+    profile = load_profile(recipe.simulation.device)
+    with patch.object(search, "Forecaster", forecaster):
+        found = [
+            search.search_plans(
+                recipe, workload.gpus, profile, methods=(name,), budget_s=budget_s, sample=sample
+            )
+            for name in methods
+        ]
+    return [result.best for result in found if result.best is not None]
+
+
+def simulated_s(plan: search.Candidate, sample: StepSample, forecaster: type[Forecaster]) -> float:
+    """Return the step of a plan in seconds; infinite if the plan does not fit."""
+    recipe = plan.recipe
+    profile = load_profile(recipe.simulation.device)
+    try:
+        simulated = forecaster(recipe, plan.devices, profile, sample=sample)
+        forecast = simulated.forecast_parallel(recipe.parallel)
+    except ConfigError:
+        return float("inf")
+    if forecast.step is None or not search.fits(forecast.step):
+        return float("inf")
+    return forecast.iteration_ms / 1e3
+
+
+def measure(workload: Workload, budget_s: float, methods: Sequence[str] = METHODS) -> Record:
+    """Return the row of a workload.
+
+    Args:
+        workload: Model, data and cluster.
+        budget_s: Time limit of the search of each method and arm in seconds.
+        methods: Pipeline methods.
+    """
+    sample = StepSample(workload.load())
+    plain = searched_plans(workload, sample, ("fsdp",), budget_s)
+    plans = searched_plans(workload, sample, methods, budget_s)
+    fitting = [each.method for each in plans]
+    plans += searched_plans(workload, sample, fitting, budget_s, ReplicaForecaster)
+    arms: dict[str, Record] = {}
+    for arm, forecaster in ARMS.items():
+        steps = [(simulated_s(each, sample, forecaster), i) for i, each in enumerate(plans)]
+        step_s, best = min(steps)
+        sizes = f"{plans[best].method}, {plans[best].plan.schedule}: {plans[best].sizes}"
+        arms[arm] = {"step_s": step_s, "sizes": sizes}
+    return {
+        "workload": workload.title,
+        "search_s": budget_s,
+        "no pipeline": {"step_s": plain[0].step_ms / 1e3, "sizes": plain[0].sizes}
+        if plain
+        else None,
+        "pipelines": arms,
+    }
+
+
+def gain(record: Record, arm: str) -> float:
+    """Return the step time of the best plan without an arm over that with the arm."""
+    plain = record["no pipeline"]
+    before = [record["pipelines"]["own"]["step_s"], *([plain["step_s"]] if plain else [])]
+    return float(min(before) / min([record["pipelines"][arm]["step_s"], *before]))
+
+
+def markdown(records: Sequence[Record]) -> str:
+    """Return the table of the results page."""
+    head = ["workload", "search, s", "no pipeline", *(f"pipeline, {arm}" for arm in ARMS)]
+    head += ["replicas / own", "gain", "best plan with images of replicas distributed"]
+    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 2) + "---|"]
+    for record in records:
+        arms, plain = record["pipelines"], record["no pipeline"]
+        cells = [record["workload"], f"{record['search_s']:g}"]
+        cells += [f"{plain['step_s']:.3g}" if plain else "-"]
+        cells += [f"{arms[arm]['step_s']:.3g}" for arm in ARMS]
+        cells += [f"{arms['own']['step_s'] / arms['replicas']['step_s']:.3f}"]
+        cells += [f"{gain(record, 'replicas'):.3f}", arms["replicas"]["sizes"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def table_rows(record: Record) -> list[Row]:
+    """Return the rows of one workload for the common table and JSON format."""
+    title, plain = record["workload"], record["no pipeline"]
+    steps = {f"pipeline, {arm}": each["step_s"] for arm, each in record["pipelines"].items()}
+    if plain:
+        steps["no pipeline, balanced images"] = plain["step_s"]
+    rows = [
+        Row(title, f"step, {name}", "s", step_s, better="lower", kind="simulated")
+        for name, step_s in steps.items()
+    ]
+    value = gain(record, "replicas")
+    return [
+        *rows,
+        Row(title, "best plan without / with", "x", value, goal=LEAST_GAIN, kind="simulated"),
+    ]
+
+
+def main() -> None:
+    """Simulate the rows and print the table."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    add_options(parser, BUDGET_S)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else WORKLOADS)
+    records = {record["workload"]: record for record in read_records(arguments.rows)}
+    for workload in () if arguments.report else workloads:
+        if workload.title in records:
+            continue
+        methods = METHODS[:1] if arguments.quick else METHODS
+        record = records[workload.title] = measure(workload, budget_s, methods)
+        if arguments.rows is not None:
+            append_record(record, arguments.rows)
+        print(f"{workload.title}: {json.dumps(record)}", flush=True)
+    shown = [records[each.title] for each in workloads if each.title in records]
+    print(markdown(shown))
+    if arguments.page is not None:
+        arguments.page.write_text(
+            PAGE.format(date=f"{date.today():%d %B %Y}") + markdown(shown) + "\n"
+        )
+    rows = [row for record in shown for row in table_rows(record)]
+    machine = describe_machine(torch.device("cpu"))
+    report(f"Balanced images in pipelines, simulated; {machine}", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
