@@ -226,7 +226,7 @@ class Forecaster:
             parallel = recipe.parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
             shares = self._shares = self._dealt(parallel)
             if leaves_segments_open(parallel):  # they choose, and are dealt again for the choice
-                shares = self._dealt(self._divided(parallel))
+                shares = self._dealt(self.divided(parallel))
         balance = image_balance(recipe, self.modules)
         self._balanced = balance is not None and self.run.llm.pipeline == 1 and not self.run.units
         if balance is not None and self._balanced:
@@ -268,8 +268,8 @@ class Forecaster:
         costs = self._costs(parallel)
         return dealt(run, self.modules, costs, self.layout(parallel), self.sample.packs)
 
-    def _divided(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Another section with the LLM's ranks, and what it leaves open chosen as in a run."""
+    def divided(self, parallel: ParallelConfig) -> ParallelConfig:
+        """Return a section with the LLM ranks of the run, and open segments chosen as in a run."""
         parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
         if not leaves_segments_open(parallel):
             return parallel
@@ -323,7 +323,7 @@ class Forecaster:
             ConfigError: own sizes of encoders do not fit.
         """
         name = parallel.schedule
-        parallel = self._divided(parallel)
+        parallel = self.divided(parallel)
         workload = self.workload_of(parallel)
         metas = workload.microbatches
         dtype = DTYPES[self.recipe.training.dtype]

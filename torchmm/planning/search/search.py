@@ -34,6 +34,7 @@ from torchmm.planning.search.space import (
     METHODS,
     TUNED,
     Plan,
+    Value,
     describe_sizes,
     neighbors,
     plain_recipe,
@@ -41,6 +42,7 @@ from torchmm.planning.search.space import (
     recompute_modes,
     shared_plans,
 )
+from torchmm.planning.segments import leaves_segments_open
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
@@ -48,9 +50,12 @@ from torchmm.recipe.sizes import AXES
 
 NEAR = 1.15
 """Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
+OWN_KEYS = ("schedule", "virtual_stages", "expert", "sequence_parallel", "gradient_reduction")
+"""Keys of [parallel] in plans of recipes as they are, besides sizes."""
 GAINS = {"searched": 0.75}
 """Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
 searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
+LARGEST_GAIN = min(GAINS.values())
 RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
 TRIES, FIRST_SHARE = 12, 0.15
@@ -203,16 +208,19 @@ def _recipe_candidate(
         cut = SCHEDULES[parallel.schedule].cut
         method = "separated" if cut == "separated" else "chain"
         method = method if sizes.pipeline > 1 else "fsdp"
-    plan = Plan(
-        method,
-        devices,
-        {
-            **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
-            "parallel.schedule": parallel.schedule,
-            "training.microbatch_size": recipe.training.microbatch_size,
-            "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
-        },
-    )
+    changes: dict[str, Value] = {
+        **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
+        **{f"parallel.{name}": getattr(parallel, name) for name in OWN_KEYS},
+        "training.microbatch_size": recipe.training.microbatch_size,
+        "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
+    }
+    if parallel.context > 1:
+        changes["parallel.llm.context"] = parallel.context
+    if leaves_segments_open(parallel):
+        for name, own in forecaster.divided(parallel).modules.items():
+            numbers = own.model_dump(include={"segments", "sub_microbatch_images"})
+            changes |= {f"parallel.{name}.{key}": n for key, n in numbers.items() if n}
+    plan = Plan(method, devices, changes)
     words = f"as in the recipe: {describe_sizes(plan)}"
     found = Candidate(method, recipe, devices, words, forecast, False, plan)
     return found if found.step_ms < inf else None
@@ -314,10 +322,13 @@ class _Method:
         """Remove and return the next plan, by turns of both queues once there is a plan that fits.
 
         Estimates of neighbors are close to a known step, so that they would hide other sizes.
+        Sizes that are not expected to be the best even with another schedule come last.
         """
         queues = [queue for queue in (self.roots, self.queue) if queue]
         if self.best is None:
             return heappop(min(queues, key=lambda queue: self._expected_ms(queue[0])))
+        if len(queues) == 2 and LARGEST_GAIN * self._expected_ms(self.roots[0]) > self.best_ms:
+            return heappop(self.queue)
         return heappop(queues[self.simulated % len(queues)])
 
 
@@ -373,6 +384,11 @@ class _Search:
             method = self._methods[own.method]
             method.best = method.sure = own
             method.simulated = method.considered = 1
+            method.known.add(own.plan.text)
+            if own.method in ("fsdp", "chain", "separated"):
+                first = recompute_modes(self._recipe)[0]
+                plan = own.plan.changed(activation_checkpoint__mode=first)
+                self._push(method, plan, own.plan, own.step_ms)
         self._improve(deadline, effort)
         for method in self._methods.values():
             if method.best is not None and method.best.is_short:
@@ -403,8 +419,10 @@ class _Search:
     def _next_method(self) -> _Method | None:
         """Return the method whose plan is simulated next; None if no plan is left.
 
-        Methods without a plan come first. Then turns alternate between the method with the lowest
-        estimate below the best step, and the method with few simulated actions and a low estimate.
+        Methods without a plan come first, until they have used their share of the search. Then
+        turns alternate between the method with the lowest estimate below the best step, and the
+        method with few simulated actions and a low estimate. The first of these turns are for
+        methods with a plan, because estimates of plans that do not fit into memory say little.
         """
         self._turns += 1
         best_ms = self.best_ms
@@ -420,7 +438,8 @@ class _Search:
         for method in left:
             if not method.started or (method.best is None and not self._has_tried(method)):
                 return method
-        promising = min(left, key=lambda each: each.score_ms)
+        with_plan = [each for each in left if each.best is not None] or left
+        promising = min(with_plan, key=lambda each: each.score_ms)
         if promising.score_ms < best_ms and self._turns % 2:
             return promising
         return min(left, key=lambda each: each.spent * each.score_ms**2 if each.spent else 0.0)
@@ -595,23 +614,12 @@ class _Search:
                 return False
         return True
 
-    def _forecaster(
-        self, method: _Method, plan: Plan, schedule: str | None = None
-    ) -> Forecaster | None:
-        """Return what simulates a plan; None if it cannot be run.
-
-        Args:
-            method: Method of the plan.
-            plan: Plan to simulate.
-            schedule: Schedule that data reordering assumes; None for that of the plan.
-        """
+    def _forecaster(self, method: _Method, plan: Plan) -> Forecaster | None:
+        """Return the forecaster of a plan; None if the plan cannot be run."""
         recipe = planned_recipe(self._recipe, plan)
         if problems := find_problems(recipe, plan.devices):
             method.problems[str(problems[0])] += 1
             return None
-        if schedule is not None:
-            parallel = recipe.parallel.model_copy(update={"schedule": schedule})
-            recipe = recipe.model_copy(update={"parallel": parallel})
         try:
             return Forecaster(recipe, plan.devices, self._profile, sample=self._sample)
         except ConfigError as error:
@@ -627,13 +635,12 @@ class _Search:
             short: Whether a schedule that is searched may be searched for a short time.
         """
         short = short and plan.schedule == "searched"
-        forecaster = self._forecaster(method, plan, "separated" if short else None)
+        forecaster = self._forecaster(method, plan)
         if forecaster is None:
             return None
-        parallel = forecaster.recipe.parallel
         recipe = forecaster.recipe
+        parallel = recipe.parallel
         if short:
-            recipe = planned_recipe(self._recipe, plan)
             evaluations = min(SCREENED, recipe.parallel.search.evaluations or SCREENED)
             search = recipe.parallel.search.model_copy(update={"evaluations": evaluations})
             parallel = recipe.parallel.model_copy(update={"search": search})

@@ -123,7 +123,8 @@ class Plan:
 def plain_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe without parallel sizes, for one rank per pipeline stage and module.
 
-    Other keys of [parallel] stay, unless they contradict what plans change.
+    Recomputation modes of single modules are dropped: plans choose the mode of all modules. Other
+    keys of [parallel] stay, unless they contradict the keys that plans change.
     """
     table = recipe.parallel.model_dump(exclude_none=True)
     dropped = {*AXES, "segments", "context", "sub_microbatch_images"}
@@ -136,7 +137,12 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     table["gradient_reduction"] = "step"
     if table["reshard_after_forward"] == "always":
         table["reshard_after_forward"] = "default"
-    return recipe.model_copy(update={"parallel": ParallelConfig.model_validate(table)})
+    updates: dict[str, Section] = {"parallel": ParallelConfig.model_validate(table)}
+    if len(recompute_modes(recipe)) > 1:
+        updates["activation_checkpoint"] = recipe.activation_checkpoint.model_copy(
+            update={"modules": {}}
+        )
+    return recipe.model_copy(update=updates)
 
 
 def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
@@ -161,7 +167,7 @@ def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
 
 
 def with_recompute(recipe: Recipe, mode: str) -> Recipe:
-    """Return the recipe with another mode for all modules without a mode of their own.
+    """Return the recipe with another recomputation mode.
 
     Layers are tuned to at most the memory that a plan may use (`MEMORY_SHARE`).
     """
