@@ -96,7 +96,7 @@ class SampleMeta:
     @property
     def patches(self) -> int:
         """Patches of all images, audio clips and generated images."""
-        return sum(image.patches for image in (*self.images, *self.generated))
+        return sum(i.patches for i in self.images) + sum(g.patches for g in self.generated)
 
     def images_read_by(self, encoder: str) -> list[ImageMeta]:
         """Those that `encoder` reads, in order."""
@@ -198,8 +198,10 @@ class ImageSizes(NamedTuple):
             read: Returns the sizes of some samples of a group, from the group and the positions of
                 the samples in `groups_N`.
         """
-        counts_N, starts_N = np.zeros_like(groups_N), np.zeros_like(groups_N)
-        parts, total = [np.zeros((0, 4), np.int64)], 0
+        counts_N = np.zeros_like(groups_N)
+        starts_N = np.zeros_like(groups_N)
+        parts = [np.zeros((0, 4), np.int64)]
+        total = 0
         order_N = np.argsort(groups_N, kind="stable")
         firsts = np.flatnonzero(np.diff(groups_N[order_N])) + 1
         for own in np.split(order_N, firsts) if len(order_N) else []:

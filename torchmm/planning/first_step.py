@@ -68,7 +68,8 @@ def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
 
     With `data.packing` = "balanced", the samples of the sequences are packed as the loader does.
     """
-    size, length = recipe.training.microbatch_size, recipe.training.sequence_length
+    size = recipe.training.microbatch_size
+    length = recipe.training.sequence_length
     if recipe.data.packing == "best_fit":
         return sample_microbatches(
             recipe.simulation, count, sequence_length=length, microbatch_size=size
@@ -103,7 +104,8 @@ def balanced_sequences(
     packer = BalancedPacker(sequence_length, max_tiles)
     members: dict[int, list[SampleMeta]] = {}
     while True:
-        missing, group = packer.missing_tokens, []
+        missing = packer.missing_tokens
+        group = []
         while missing > 0:
             if (sample := next(samples, None)) is None:
                 return

@@ -299,7 +299,8 @@ def _step_after(
         logger.warning("%s", change)
     for key in run.choices if mesh.rank == 0 else ():
         name = key.removeprefix("data.")
-        value, saved = getattr(recipe.data, name), restored.recipe.get("data", {}).get(name)
+        value = getattr(recipe.data, name)
+        saved = restored.recipe.get("data", {}).get(name)
         if saved not in (None, value):
             logger.warning(
                 '%s = "auto" is "%s" now, the checkpoint was trained with "%s". Samples of a step '

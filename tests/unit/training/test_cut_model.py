@@ -1,6 +1,9 @@
 """A model that cannot be split as its recipe says is refused before ranks meet."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
@@ -18,7 +21,7 @@ from torchmm.planning.reordering import reordered, run_arrangement
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_unfilled_model, cut_model
+from torchmm.training.build import _step_after, build_unfilled_model, cut_model
 
 LLM = {
     "model_type": "llama",
@@ -154,3 +157,19 @@ def test_training_checks_before_ranks_meet(data, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="does not divide the 3 experts"):
         torchmm.training.run.train(read(data, tmp_path, 2, EXPERTS, {"tensor": 2}))
+
+
+@pytest.mark.parametrize(("saved", "warns"), [("images", True), ("none", False), (None, False)])
+def test_resume_warns_of_another_choice(saved, warns, caplog):
+    recipe = Recipe.model_validate({"model": {"llm": {"config": LLM}}})
+    data = recipe.data.model_copy(update={"reorder": "none", "balance": "none"})
+    run = resolve(recipe.model_copy(update={"data": data}), 2)
+    run = replace(run, choices={"data.balance": "none (one data-parallel rank)"})
+    stored = {"data": {} if saved is None else {"balance": saved, "reorder": "intra"}}
+    restored = SimpleNamespace(path="step-3", step=3, recipe=stored, rng={})
+    with caplog.at_level(logging.WARNING):
+        found = _step_after(restored, run, SimpleNamespace(rank=0), logging.getLogger("test"))
+    assert found == 3
+    assert [('data.balance = "auto" is "none"' in text) for text in caplog.messages] == [
+        True
+    ] * warns

@@ -141,7 +141,8 @@ class BalancedPacker:
         for number in np.argsort(first_B[:closing], kind="stable").tolist():
             if used_4B[TOKENS, number]:
                 self.closed.append(int(numbers_B[number]))
-        self._numbers_O, self._sizes_4O = numbers_B[closing:], used_4B[:, closing:used].copy()
+        self._numbers_O = numbers_B[closing:]
+        self._sizes_4O = used_4B[:, closing:used].copy()
         return numbers_B[bins_N]
 
 
@@ -170,7 +171,8 @@ def _place(
     _, _, closing, spread = limits_4
     further = 0
     for i in order_N:
-        sizes_4, loads_3 = sizes_4N[:, i], loads_3N[:, i]
+        sizes_4 = sizes_4N[:, i]
+        loads_3 = loads_3N[:, i]
         best = _emptiest(sizes_4, loads_3, limits_4, used_4B, loads_3B, 0, closing)
         if best < 0:
             stop = closing + min(further + 1, max(further, spread))
@@ -227,8 +229,10 @@ def _swap(
                     chosen_a, chosen_b, least = at_a, at_b, change
         if chosen_a < 0:
             continue
-        i, j = members_N[chosen_a], members_N[chosen_b]
-        members_N[chosen_a], members_N[chosen_b] = j, i
+        i = members_N[chosen_a]
+        j = members_N[chosen_b]
+        members_N[chosen_a] = j
+        members_N[chosen_b] = i
         used_4B[:, a] += sizes_4N[:, j] - sizes_4N[:, i]
         used_4B[:, b] += sizes_4N[:, i] - sizes_4N[:, j]
         loads_3B[:, a] += loads_3N[:, j] - loads_3N[:, i]

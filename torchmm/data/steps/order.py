@@ -79,8 +79,8 @@ class Drawn:
     @classmethod
     def made_of(cls, columns: Sequence[Int64s], skipped: Sequence[str] = ()) -> Drawn:
         """Of the arrays in `columns`."""
-        feeds_N, epochs_N, indices_N, *sizes = columns
-        return cls(feeds_N, epochs_N, indices_N, *sizes, skipped=skipped)
+        feeds_N, epochs_N, indices_N, tokens_N, tiles_N, patches_N = columns
+        return cls(feeds_N, epochs_N, indices_N, tokens_N, tiles_N, patches_N, skipped)
 
     @classmethod
     def of(cls, items: Sequence[Item]) -> Drawn:

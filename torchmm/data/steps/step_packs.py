@@ -321,7 +321,8 @@ class StepSequence:
     def _pack_balanced(self, packer: BalancedPacker, skipped: list[str]) -> None:
         """Close the sequences of a step, or all of them at the end of the feeds."""
         while len(packer.closed) < self._training.global_batch_size:
-            missing, parts = packer.missing_tokens, []
+            missing = packer.missing_tokens
+            parts = []
             while missing > 0 and (drawn := self._draw(skipped)) is not None:
                 stop = int(np.searchsorted(np.cumsum(drawn.tokens_N), missing)) + 1
                 parts.append(self._mixture.take(min(stop, len(drawn))))

@@ -299,7 +299,8 @@ class Inspector:
     def _pack(self, found: SourceFindings) -> list[list[SampleMeta]]:
         data = self._recipe.data
         metas = [sample.meta for sample in found.samples]
-        tokens, tiles = [meta.tokens for meta in metas], [meta.tiles for meta in metas]
+        tokens = [meta.tokens for meta in metas]
+        tiles = [meta.tiles for meta in metas]
         if data.packing == "balanced":
             packer = BalancedPacker(self._length, data.max_tiles_per_sequence)
             sizes = np.array([tokens, tiles, [meta.patches for meta in metas]], np.int64)
