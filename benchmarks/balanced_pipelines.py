@@ -65,13 +65,14 @@ PAGE = """# Images distributed over the replicas of pipelines, simulated
     python benchmarks/balanced_pipelines.py --rows benchmarks/results/balanced_pipelines.jsonl \\
         --page benchmarks/results/balanced_pipelines.md
 
-Written on {date}. Seconds per step, simulated; nothing is fitted and no device is measured. "search":
-processor time of the planner for each method and arm. "no pipeline": best plan without a pipeline,
-whose images may be balanced. "pipeline, own": every replica encodes its own images. "replicas": the
-images of microbatch i of all replicas are distributed evenly. "even": the images of the complete
-step are distributed evenly over replicas and microbatches, which replicas cannot reach. The
-exchange is free and replicas do not wait for each other, so a runtime would gain less. "gain": the
-best plan of the first two columns of times over the best plan with "replicas".
+Written on {date}. Seconds per step, simulated; nothing is fitted and no device is measured.
+"search" is the processor time of the planner for each method and arm. "no pipeline" is the best
+plan without a pipeline, whose images may be balanced. "pipeline, own": every replica encodes its
+own images. "replicas": the images of microbatch i of all replicas are distributed evenly. "even":
+the images of the complete step are distributed evenly over replicas and microbatches, which
+replicas cannot reach. The exchange is free and replicas do not wait for each other, so a runtime
+would gain less. "gain" is the step of the best plan, with or without a pipeline, over the best step
+with "replicas".
 
 """
 

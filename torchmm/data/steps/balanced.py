@@ -56,11 +56,11 @@ def balanced_step(step: StepSamples, balance: Balance) -> StepSamples:
         homes_S = np.repeat(np.arange(len(samples_R)), samples_R)
         microbatches.append((own, assign_images(sizes.part(own), homes_S, balance, len(samples_R))))
 
+    def items_of(own: Int64s) -> Callable[[Int64s], PackItems]:
+        return lambda chosen: packs.items(own[chosen])
+
     def encoded(rank: int) -> list[EncodedImages]:
-        return [
-            images.of_rank(rank, lambda chosen, own=own: packs.items(own[chosen]))
-            for own, images in microbatches
-        ]
+        return [images.of_rank(rank, items_of(own)) for own, images in microbatches]
 
     return replace(step, encoded=cache(encoded))
 
