@@ -1,14 +1,25 @@
-"""FSDP2 with and without `data.balance = "images"`, for image counts of PipeWeaver's VLM-S.
+"""Balanced data against plain FSDP2 and against pipelines with searched schedules.
 
-    python benchmarks/balanced_encoders.py --quick
+    python benchmarks/balanced_encoders.py [--quick] [--json FILE] [--cases NAME ...]
     python benchmarks/balanced_encoders.py --picture docs/images/balanced_encoders.svg
 
-Ranks of FSDP2 wait for each other in every layer, so a microbatch takes as long as the encoder of
-the slowest rank. "sleeping": layers of a tiny model sleep for as long as they would compute, with
-0.7 of the work in the encoder as in VLM-S; processes, FSDP2 and messages over gloo are real.
-"computing": two ranks compute. "lockstep CPU" is the CPU time of the slowest rank, summed over
-microbatches, which other programs on the machine do not change. Programs take turns on each step;
-ratios are medians of runs.
+    vlm_s, vlm_s_tail, vlm_m_tail, qwen3_vl_8b, video, alike
+             simulated arms on many batches (`support/cases/balance_streams.py` has the data)
+    sleep    FSDP2 and pipelines on eight ranks that sleep (`support/cases/balance_sleeping.py`)
+    images   plain and balanced FSDP2 on ranks that sleep or compute
+    host     processor time of the assignment of images for 1,024 ranks
+
+Arms without a pipeline are plain FSDP2, A (`data.reorder` = "intra": equal work at the same index
+on all ranks), C (`data.balance` = "images") and D (`data.packing` = "balanced"). Pipelines have
+static 1F1B, separate segments with a static rule, or searched schedules, for sequences as drawn and
+for sequences of D with `data.reorder` = "both".
+
+In "images", ranks of FSDP2 wait for each other in every layer, so a microbatch takes as long as the
+encoder of the slowest rank. Layers of a tiny model sleep for as long as they would compute, with
+0.7 of the work in the encoder as in VLM-S; processes, FSDP2 and messages over gloo are real. With
+computing ranks, "lockstep CPU" is the CPU time of the slowest rank, summed over microbatches, which
+other programs on the machine do not change. Programs take turns on each step; ratios are medians of
+runs.
 """
 
 from __future__ import annotations
@@ -32,9 +43,10 @@ from support.cases import balance_sleeping
 from support.cases.balance_arms import (
     Arm,
     BatchSample,
+    Choice,
     Counts,
     Setup,
-    balanced_arms,
+    balanced_arm,
     choose_arms,
     paired_speed,
     run_arm,
@@ -64,7 +76,6 @@ from torchmm.planning.resolved import recipe_model
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline
 
@@ -104,7 +115,7 @@ class Setting:
 
 
 FULL = Setting((2, 4, 8), 8, 4, 5, 4e-3, Size(4, 4, 32, 32), Size(4, 4, 96, 96), 600)
-QUICK = Setting((2, 4), 4, 1, 2, 6e-3, Size(2, 2, 32, 32), Size(2, 2, 64, 64), 0)
+QUICK = Setting((2,), 4, 1, 2, 6e-3, Size(2, 2, 32, 32), Size(2, 2, 64, 64), 0)
 
 
 def image_counts(steps: int, microbatches: int, ranks: int) -> np.ndarray:
@@ -345,7 +356,12 @@ def host_rows(steps: int) -> list[Row]:
 
 
 def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
-    """Simulate plain FSDP2, balanced data and pipelines on many batches of a case."""
+    """Simulate plain FSDP2, balanced data and pipelines on many batches of a case.
+
+    Short runs have the first case only.
+    """
+    if size != "full" and case != STREAMS[0]:
+        return
     counts = SIMULATED[size]
     if case.images is not None:  # only the comparison without a pipeline
         counts = Counts(counts.plain, 0, 0, 0)
@@ -353,14 +369,15 @@ def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
     model = recipe_model(recipe)
     profile = load_profile(recipe.simulation.device)
     plain: Arm | None = None
-    arms: dict[str, tuple[Recipe, int]] = {}
+    choices: list[Choice] = []
     for is_even in (False, True) if case.images is None else (False,):
         packed = draw_batches(case, recipe, max(counts), is_even)
         batches = [BatchSample(recipe, model, packs) for packs in packed.batches]
         setup = Setup(recipe, case.workload.gpus, profile, batches)
-        arms = balanced_arms(arms) if is_even else choose_arms(setup, counts)
-        for name, (own, count) in arms.items():
-            arm = run_arm(setup, name, own, count, 1e3 * packed.seconds)
+        balanced = filter(None, map(balanced_arm, choices))
+        for choice in balanced if is_even else choose_arms(setup, counts):
+            arm = run_arm(setup, choice, 1e3 * packed.seconds)
+            choices += [] if is_even else [choice]
             plain = plain or arm
             yield arm_rows(case.name, arm, plain)
 
@@ -392,7 +409,7 @@ def run_images(size: str) -> Iterator[list[Row]]:
     """Measure plain and balanced FSDP2 with sleeping and with computing ranks."""
     setting = FULL if size == "full" else QUICK
     cases = {f"{ranks} sleeping ranks": (ranks, False) for ranks in setting.worlds}
-    cases["2 computing ranks"] = (2, True)
+    cases |= {f"{ranks} computing ranks": (ranks, True) for ranks in setting.worlds if ranks <= 4}
     for case, (ranks, computing) in cases.items():
         found = run_ranks(run, ranks, setting, computing)
         print(f"{case}: {found.comparison}")

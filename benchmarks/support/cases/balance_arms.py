@@ -7,7 +7,7 @@ for all batches, as in a run. `Forecaster` times all steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -46,7 +46,7 @@ layers are tuned."""
 MOST_DIVIDED, MICROBATCH_SIZES = 4, (1, 2)
 CONTEXT_TOKENS = 8192
 """Context parallelism is tried for sequences of at least this length."""
-PIPELINES = (2, 4, 8)
+PIPELINES = (2, 4, 8, 16)
 TIMED = 5
 """Batches for which planning is timed."""
 
@@ -205,14 +205,9 @@ def plain_recipes(setup: Setup, **data: str) -> Iterator[Recipe]:
         yield from (with_mode(sized, mode, encoders) for mode in FIXED_MODES)
 
 
-def pipeline_recipes(setup: Setup, schedule: str, reorder: str) -> Iterator[Recipe]:
-    """Yield pipelines with layers tuned to the memory.
-
-    Args:
-        schedule: Schedule of the recipe.
-        reorder: Value of `data.reorder`.
-    """
-    lean = with_values(recomputing(setup.recipe, "tuned"), "data", reorder=reorder)
+def pipeline_recipes(setup: Setup, schedule: str) -> Iterator[Recipe]:
+    """Yield pipelines of a schedule with layers tuned to the memory."""
+    lean = recomputing(setup.recipe, "tuned")
     stages = (1, 2) if schedule == "megatron_balanced" else (1,)
     for pipeline, tensor, virtual in product(PIPELINES, SIZES, stages):
         if setup.gpus % (pipeline * tensor) == 0 and pipeline * tensor >= NODE:
@@ -236,28 +231,6 @@ def searched_recipe(setup: Setup, separated: Recipe) -> Recipe:
     shares = sample.shares(recipe, run.shares)
     parallel = chosen_segments(recipe, parallel, sample.modules, shares, costs)
     return recipe.model_copy(update={"parallel": parallel})
-
-
-def choose_plain(setup: Setup) -> dict[str, Recipe | None]:
-    """Return the fastest recipes without a pipeline: plain, sorted, and with balanced images."""
-    values = {
-        PLAIN: {"reorder": "none", "balance": "none"},
-        SORTED: {"reorder": "intra", "balance": "none"},
-        IMAGES: {"reorder": "intra", "balance": "images"},
-    }
-    return {name: setup.fastest(plain_recipes(setup, **own)) for name, own in values.items()}
-
-
-def choose_pipelines(setup: Setup) -> dict[str, Recipe | None]:
-    """Return the fastest recipes of the pipeline arms."""
-    chain = setup.fastest(pipeline_recipes(setup, "megatron_balanced", "none"))
-    separated = setup.fastest(pipeline_recipes(setup, "separated", "none"))
-    searched = None
-    if separated is not None:
-        searched = searched_recipe(setup, separated)
-        segmented = with_values(searched, "parallel", schedule="separated")
-        separated = setup.fastest([separated, segmented])
-    return {CHAIN: chain, SEPARATED: separated, SEARCHED: searched}
 
 
 def arm_sizes(recipe: Recipe) -> str:
@@ -328,13 +301,14 @@ class Arm:
         return sum(self.tokens[:batches]) / sum(self.steps_s[:batches])
 
 
-def run_arm(setup: Setup, name: str, recipe: Recipe, count: int, extra_ms: float = 0.0) -> Arm:
+def run_arm(setup: Setup, choice: Choice, extra_ms: float = 0.0) -> Arm:
     """Return the results of an arm on the first batches.
 
     Args:
-        count: Number of batches.
+        choice: Arm with its recipe.
         extra_ms: Processor time of packing per step.
     """
+    name, recipe, count = choice
     count = min(count, len(setup.batches))
     steps = list(setup.steps(recipe, range(count)))
     planning_ms = extra_ms + arrange_ms(setup, recipe)
@@ -366,7 +340,7 @@ def paired_speed(arm: Arm, other: Arm) -> float:
 
 
 class Counts(NamedTuple):
-    """Numbers of simulated batches by type of arm."""
+    """Numbers of simulated batches by type of arm; 0 omits an arm."""
 
     plain: int
     chain: int
@@ -374,30 +348,51 @@ class Counts(NamedTuple):
     searched: int
 
 
-def choose_arms(setup: Setup, counts: Counts) -> dict[str, tuple[Recipe, int]]:
-    """Return the recipe and the number of batches of each arm, as drawn.
+class Choice(NamedTuple):
+    """An arm before its steps are simulated.
 
-    Args:
-        setup: Batches of sequences that are not packed by their work.
-        counts: Numbers of batches; 0 omits an arm.
+    Attributes:
+        name: Name of the arm.
+        recipe: Recipe with the sizes of the arm.
+        batches: Number of batches.
     """
-    numbers = {CHAIN: counts.chain, SEPARATED: counts.separated, SEARCHED: counts.searched}
-    recipes = choose_plain(setup)
-    if any(numbers.values()):
-        recipes |= choose_pipelines(setup)
-    return {
-        name: (recipe, number)
-        for name, recipe in recipes.items()
-        if recipe is not None and (number := numbers.get(name, counts.plain))
-    }
+
+    name: str
+    recipe: Recipe
+    batches: int
 
 
-def balanced_arms(arms: Mapping[str, tuple[Recipe, int]]) -> dict[str, tuple[Recipe, int]]:
-    """Return the arms with sequences packed by their work."""
-    found = {}
-    for name, (recipe, number) in arms.items():
-        if name in (PLAIN, SORTED):
-            continue
-        reorder = recipe.data.reorder if name == IMAGES else "both"
-        found[name + EVEN] = with_values(recipe, "data", reorder=reorder), number
-    return found
+def choose_arms(setup: Setup, counts: Counts) -> Iterator[Choice]:
+    """Yield the fastest recipe of each arm for sequences as drawn."""
+    for name, reorder, balance in (
+        (PLAIN, "none", "none"),
+        (SORTED, "intra", "none"),
+        (IMAGES, "intra", "images"),
+    ):
+        recipe = setup.fastest(plain_recipes(setup, reorder=reorder, balance=balance))
+        if recipe is not None:
+            yield Choice(name, recipe, counts.plain)
+    chain = separated = None
+    if counts.chain:
+        chain = setup.fastest(pipeline_recipes(setup, "megatron_balanced"))
+    if chain is not None:
+        yield Choice(CHAIN, chain, counts.chain)
+    if counts.separated:
+        separated = setup.fastest(pipeline_recipes(setup, "separated"))
+    if separated is None:
+        return
+    searched = searched_recipe(setup, separated)
+    segmented = with_values(searched, "parallel", schedule="separated")
+    yield Choice(SEPARATED, setup.fastest([separated, segmented]) or separated, counts.separated)
+    if counts.searched:
+        yield Choice(SEARCHED, searched, counts.searched)
+
+
+def balanced_arm(choice: Choice) -> Choice | None:
+    """Return the arm with sequences packed by their work; None for arms without balanced data."""
+    if choice.name in (PLAIN, SORTED):
+        return None
+    recipe = choice.recipe
+    if choice.name != IMAGES:
+        recipe = with_values(recipe, "data", reorder="both")
+    return Choice(choice.name + EVEN, recipe, choice.batches)

@@ -53,7 +53,7 @@ class Setting:
 
 
 SETTINGS = {
-    "full": Setting(5, 0.4, 0),
+    "full": Setting(20, 0.1, 30),
     "quick": Setting(1, 0.01, 0),
     "tiny": Setting(1, 0.002, 0),
 }

@@ -14,7 +14,12 @@ ROOT = Path(__file__).parents[3]
 # Of a Markdown link or an HTML attribute; a title behind the target is cut off.
 LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|(?:href|src)="([^"]+)\"""")
 MENTION = re.compile(r"docs/[\w/]+\.(?:md|png|svg)\b")
-OTHERS = {"docs/Finetune_Custom_Data.md"}  # pages of other projects
+OTHERS = {
+    "docs/Finetune_Custom_Data.md",
+    "docs/source/features/vit_data_parallel_balancing.md",
+    "docs/zh/features/encoder_dp_balance.md",
+}
+"""Pages of other projects."""
 HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 CODE = re.compile(r"^( *)(```+|~~~+).*?^\1\2", re.MULTILINE | re.DOTALL)
 
