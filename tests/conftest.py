@@ -166,6 +166,7 @@ CAMPAIGNS = {
     ),
     # Benchmarks in small.
     "test_async_tensor_benchmark.py::test_the_benchmark_writes_rows_and_a_picture",
+    "test_balanced_encoders_benchmark.py::test_planning_rows_show_even_work",
     "test_benchmarks.py::test_single_device_writes_rows_of_the_schema",
     "test_bubble_scheduling_benchmark.py::"
     "test_memory_has_all_activations_and_plans_that_do_not_fit_are_marked_and_come_last",
