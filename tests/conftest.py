@@ -145,8 +145,8 @@ CAMPAIGNS = {
     "test_train_features.py::test_bfloat16_stays_close_to_float32_on_one_rank_and_two",
     "test_train_features.py::test_deterministic_runs_give_the_same_bits",
     *(
-        f"test_train_models.py::test_tiles_give_the_same_losses_on_two_ranks[{name}, fsdp]"
-        for name in ("internvl", "onevision")
+        f"test_train_models.py::test_tiles_give_the_same_losses_on_two_ranks[{name}]"
+        for name in ("internvl, fsdp", "internvl, balanced", "onevision, balanced")
     ),
     "test_update_memory.py::test_the_update_needs_what_planners_think[4]",
     "test_weight_files.py::test_every_layout_loads_and_saves_the_same_adapters",
@@ -166,6 +166,7 @@ CAMPAIGNS = {
     ),
     # Benchmarks in small.
     "test_async_tensor_benchmark.py::test_the_benchmark_writes_rows_and_a_picture",
+    "test_balanced_encoders_benchmark.py::test_planning_rows_show_even_work",
     "test_benchmarks.py::test_single_device_writes_rows_of_the_schema",
     "test_bubble_scheduling_benchmark.py::"
     "test_memory_has_all_activations_and_plans_that_do_not_fit_are_marked_and_come_last",

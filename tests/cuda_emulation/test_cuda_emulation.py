@@ -96,6 +96,12 @@ FLOAT8 = {
     "float8__first_layers": 0,
     "float8__last_layers": 0,
 }
+SPEECH = {
+    "model__encoders__speech": '{modality = "audio", connector = "pixel_shuffle_mlp", shuffle = 2, '
+    'config = {model_type = "whisper", num_mel_bins = 80, d_model = 64, encoder_layers = 2, '
+    "encoder_attention_heads = 4, encoder_ffn_dim = 128, max_source_positions = 100}}",
+}
+"""A second encoder, which runs on dummy audio."""
 WHOLE_ENCODERS = {"parallel__vision__sub_microbatch_images": 64}
 GRAPHS = WHOLE_ENCODERS | {"compile__cuda_graphs": "true"}
 CASES = {
@@ -103,6 +109,7 @@ CASES = {
     "fsdp2": Case(2),
     "reduced per microbatch": Case(2, {"parallel__gradient_reduction": "microbatch"}),
     "balanced images": Case(2, {"data__balance": "images"}),
+    "balanced images, two encoders": Case(2, {"data__balance": "images"} | SPEECH),
     "tp and sp": Case(2, TENSOR),
     "async tp": Case(2, ASYNC),
     "ring": Case(

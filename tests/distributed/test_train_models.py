@@ -241,7 +241,7 @@ ONEVISION = {
     ("model", "layout", "balance"),
     [
         (INTERNVL, {"shard": 2}, "none"),
-        pytest.param(INTERNVL, {"shard": 2}, "images", marks=pytest.mark.campaign),
+        (INTERNVL, {"shard": 2}, "images"),
         (ONEVISION, {"shard": 2}, "images"),
         (ONEVISION, {"pipeline": 2}, "none"),
     ],
