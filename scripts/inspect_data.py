@@ -49,7 +49,7 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
 
         from torchmm.planning.inspection.findings import inspect_recipe
         from torchmm.planning.inspection.page import write_page
-        from torchmm.planning.inspection.table import findings_table, refused_lines
+        from torchmm.planning.inspection.table import findings_table, length_lines, refused_lines
 
     transformers.logging.set_verbosity_error()
     findings = []
@@ -59,6 +59,8 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
         console.print(findings_table(found))
         for line in refused_lines(found):
             console.out(line, highlight=False)
+    for line in length_lines(recipe, findings):
+        console.out(line, highlight=False)
     page = out / "index.html"
     with working("writing the page"):
         write_page(page, recipe, findings)

@@ -1,6 +1,7 @@
 """Whole runs on real data: curves of all layouts, resuming, reading the export back."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -11,7 +12,10 @@ from launch import run_distributed
 from ports import free_port
 from tiny_recipe import records, tiny_recipe, weights
 
+from torchmm.planning.first_step import plan_passes, training_samples
+from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
+from torchmm.training.build import build_unfilled_model
 from torchmm.training.ending import read_status
 from torchmm.training.exports.checkpoint import export_checkpoint
 from torchmm.training.run import train
@@ -135,7 +139,10 @@ NARROW = {
     ],
 )
 def test_resume_continues_with_the_same_bits(layout, workers, changes, tmp_path, real_data):
-    """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights."""
+    """6 steps at once, or 3 and 3 with another number of workers: same losses, same weights.
+
+    The resumed run sets the passes of 6 steps as `training.epochs`.
+    """
     first, then = workers
     common = SMALL | {"checkpoint__interval": 3, f"parallel__{layout}": 2, **changes}
 
@@ -144,7 +151,11 @@ def test_resume_continues_with_the_same_bits(layout, workers, changes, tmp_path,
         return tiny_recipe(tmp_path / name, real_data, 2, **changes)
 
     whole, begun = recipe("whole", 6, first), recipe("parts", 3, first)
-    ended = recipe("parts", 6, then)
+    samples = training_samples(whole, *build_unfilled_model(resolve(whole, 2)))
+    assert samples is not None
+    _, passes = plan_passes(samples, whole, math.inf, 6)
+    length = whole.training.model_copy(update={"steps": 1, "epochs": passes})
+    ended = recipe("parts", 6, then).model_copy(update={"training": length})
     run(2, whole, begun)
     run(2, ended)
     for straight, resumed in zip(

@@ -26,6 +26,8 @@ ADAPTED = 0.25
 """Share of recipes with adapters."""
 AVERAGED = 0.25
 """And of those with averages of weights."""
+COUNTED = 0.15
+"""Fraction of recipes that set `training.epochs`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def draw_recipe(seed: int, index: int, worlds: tuple[int, ...] = (1, 2, 4)) -> D
     _compile(Random(f"{seed}-{index}-compile"), sections, layers)
     if (averages := Random(f"{seed}-{index}-averages")).random() < AVERAGED:
         sections["training"]["ema_decay"] = averages.choice((0.5, 0.9))
+    if Random(f"{seed}-{index}-epochs").random() < COUNTED:
+        sections["training"]["epochs"] = 1.0  # `fuzz.server` sets the passes of its steps
     weights = [{1: 1, 2: 5, 4: 7}.get(world, 2) for world in worlds]
     world = rng.choices(worlds, weights)[0]
     experts = experts_of(model)

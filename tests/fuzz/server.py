@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import sys
@@ -30,8 +31,11 @@ from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
 from torchmm.common.errors import ConfigError, PlanError
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.planning.first_step import plan_passes, training_samples
 from torchmm.planning.placement import orchestrated, with_arrangement
 from torchmm.planning.resolved import resolve
+from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import build_unfilled_model, cut_model
@@ -140,6 +144,7 @@ class Server:
             if not Path(generator["source"]).exists():
                 hidden = table["model"]["llm"]["config"]["hidden_size"]
                 write_generator(generator["config"], hidden, Path(generator["source"]))
+        counts_epochs = table["training"].pop("epochs", None) is not None
         asks_for_order = table["parallel"].get("schedule") == "csv"
         if asks_for_order:
             table["parallel"]["schedule"] = "separated"
@@ -156,6 +161,8 @@ class Server:
                 table["parallel"]["schedule"] = f"csv:{directory / 'order.csv'}"
                 file.write_text(tomli_w.dumps(table))
                 run = resolve(load_recipe(file, [], layout.world).recipe, layout.world)
+            if counts_epochs:
+                run = run.with_recipe(_with_epochs(run.recipe, model, tokenizer))
             return run, model, tokenizer, cut_model(run, model, tokenizer, torch.device("cpu"))
         except ConfigError as error:
             return list(error.problems)
@@ -252,6 +259,24 @@ def rank_main(place: tuple[int, int, int, Path], writer: Connection, args: tuple
         writer.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _with_epochs(recipe: Recipe, model: MultimodalModel, tokenizer: Any) -> Recipe:
+    """Return the recipe after counting the steps of as many epochs as its steps make.
+
+    Raises:
+        FailedError: The count differs from the steps.
+    """
+    samples = training_samples(recipe, model, tokenizer)
+    assert samples is not None
+    steps, passes = plan_passes(samples, recipe, math.inf, recipe.training.steps)
+    training = recipe.training.model_copy(update={"steps": 1, "epochs": passes})
+    recipe = recipe.model_copy(update={"training": training})
+    counted = with_steps_of_epochs(recipe, model, tokenizer)
+    if counted.training.steps != steps:
+        found = f"{passes} epochs are {counted.training.steps} steps, not {steps}"
+        raise FailedError("steps of epochs", [found])
+    return counted
 
 
 def narrow(recipe: Recipe) -> bool:

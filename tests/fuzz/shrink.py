@@ -174,8 +174,9 @@ def _simpler_values(sections: Table) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in {"global_batch_size": 4, "sequence_length": 64, "seed": 0}.items():
         if training[key] != value:
             yield ("training", key), value
-    if dtypes := [key for key in ("parameter_dtype", "dtype") if key in training]:
-        yield ("training", dtypes[0]), None
+    dtypes = [key for key in ("parameter_dtype", "dtype") if key in training]
+    for key in [*dtypes[:1], *({"epochs"} & training.keys())]:
+        yield ("training", key), None
     if "optimizer" in sections:
         yield ("optimizer",), None
 

@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError
+from torchmm.data.tokenizer import load_tokenizer
 from torchmm.parallel.fsdp import needs_fsdp
 from torchmm.planning.executions import simulated_profile
+from torchmm.planning.first_step import training_samples
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import orchestrated_units
 from torchmm.planning.report import write_picture
+from torchmm.planning.resolved import recipe_model
+from torchmm.planning.run_length import estimate_pass_steps, length_lines, with_steps_of_epochs
 from torchmm.planning.search.encoder_sizes import choose_encoders, leaves_encoders_open
 from torchmm.planning.summary import run_summary
+from torchmm.recipe.data_section import is_address
 from torchmm.recipe.recipe import Recipe
 
 HSDP_MIN_GAIN = 0.02
@@ -38,9 +43,17 @@ def describe_run(
             a rank needs more memory than it has.
     """
     profile = simulated_profile(recipe)
+    model = None
+    pass_steps = None
+    if _reads_local_data(recipe) or recipe.training.epochs is not None:
+        model = recipe_model(recipe)
+        tokenizer = load_tokenizer(recipe.model)
+        recipe = with_steps_of_epochs(recipe, model, tokenizer)
+        samples = training_samples(recipe, model, tokenizer)
+        pass_steps = samples and estimate_pass_steps(samples, recipe)
     if recipe.parallel.leaves_units_open:
         recipe = orchestrated_units(recipe, world_size)
-    forecaster = Forecaster(recipe, world_size, profile)
+    forecaster = Forecaster(recipe, world_size, profile, model)
     chosen: list[str] = []
     if leaves_encoders_open(recipe):
         choice = choose_encoders(forecaster)
@@ -55,6 +68,8 @@ def describe_run(
     lines |= _step_lines(forecast, other, profile.device.name, profile.device.memory_bytes)
     lines |= _reduction_line(recipe, forecast, other)
     lines |= _hsdp_lines(forecaster, forecast)
+    step_s = forecast.iteration_ms / 1e3
+    lines |= length_lines(recipe, forecaster.model, pass_steps, step_s)
     if picture is not None and forecast.step is not None:
         write_picture(picture, recipe.name, forecast)
         lines["plan"] = str(picture)
@@ -62,6 +77,15 @@ def describe_run(
         lines |= _launch_lines(arguments, world_size, profile.device.devices_per_node)
     width = max(len(k) for k in lines)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in lines.items())
+
+
+def _reads_local_data(recipe: Recipe) -> bool:
+    """Return True if measuring the data needs no network, so that a dry run may do it."""
+    sources = recipe.data.sources
+    return bool(sources) and all(
+        not source.streaming and not is_address(source.path) and source.format != "hub"
+        for source in sources
+    )
 
 
 def _launch_lines(arguments: Sequence[str], world_size: int, per_node: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from itertools import count as count_from
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,9 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.simulation_section import sizes_vary
+
+if TYPE_CHECKING:
+    from torchmm.data.samples import SampleSet
 
 
 class Workload(NamedTuple):
@@ -157,6 +160,47 @@ def first_step(
         **model.sample_specs(tokenizer),
     )
     return [list(share) for share in loader.next_metas() or ()]
+
+
+def training_samples(
+    recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase
+) -> SampleSet | None:
+    """Return the training data, or None if their number of samples is unknown to this process.
+
+    It is unknown for streams, and if producers open the data.
+    """
+    # Late: see `first_step`.
+    from torchmm.data.samples import find_samples  # noqa: PLC0415
+
+    sources = recipe.data.sources
+    if not sources or recipe.data.producers.plan or any(s.streaming for s in sources):
+        return None
+    return find_samples(recipe.data, recipe.training, **model.sample_specs(tokenizer))
+
+
+def plan_passes(
+    samples: SampleSet, recipe: Recipe, epochs: float, max_steps: int
+) -> tuple[int, float]:
+    """Plan steps until the data have been read `epochs` times; return their number and the passes.
+
+    Passes are those of the source with the fewest passes, as in the metric `epoch`.
+
+    Args:
+        samples: Training data with random access.
+        recipe: Batch sizes, sequence length and packing.
+        epochs: Passes to plan.
+        max_steps: Number of steps after which planning stops.
+    """
+    # Late: see `first_step`.
+    from torchmm.data.steps.step_packs import Position  # noqa: PLC0415
+
+    sequence = samples.sequence(recipe.data, one_by_one(recipe).training, Position())
+    passes = 0.0
+    for step in range(1, max_steps + 1):
+        passes = next(sequence).epoch
+        if passes >= epochs:
+            return step, passes
+    return max_steps, passes
 
 
 def one_by_one(recipe: Recipe) -> Recipe:

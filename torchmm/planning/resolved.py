@@ -76,7 +76,11 @@ class Resolved:
 
     def with_parallel(self, parallel: ParallelConfig) -> Resolved:
         """The same sizes with another section, whose LLM has as many ranks."""
-        return replace(self, recipe=self.recipe.model_copy(update={"parallel": parallel}))
+        return self.with_recipe(self.recipe.model_copy(update={"parallel": parallel}))
+
+    def with_recipe(self, recipe: Recipe) -> Resolved:
+        """Return the same sizes with another recipe."""
+        return replace(self, recipe=recipe)
 
     def encoder(self, name: str) -> MeshSizes:
         """Mesh sizes of an encoder: its own, wherever it has any."""

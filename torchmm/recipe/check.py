@@ -171,6 +171,7 @@ def _check_data(recipe: Recipe) -> Problems:
         yield from _check_places(list_name, sources, data.producers.plan)
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
+    yield from _check_epochs(recipe)
     yield from _check_balance(recipe)
     yield from _check_producers(data.producers)
     storage = data.storage
@@ -182,6 +183,29 @@ def _check_data(recipe: Recipe) -> Problems:
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
         yield Problem("data.video.min_frames", data.video.min_frames, text, (key,))
+
+
+def _check_epochs(recipe: Recipe) -> Problems:
+    """Yield why the steps of `training.epochs` cannot be counted."""
+    data = recipe.data
+    epochs = recipe.training.epochs
+    key = "training.epochs"
+    if epochs is None:
+        return
+    if not data.sources:
+        text = "needs training data; add a [[data.sources]] table, or set training.steps"
+        yield Problem(key, epochs, text, ("data.sources",))
+    for index, source in enumerate(data.sources):
+        if source.streaming:
+            streaming = f"data.sources[{index}].streaming"
+            text = f"a stream has no known size; set training.steps, or {streaming} = false"
+            yield Problem(key, epochs, text, (streaming,))
+    if data.stages:
+        text = "is not supported with data.stages, which end after steps; set training.steps"
+        yield Problem(key, epochs, text, ("data.stages",))
+    if data.producers.plan:
+        text = "only producers know the number of samples; set training.steps"
+        yield Problem(key, epochs, text, ("data.producers.plan",))
 
 
 def _check_balance(recipe: Recipe) -> Problems:
@@ -416,7 +440,7 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     steps = recipe.training.steps
     warmup = optimizer.warmup_steps
     decay = round(optimizer.decay_fraction * steps) if optimizer.schedule == "wsd" else 0
-    if warmup + decay > steps:
+    if recipe.training.epochs is None and warmup + decay > steps:
         with_decay = f" + decay of {decay} steps" if decay else ""
         text = f"warmup{with_decay} is longer than training.steps = {steps}; use {steps - decay}"
         rests_on = ("training.steps", "optimizer.decay_fraction", "optimizer.schedule")
@@ -447,7 +471,7 @@ def _check_metrics(recipe: Recipe) -> Problems:
     steps = recipe.training.steps
     for key in ("profile_step", "memory_snapshot_step"):
         step = getattr(metrics, key)
-        if step > steps:
+        if step > steps and recipe.training.epochs is None:
             text = f"comes after training.steps = {steps}; use an earlier step"
             yield Problem(f"metrics.{key}", step, text, ("training.steps",))
     if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:

@@ -172,14 +172,15 @@ def check_adapters(recipe: Recipe) -> Problems:
 
 
 def check_validation(recipe: Recipe) -> Problems:
-    """That there is what `[validation]` and `checkpoint.keep_best` ask for."""
+    """Yield problems of `[validation]` and `checkpoint.keep_best`.
+
+    `validation.interval` without held-out data is valid, because recipes inherit it from a base.
+    """
     data = recipe.data
     validation = recipe.validation
-    if not data.validation and (validation.interval or validation.samples):
-        on = "interval" if validation.interval else "samples"
-        text = f"needs held-out data; add a [[data.validation]] table or set {on} to 0"
-        value = validation.interval or validation.samples
-        yield Problem(f"validation.{on}", value, text, ("data.validation",))
+    if not data.validation and validation.samples:
+        text = "needs held-out data; add a [[data.validation]] table or set samples to 0"
+        yield Problem("validation.samples", validation.samples, text, ("data.validation",))
     if validation.ema and recipe.training.ema_decay is None:
         text = "there are no averages of weights; set training.ema_decay"
         yield Problem("validation.ema", True, text, ("training.ema_decay",))
@@ -216,6 +217,9 @@ def _check_best(recipe: Recipe) -> Problems:
     elif not validation.interval:
         text = f'nothing measures {best.metric}; set validation.interval, or metric = "loss"'
         yield Problem(key, best.metric, text, ("validation.interval",))
+    elif not held_out:
+        text = 'needs held-out data; add a [[data.validation]] table, or set metric = "loss"'
+        yield Problem(key, best.metric, text, ("data.validation",))
     elif best.metric in {"word_error_rate", *scores} and not validation.samples:
         text = "is measured on texts that are written for samples; set validation.samples"
         yield Problem(key, best.metric, text, ("validation.samples",))

@@ -80,9 +80,11 @@ def load_recipe(
     origins: dict[str, str] = {}
     problems: list[str] = []
     for file, content in _read_chain(Path(path), problems):
-        _merge(table, content, str(file), origins)
+        _merge_layer(table, content, str(file), origins, problems)
+    given: Table = {}
     for key_path, value in _parse_overrides(overrides, problems):
-        _merge(table, _nest(key_path, value), COMMAND_LINE, origins)
+        _merge(given, _nest(key_path, value), COMMAND_LINE, {})
+    _merge_layer(table, given, COMMAND_LINE, origins, problems)
     if problems:  # files missing or unreadable: anything further would be a consequence
         raise ConfigError(problems)
 
@@ -104,8 +106,11 @@ def check_recipe(recipe: Recipe, world_size: int | None) -> list[str]:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Every key with its value as TOML (keys that are None are left out); loads back equal."""
-    return tomli_w.dumps(recipe.model_dump(exclude_none=True))
+    """Return every key with its value as TOML, without keys that are None; loads back equal."""
+    tables = recipe.model_dump(exclude_none=True)
+    if recipe.training.epochs is not None:
+        del tables["training"]["steps"]
+    return tomli_w.dumps(tables)
 
 
 def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,6 +253,21 @@ def _nest(path: list[str], value: Any) -> Table:
     for key in reversed(path):
         value = {key: value}
     return dict(value)
+
+
+def _merge_layer(
+    target: Table, layer: Table, origin: str, origins: dict[str, str], problems: list[str]
+) -> None:
+    """Merge a file or the command line, whose `training.steps` replaces `epochs` or vice versa."""
+    training = layer.get("training")
+    given = {"steps", "epochs"} & set(training if isinstance(training, dict) else ())
+    if len(given) == 2:
+        problems.append(f"{origin}: training.steps and training.epochs are both set; remove one")
+    if given and isinstance(target.get("training"), dict):
+        for other in {"steps", "epochs"} - given:
+            target["training"].pop(other, None)
+            origins.pop(f"training.{other}", None)
+    _merge(target, layer, origin, origins)
 
 
 def _merge(

@@ -140,7 +140,12 @@ class TrainingConfig(Section):
     """Length of the run, batch sizes, numerics."""
 
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
+    """Optimizer steps. Set either `steps` or `epochs`; it replaces the other one of a base."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training data instead of `steps`, as the metric `epoch` counts them. Needs
+    data with random access (not `streaming`). The run counts the steps before it starts, and the
+    learning rate schedule uses them. Above 1,000 steps the count is extrapolated from the first
+    1,000."""
     global_batch_size: int = Field(default=8, ge=1)
     """Packed sequences per optimizer step over all ranks."""
     microbatch_size: int = Field(default=1, ge=1)

@@ -38,6 +38,7 @@ from torchmm.data.loader import Loader, build_loader
 from torchmm.data.media.medium import open_media
 from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.shared_reader import ReaderAddress
+from torchmm.data.sources.open import Samples
 from torchmm.data.tokenizer import load_tokenizer, untrained_tokens
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
@@ -65,6 +66,7 @@ from torchmm.planning.executions import (
 from torchmm.planning.first_step import first_step, one_by_one
 from torchmm.planning.reordering import dealt, image_balance, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
+from torchmm.planning.run_length import estimate_pass_steps, length_lines
 from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout
 from torchmm.planning.summary import run_summary
@@ -255,6 +257,7 @@ def build_run(
     data = open_data(run, model, tokenizer, streams)  # weights need not load for data that are none
     if mesh.rank == 0:
         logger.info("%s\n%s (scripts/inspect_data.py shows them)", *data.training.digest())
+        _log_length(run, model, data.training, logger)
     pipeline, compilation = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"
     tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
@@ -282,6 +285,17 @@ def build_run(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, costs,
         optimizer, average, checkpoints, restored, loader, data.held_out, recorder,
     )  # fmt: skip
+
+
+def _log_length(
+    run: Resolved, model: MultimodalModel, samples: SampleSet, logger: logging.Logger
+) -> None:
+    """Log passes over the data and disk space, and what the run would lose or repeat."""
+    is_known = isinstance(samples, Samples) and not samples.streamed
+    pass_steps = estimate_pass_steps(samples, run.recipe) if is_known else None
+    for label, text in length_lines(run.recipe, model, pass_steps).items():
+        is_warning = label.startswith("warning")
+        logger.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", label, text)
 
 
 def _step_after(

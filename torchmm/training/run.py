@@ -41,6 +41,7 @@ from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
 from torchmm.planning.placement import orchestrated, with_arrangement
 from torchmm.planning.resolved import Resolved, resolve
+from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import RunParts, build_run, build_unfilled_model, cut_model
 from torchmm.training.checkpoint.directory import CheckpointDirectory
@@ -139,6 +140,7 @@ def _before_ranks_meet(
 ) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:
     run = resolve(orchestrated(recipe, world_size), world_size)
     model, tokenizer = build_unfilled_model(run)
+    run = run.with_recipe(with_steps_of_epochs(run.recipe, model, tokenizer))
     return with_arrangement(run, model), model, tokenizer
 
 

@@ -30,6 +30,7 @@ from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.health.non_finite import where_non_finite
 from torchmm.parallel.health.peers import Health, check_finite
+from torchmm.planning.run_length import lost_steps_warning
 from torchmm.recipe.read import what_was_trained
 from torchmm.training.build import RunParts
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
@@ -279,13 +280,12 @@ class Trainer:
             with self._profiler.step(self.step + 1), self._health.phase(self.step + 1, "step"):
                 record, stopping = self.run_step(batches)
             if record is not None:  # all ranks had data
-                with self._health.phase(self.step, "validation"):
-                    if self._is_due(self._recipe.validation.interval):
-                        with self._validated():
-                            record = self._held_out.validate(self.step, record)
+                record = self._validate(record)
                 self._write_down(record)
                 if self.step == first:
                     _keep_what_stands()
+                if self.step == first + 2:  # the first steps compile and start workers
+                    self._warn_of_lost_steps(record)
                 self._export_on_the_way(record)
                 if self._is_due(self._recipe.validation.benchmarks.interval):
                     self._start_benchmarks()
@@ -293,6 +293,19 @@ class Trainer:
                 if stopping or self._is_due(self._recipe.checkpoint.interval):
                     self._save(record)
             self._health.check(self.step)
+
+    def _validate(self, record: StepRecord) -> StepRecord:
+        """Return the record, with held-out losses if a validation is due; collective."""
+        if self.parts.held_out is None or not self._is_due(self._recipe.validation.interval):
+            return record
+        with self._health.phase(self.step, "validation"), self._validated():
+            return self._held_out.validate(self.step, record)
+
+    def _warn_of_lost_steps(self, record: StepRecord) -> None:
+        """Warn on rank 0 if a long run saves no checkpoint, from the measured step time."""
+        hours = self._recipe.training.steps * record.step_ms / 3.6e6
+        if self.parts.mesh.rank == 0 and (warning := lost_steps_warning(self._recipe, hours)):
+            self.parts.logger.warning("%s", warning)
 
     def run_step(self, batches: Iterator[StepBatch | None]) -> tuple[StepRecord | None, bool]:
         """One optimizer step; its record, and whether any rank was asked to stop.

@@ -121,3 +121,14 @@ def test_inspection_counts_filtered_and_dropped_content(inspect, tmp_path, capsy
     assert "rows.jsonl:4) filtered: " in printed and "raise it, or shorten the prompt" in printed
     dropped = "1 samples truncated at training.sequence_length (33.3%)"
     assert dropped in printed and dropped in page
+
+
+def test_inspection_estimates_passes_as_runs_count_them(inspect, tmp_path, capsys):
+    """60 samples of 22 tokens: one in a sequence of 24, four sequences in a step."""
+    many = rows(tmp_path, 60)
+    code, _ = inspect(many, "--training.steps=2000", "--training.global_batch_size=4")
+    told = " ".join(capsys.readouterr().out.split())
+    assert code == 0 and "one pass over the training data is about 15 steps" in told
+    assert "warning: the run reads its training data 133 times" in told
+    inspect(many, "--training.epochs=2", "--training.global_batch_size=4")
+    assert "training.epochs = 2: about 30 steps" in capsys.readouterr().out

@@ -256,8 +256,24 @@ def test_a_valid_recipe_has_no_problems(valid):
             "not implemented with adapters",
         ),
         ("--validation.samples 2", "validation.samples", "[[data.validation]]"),
-        ("--validation.interval 2", "validation.interval", "[[data.validation]]"),
         ("--data.sources []", "data.sources", "[[data.sources]]"),
+        (
+            "--training.epochs 1 --data.sources [{path='.',streaming=true}]",
+            "training.epochs",
+            "set training.steps, or data.sources[0].streaming = false",
+        ),
+        (
+            "--training.epochs 1 --data.sources [{path='.',name='a'}] "
+            "--data.stages [{weights={a=1.0}}]",
+            "training.epochs",
+            "set training.steps",
+        ),
+        (
+            "--training.epochs 1 --data.producers.plan true "
+            "--data.producers.addresses ['localhost:7411']",
+            "training.epochs",
+            "only producers know the number of samples",
+        ),
         ("--data.reorder_window 4", "data.reorder_window", "delete the key"),
         (
             "--data.balance images --parallel.pipeline 2",
@@ -285,6 +301,11 @@ def test_a_valid_recipe_has_no_problems(valid):
         ("--model.llm.source ./gone", "model.llm.source", "no such directory"),
         ("--checkpoint.resume gone", "checkpoint.resume", '"auto"'),
         ("--checkpoint.keep_best {}", "checkpoint.keep_best", "set validation.interval"),
+        (
+            "--checkpoint.keep_best {} --validation.interval 2",
+            "checkpoint.keep_best",
+            "[[data.validation]]",
+        ),
         (
             "--checkpoint.keep_best {metric='word_error_rate'} --validation.interval 2 "
             "--data.validation [{path='.'}]",
@@ -513,3 +534,21 @@ def test_encoder_that_is_no_table_is_rejected(tmp_path, value):
     file = tmp_path / "r.toml"
     file.write_text(f"model.encoders.vision = {value}")
     assert any("model.encoders.vision" in p and "must be a table" in p for p in problems_of(file))
+
+
+def test_epochs_replace_steps_of_a_base(write, valid):
+    base = write("base.toml", "[training]\nsteps = 500\n")
+    child = write("child.toml", 'base = "base.toml"\n[training]\nepochs = 2.5\n')
+    recipe = load_recipe(child).recipe
+    assert recipe.training.epochs == 2.5
+    dumped = write("dumped.toml", dump_recipe(recipe))
+    assert load_recipe(dumped).recipe == recipe, "dumps have no steps"
+    again = load_recipe(child, ["--training.steps", "7"]).recipe.training
+    assert (again.steps, again.epochs) == (7, None)
+    problem = one_problem(base, "--training.epochs", "1", "--training.steps", "7")
+    assert "both set" in problem
+
+
+def test_warmup_is_checked_only_if_steps_are_known(valid):
+    assert one_problem(valid, "--optimizer.warmup_steps", "200", world_size=1)
+    load_recipe(valid, ["--optimizer.warmup_steps=200", "--training.epochs=1"], 1)

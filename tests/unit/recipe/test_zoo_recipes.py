@@ -70,6 +70,13 @@ def test_a_node_is_enough_for_adapters_of_72_b_parameters() -> None:
         describe_run(all_of_it, 8)
 
 
+def test_zoo_recipes_save_and_validate_by_default() -> None:
+    for path in RECIPES:
+        recipe = load_recipe(path).recipe
+        assert recipe.checkpoint.interval == recipe.validation.interval == 500, path
+        assert recipe.checkpoint.keep == 2, path
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_a_sibling_trains_here(path: Path) -> None:
     named = re.search(r"^# Trains here as (recipes/\S+\.toml)\.$", path.read_text(), re.MULTILINE)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from rich.table import Table
 
 from torchmm.data.sources.index.length_index import (
@@ -9,9 +12,53 @@ from torchmm.data.sources.index.length_index import (
     describe_filtered,
     describe_lengths,
 )
+from torchmm.data.steps.packing import pack_all
 from torchmm.planning.inspection.findings import SourceFindings
+from torchmm.planning.run_length import describe_passes, passes_warning
+from torchmm.recipe.recipe import Recipe
 
 REFUSED_SHOWN = 10
+
+
+def length_lines(recipe: Recipe, findings: Sequence[SourceFindings]) -> list[str]:
+    """Return the estimated steps of a pass, the passes of the run, and a warning if they are many.
+
+    Args:
+        recipe: Recipe with `training.steps` or `training.epochs`.
+        findings: All sources of the recipe.
+    """
+    pass_steps = _pass_steps(recipe, findings)
+    if pass_steps is None:
+        return []
+    epochs = recipe.training.epochs
+    if epochs is not None:
+        steps = max(1, round(epochs * pass_steps))
+        return [f"training.epochs = {epochs:g}: about {steps:,} steps"]
+    warning = passes_warning(recipe, pass_steps)
+    return [describe_passes(recipe, pass_steps), *([f"warning: {warning}"] if warning else [])]
+
+
+def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | None:
+    """Return the steps until every training source was read once; None if a size is unknown."""
+    found = [source for source in findings if source.section == "data.sources"]
+    if not found or recipe.data.stages:
+        return None
+    sizes, weights, lengths = [], [], []
+    for source in found:
+        if source.records is None:
+            return None
+        size = source.records * len(source.samples) / source.read
+        epochs = source.config.epochs
+        sizes.append(size)
+        weights.append(source.config.weight if epochs is None else epochs * size)
+        lengths.append(source.column("tokens"))
+    length = recipe.training.sequence_length
+    packs = sum(len(pack_all(tokens, length, recipe.data.open_packs)) for tokens in lengths)
+    fill = sum(tokens.sum() for tokens in lengths) / (packs * length)
+    shares = np.asarray(weights) / sum(weights)
+    mean_tokens = float(shares @ [tokens.mean() for tokens in lengths])
+    step_samples = recipe.training.global_batch_size * length * fill / mean_tokens
+    return float((np.asarray(sizes) / shares).max() / step_samples)
 
 
 def findings_table(found: SourceFindings) -> Table:

@@ -1,0 +1,133 @@
+"""Steps of epochs, and warnings about runs that lose results or repeat their data."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import tomli_w
+from fuzz.data import make_data
+from fuzz.draw import Table, merged
+from fuzz.recipes import complete
+
+from torchmm.common.errors import ConfigError
+from torchmm.data.loader import build_loader
+from torchmm.planning.dry_run import describe_run
+from torchmm.planning.first_step import training_samples
+from torchmm.planning.resolved import resolve
+from torchmm.planning.run_length import (
+    checkpoint_bytes,
+    estimate_pass_steps,
+    length_lines,
+    lost_steps_warning,
+    with_steps_of_epochs,
+)
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+from torchmm.training.build import build_unfilled_model
+
+LLM = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    make_data(directory)
+    return directory
+
+
+def read(files: Path, run_dir: Path, **sections: Table) -> Recipe:
+    """A tiny recipe with these sections."""
+    model = {
+        "llm": {"config": LLM},
+        "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
+    }
+    table = complete({"model": model}, "images", files, run_dir, steps=1)
+    table["training"] = {"sequence_length": 64, "device": "cpu", "global_batch_size": 4}
+    table["simulation"] = {"device": "cpu"}
+    (run_dir / "recipe.toml").write_text(tomli_w.dumps(merged(table, sections)))
+    return load_recipe(run_dir / "recipe.toml", [], 1).recipe
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0])
+def test_epochs_end_with_the_step_that_completes_them(data, tmp_path, monkeypatch, epochs):
+    recipe = read(data, tmp_path, training={"epochs": epochs}, metrics={"profile_step": 1})
+    model, tokenizer = build_unfilled_model(resolve(recipe, 1))
+    counted = with_steps_of_epochs(recipe, model, tokenizer).training
+    loader = build_loader(
+        recipe.data,
+        recipe.training,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        state=None,
+        **model.sample_specs(tokenizer),
+    )
+    passes = [batch.epoch for batch in islice(loader, counted.steps)]
+    assert counted.epochs is None and passes[-1] >= epochs > max([0.0, *passes[:-1]])
+    # Longer counts are extrapolated from the first steps.
+    monkeypatch.setattr("torchmm.planning.run_length.EXACT_STEPS", max(1, counted.steps // 2))
+    estimated = with_steps_of_epochs(recipe, model, tokenizer).training.steps
+    assert abs(estimated - counted.steps) <= max(1, 0.2 * counted.steps)
+
+
+def test_keys_are_checked_against_steps_of_epochs(data, tmp_path):
+    recipe = read(data, tmp_path, training={"epochs": 0.01}, optimizer={"warmup_steps": 50})
+    parts = build_unfilled_model(resolve(recipe, 1))
+    with pytest.raises(ConfigError, match=r"epochs = 0.01 is 1 steps: optimizer.warmup_steps"):
+        with_steps_of_epochs(recipe, *parts)
+
+
+def test_dry_run_warns_of_repeated_data_and_lost_results(data, tmp_path):
+    held_out = {"validation": [{"path": str(data / "images.jsonl")}]}
+    recipe = read(data, tmp_path, training={"steps": 100_000}, data=held_out)
+    recipe.checkpoint.__dict__["interval"] = 0
+    text = " ".join(describe_run(recipe, 1).split())
+    assert "100,000 steps; one pass over the training data is about" in text
+    assert "the run reads its training data" in text
+    assert "validation.interval = 0: [[data.validation]] is not evaluated" in text
+    ours = read(
+        data,
+        tmp_path,
+        training={"epochs": 2.0},
+        data=held_out,
+        validation={"interval": 500},
+    )
+    text = describe_run(ours, 1)
+    assert "warning" not in text and "every 2 steps, at most 3 of" in text
+
+
+def test_long_run_without_checkpoints_warns() -> None:
+    recipe = Recipe()
+    assert "checkpoint.interval = 0: a run of about 2.0 hours" in lost_steps_warning(recipe, 2.0)
+    assert not lost_steps_warning(recipe, 0.5)
+    saved = recipe.checkpoint.model_copy(update={"interval": 500})
+    assert not lost_steps_warning(recipe.model_copy(update={"checkpoint": saved}), 2.0)
+
+
+def test_disk_space_counts_states_of_trained_parameters(data, tmp_path):
+    recipe = read(data, tmp_path, training={"steps": 10}, freeze={"modules": ["vision"]})
+    model, tokenizer = build_unfilled_model(resolve(recipe, 1))
+    counts = model.parameter_counts().values()
+    trained = sum(part for _, part in counts)
+    assert checkpoint_bytes(recipe, model) == 4 * sum(all_ for all_, _ in counts) + 8 * trained
+    samples = training_samples(recipe, model, tokenizer)
+    assert samples is not None
+    assert (
+        "at most 3 of"
+        in length_lines(recipe, model, estimate_pass_steps(samples, recipe), 1.0)["checkpoints"]
+    )
