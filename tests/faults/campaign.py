@@ -806,7 +806,7 @@ FAULTS = [
         PASS,
         (
             "distributed/test_train_reordering.py"
-            "::test_losses_and_gradients_are_those_of_one_process_in_natural_order",
+            "::test_losses_and_gradients_are_those_of_one_process",
         ),
     ),
     Fault(

@@ -53,7 +53,8 @@ def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | N
         weights.append(source.config.weight if epochs is None else epochs * size)
         lengths.append(source.column("tokens"))
     length = recipe.training.sequence_length
-    packs = sum(len(pack_all(tokens, length, recipe.data.open_packs)) for tokens in lengths)
+    packed = [pack_all(tokens.tolist(), length, recipe.data.open_packs) for tokens in lengths]
+    packs = sum(map(len, packed))
     fill = sum(tokens.sum() for tokens in lengths) / (packs * length)
     shares = np.asarray(weights) / sum(weights)
     mean_tokens = float(shares @ [tokens.mean() for tokens in lengths])
