@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -40,6 +41,8 @@ from torchmm.common.files import naming_the_file
 QUIET_S = 3.0
 """After which what is under way says so, and again."""
 POLL_S = 0.5
+INTERVAL_GROWTH = 0.5
+"""Pause before the next line of a program about the same work, over the time since it began."""
 
 T = TypeVar("T")
 
@@ -90,6 +93,8 @@ def log_to_console(
         handler = _console_handler(console, rank)
         if only_progress:
             handler.addFilter(lambda r: hasattr(r, "work") or r.levelno >= logging.ERROR)
+            if not console.is_terminal:
+                handler.addFilter(_GrowingIntervals())
         logger.addHandler(handler)
 
 
@@ -227,6 +232,24 @@ def worked(what: str, of: Iterable[T], total: int | None = None, unit: str = "")
         for each in of:
             yield each
             work.advance()
+
+
+class _GrowingIntervals(logging.Filter):
+    """Filter that shows work in progress at growing intervals, so that logs stay short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s: WeakKeyDictionary[Work, float] = WeakKeyDictionary()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        work: Work | None = getattr(record, "work", None)
+        if work is None or work.ended:
+            return True
+        now_s = time.monotonic()
+        if now_s < self._next_s.get(work, 0.0):
+            return False
+        self._next_s[work] = now_s + INTERVAL_GROWTH * (now_s - work.began_s)
+        return True
 
 
 class _Terminal(RichHandler):

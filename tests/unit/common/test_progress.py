@@ -5,6 +5,7 @@ import io
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -45,6 +46,18 @@ def test_a_file_gets_plain_lines_with_counts():
     lines = text.getvalue().splitlines()
     assert lines[-1].startswith("[rank 0] INFO reading weights: 1,200 of 1,200 tensors")
     assert lines[-1].endswith("done") and "\x1b" not in text.getvalue()
+
+
+def test_program_progress_has_growing_intervals(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    text = io.StringIO()
+    log_to_console(Console(file=text), only_progress=True)
+    work = Work("planning")
+    for now_s[0] in (3.0, 4.0, 5.0, 8.0, 9.0, 12.0):
+        work.tell_now()
+    seconds = [line.split()[-2] for line in text.getvalue().splitlines()]
+    assert seconds == ["3", "5", "8", "12"]
 
 
 def test_how_much_is_done_may_be_asked():

@@ -7,6 +7,7 @@ from itertools import product
 from math import inf
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -35,6 +36,9 @@ ROOT = Path(__file__).parents[3]
 PLAN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
 SHARED = ("fsdp", "chain", "separated")
 SEARCHED = ("fsdp", "chain")
+FLAGS = (("step", "microbatch"), ("none", "intra"), ("none", "images"))
+"""Values of parallel.gradient_reduction, data.reorder and data.balance without a pipeline."""
+PIPED_FLAGS = (("step",), ("none", "both"), ("none",))
 
 
 def random_recipe(seed: int) -> tuple[Recipe, int, object]:
@@ -56,10 +60,15 @@ def random_recipe(seed: int) -> tuple[Recipe, int, object]:
     return Recipe.model_validate(table), devices, profile
 
 
-def brute_force(recipe, devices, profile, sample):
-    """Steps of all sizes without and with a pipeline that fit, by a definition of its own."""
+def brute_force(recipe, devices, profile, sample, seed):
+    """Steps of all sizes without and with a pipeline that fit, enumerated without the search.
+
+    Every size is tried without and with recomputation of all layers, and with some random
+    combinations of recomputation, gradient reduction, reordering and balanced images.
+    """
     batch = recipe.training.global_batch_size
     plain = plain_recipe(recipe)
+    random = Random(seed)
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     found = {}
     for tensor, pipeline, size, shard in product((1, 2), sizes, (1, 2), sizes):
@@ -67,7 +76,10 @@ def brute_force(recipe, devices, profile, sample):
         if devices % ranks or batch % (devices // (tensor * pipeline) * size):
             continue
         schedules = (("1f1b", 1), ("interleaved_1f1b", 2)) if pipeline > 1 else (("1f1b", 1),)
-        for (schedule, stages), mode in product(schedules, ("none", "full")):
+        rest = list(product(("none", "full", "tuned"), *(FLAGS if pipeline == 1 else PIPED_FLAGS)))
+        own_rest = [rest[0], random.choice(rest), random.choice(rest)]
+        for (schedule, stages), values in product(schedules, own_rest):
+            mode, reduction, reorder, balance = values
             changes = {
                 "parallel.tensor": tensor,
                 "parallel.pipeline": pipeline,
@@ -76,6 +88,9 @@ def brute_force(recipe, devices, profile, sample):
                 "parallel.schedule": schedule,
                 "parallel.virtual_stages": stages,
                 "parallel.sequence_parallel": tensor > 1,
+                "parallel.gradient_reduction": reduction,
+                "data.reorder": reorder,
+                "data.balance": balance,
                 "training.microbatch_size": size,
                 "activation_checkpoint.mode": mode,
             }
@@ -88,7 +103,7 @@ def brute_force(recipe, devices, profile, sample):
                 continue
             made = forecaster.forecast_parallel(own.parallel)
             if made.step is not None and fits(made.step):
-                found[tensor, pipeline, size, shard, schedule, mode] = made.iteration_ms
+                found[tensor, pipeline, size, shard, schedule, values] = made.iteration_ms
     return found
 
 
@@ -96,7 +111,7 @@ def brute_force(recipe, devices, profile, sample):
 def test_search_is_never_slower_than_brute_force(seed):
     recipe, devices, profile = random_recipe(seed)
     sample = StepSample(recipe)
-    every = brute_force(recipe, devices, profile, sample)
+    every = brute_force(recipe, devices, profile, sample, seed)
     found = search_plans(
         recipe, devices, profile, methods=("fsdp", "chain"), budget_s=inf, sample=sample
     )
@@ -110,7 +125,7 @@ def test_search_without_pipelines_loses_to_brute_force():
     """The control: the comparison finds a search that omits a method."""
     recipe, devices, profile = random_recipe(0)
     sample = StepSample(recipe)
-    every = brute_force(recipe, devices, profile, sample)
+    every = brute_force(recipe, devices, profile, sample, 0)
     found = search_plans(recipe, devices, profile, methods=("fsdp",), budget_s=inf, sample=sample)
     assert found.best.step_ms > min(every.values()) * (1 + 1e-9)
 
@@ -217,6 +232,33 @@ def test_plan_script_prints_all_methods_and_writes(tmp_path, capsys):
     loaded = load_recipe(out, (), 4).recipe
     assert loaded.training.steps == 7 and loaded.training.global_batch_size == 8
     assert describe_run(loaded, loaded.simulation.gpus)
+
+
+def test_plain_recipe_drops_recomputation_of_modules():
+    recipe = random_recipe(0)[0]
+    own = recipe.activation_checkpoint.model_copy(update={"modules": {"vision": "full"}})
+    recipe = recipe.model_copy(update={"activation_checkpoint": own})
+    assert plain_recipe(recipe).activation_checkpoint.modules == {}
+    simulation = recipe.simulation.model_copy(update={"trials": "trials.json"})
+    measured = recipe.model_copy(update={"simulation": simulation})
+    assert plain_recipe(measured).activation_checkpoint.modules == {"vision": "full"}
+
+
+def test_plans_with_the_lowest_estimate_come_first():
+    """Sizes that cannot be the best with another schedule wait for neighbors of the best plan."""
+    method = searches._Method("separated", best=SimpleNamespace(step_ms=100.0))
+    slow, near = 101.0 / searches.LARGEST_GAIN, 99.0 / searches.LARGEST_GAIN
+
+    def draft(text, estimate_ms, *, is_rough):
+        return searches._Draft(estimate_ms, text, Plan("separated", 8, {}), 1.0, is_rough)
+
+    for name in ("first", "second"):
+        method.push(draft(name, 100.0, is_rough=False))
+    method.push(draft("slow", slow, is_rough=True))
+    assert [method.pop().text for _ in range(3)] == ["first", "second", "slow"]
+    method.push(draft("first", 100.0, is_rough=False))
+    method.push(draft("near", near, is_rough=True))
+    assert method.pop().text == "near"
 
 
 @pytest.mark.parametrize("seed", range(3))

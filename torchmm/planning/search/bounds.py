@@ -198,6 +198,7 @@ class PlanBounds:
         keys = (
             *("tensor", "replicate", "shard", "expert", "llm.context", "sequence_parallel"),
             *("pipeline", "placement", "gradient_reduction"),
+            *(f"{module.name}.tensor" for module in self._sample.modules),
         )
         key = (plan.recompute, *(plan.changes.get(f"parallel.{name}") for name in keys))
         if key not in self._models:

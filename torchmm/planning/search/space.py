@@ -41,7 +41,7 @@ TUNED = "tuned"
 LEAST_USED = 1 / 2
 """Smallest fraction of the devices that a plan uses."""
 IMAGES_AT_ONCE = (4, 2, 1)
-FIRST_SEGMENTS = (1, 4)
+FIRST_SEGMENTS = (2, 4)
 """Segments per rank that are tried first with searched schedules."""
 LAYERS_PER_STAGE = (2, 4)
 """Layers per encoder stage that are tried besides 1, for colocated encoders."""
