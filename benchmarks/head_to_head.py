@@ -59,7 +59,7 @@ METHODS = (
 )  # fmt: skip
 NOT_DRAWN = (FSDP2, HSDP, REORDERED, PLANNED, MEGATRON)
 """Methods without a pipeline, and a step that is several times longer than the others."""
-BUDGET_S = 30.0
+BUDGET_S = 75.0
 Record = dict[str, Any]
 
 
