@@ -202,6 +202,8 @@ class StepSample:
 class Forecaster:
     """Forecasts steps of one recipe on `world_size` devices; needs no process group, no weights.
 
+    Values of [data] that are "auto" are chosen first (`choose_arrangement`).
+
     Args:
         profile: of the devices.
         model: the recipe's, if it has been built before.

@@ -5,8 +5,10 @@ Parallel sizes (`parallel.orchestrate`), and "auto" for `data.reorder` and `data
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import inf
 
+from torchmm.balance.costs.operators import Profile
 from torchmm.common.errors import ConfigError
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import simulated_profile
@@ -70,8 +72,7 @@ def with_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
     Raises:
         DataError: The samples of the first step cannot be read.
     """
-    try:
+    profile: Profile | None = None
+    with suppress(ConfigError):  # such as a calibration file that is not on this node
         profile = simulated_profile(run.recipe)
-    except ConfigError:  # such as the file of a calibration that other machines have
-        profile = None
     return choose_arrangement(run, profile, StepSample(run.recipe, model))

@@ -311,11 +311,11 @@ def _step_after(
     change = describe_schedule_change(restored.step, saved_steps, steps, recipe.optimizer)
     if change is not None and mesh.rank == 0:
         logger.warning("%s", change)
-    for key in run.choices if mesh.rank == 0 else ():
+    for key in run.choices:
         name = key.removeprefix("data.")
         value = getattr(recipe.data, name)
         saved = restored.recipe.get("data", {}).get(name)
-        if saved not in (None, value):
+        if mesh.rank == 0 and saved not in (None, value):
             logger.warning(
                 '%s = "auto" is "%s" now, the checkpoint was trained with "%s". Samples of a step '
                 'are the same, sums differ by rounding; set %s = "%s" to keep it',

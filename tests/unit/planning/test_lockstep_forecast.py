@@ -32,6 +32,7 @@ def draw_recipe(seed: int, **parallel: object) -> Recipe:
     images = {"vision": {"patches": 256, "tokens": 256}}
     kinds = [{"images": [0, 30]}]
     table["simulation"] |= {"seed": seed, "sequences": kinds, "images": images}
+    table["data"] = {"reorder": "none", "balance": "none"}
     return Recipe.model_validate(table)
 
 
