@@ -54,6 +54,7 @@ def make(tmp_path, tokenizer, text_spec):
         text=text_spec,
         validation=False,
         open_packs=3,
+        packing="best_fit",
         **sizes,
     ):
         configs = sources or [
@@ -62,7 +63,7 @@ def make(tmp_path, tokenizer, text_spec):
         ]
         data = data_config(
             tmp_path, *configs, workers=workers, open_packs=open_packs, shuffle_window=7,
-            validation=configs,
+            validation=configs, packing=packing,
         )  # fmt: skip
         return build_loader(
             data,
@@ -208,17 +209,18 @@ def test_samples_of_a_step_do_not_depend_on_the_layout(make, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_resume_is_exact_whatever_the_workers(make, streaming):
-    expected = take(make(streaming=streaming), 9)
+@pytest.mark.parametrize("packing", ["best_fit", "balanced"])
+def test_resume_is_exact_whatever_the_workers(make, streaming, packing):
+    expected = take(make(streaming=streaming, packing=packing), 9)
     for stop in range(9):
         state = json.loads(json.dumps(expected[stop].state))
-        resumed = take(make(streaming=streaming, state=state), 8 - stop)
+        resumed = take(make(streaming=streaming, packing=packing, state=state), 8 - stop)
         assert [content(b) for b in resumed] == [content(b) for b in expected[stop + 1 :]]
         assert [position(b) for b in resumed] == [position(b) for b in expected[stop + 1 :]]
-    with_workers = take(make(streaming=streaming, workers=2), 4)
+    with_workers = take(make(streaming=streaming, packing=packing, workers=2), 4)
     assert [content(b) for b in with_workers] == [content(b) for b in expected[:4]]
     state = json.loads(json.dumps(with_workers[3].state))
-    resumed = take(make(streaming=streaming, workers=1, state=state), 3)
+    resumed = take(make(streaming=streaming, packing=packing, workers=1, state=state), 3)
     assert [content(b) for b in resumed] == [content(b) for b in expected[4:7]]
 
 
