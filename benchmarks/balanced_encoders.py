@@ -37,9 +37,9 @@ from documents import Sample
 from support.balanced_microbatches import balanced_microbatch
 from support.cases import balance_sleeping
 from support.cases.balance_arms import (
+    EVEN,
     IMAGES,
     PLAIN,
-    SEARCHED,
     Arm,
     BatchSample,
     Choice,
@@ -370,7 +370,7 @@ def arm_rows(case: str, arm: Arm, arms: Mapping[str, Arm]) -> list[Row]:
     ratios = [
         Row(case, f"tokens per second / {name}", "x", paired_speed(arm, arms[name]), 1.0,
             kind="simulated")
-        for name in (PLAIN, IMAGES, SEARCHED)
+        for name in (PLAIN, IMAGES + EVEN if arm.name.endswith(EVEN) else IMAGES)
         if name in arms
     ]  # fmt: skip
     return [
