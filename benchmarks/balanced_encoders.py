@@ -27,7 +27,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,9 @@ from loader_scale import PACKS, cpu_s, fabricate, sample_count, steps_of
 from support.balanced_microbatches import balanced_microbatch
 from support.cases import balance_sleeping
 from support.cases.balance_arms import (
+    EVEN,
+    IMAGES,
+    PLAIN,
     Arm,
     BatchSample,
     Choice,
@@ -368,7 +371,7 @@ def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
     recipe = case.recipe()
     model = recipe_model(recipe)
     profile = load_profile(recipe.simulation.device)
-    plain: Arm | None = None
+    arms: dict[str, Arm] = {}
     choices: list[Choice] = []
     for is_even in (False, True) if case.images is None else (False,):
         packed = draw_batches(case, recipe, max(counts), is_even)
@@ -378,17 +381,28 @@ def run_simulated(case: Case, size: str) -> Iterator[list[Row]]:
         for choice in balanced if is_even else choose_arms(setup, counts):
             arm = run_arm(setup, choice, 1e3 * packed.seconds)
             choices += [] if is_even else [choice]
-            plain = plain or arm
-            yield arm_rows(case.name, arm, plain)
+            arms[arm.name] = arm
+            yield arm_rows(case.name, arm, arms)
 
 
-def arm_rows(case: str, arm: Arm, plain: Arm) -> list[Row]:
-    """Return the rows of an arm; the baseline is plain FSDP2."""
+def arm_rows(case: str, arm: Arm, arms: Mapping[str, Arm]) -> list[Row]:
+    """Return the rows of an arm.
+
+    Ratios are those of the batches that both arms have.
+
+    Args:
+        arms: All arms so far; the baseline is plain FSDP2.
+    """
     print(f"{case}, {arm.name}: {arm.sizes}")
-    case = f"{case}: {arm.name}"
-    speed = paired_speed(arm, plain)
+    case, plain = f"{case}: {arm.name}", arms[PLAIN]
+    ratios = [
+        Row(case, f"tokens per second / {name}", "x", paired_speed(arm, arms[name]), 1.0,
+            kind="simulated")
+        for name in (PLAIN, IMAGES + EVEN if arm.name.endswith(EVEN) else IMAGES)
+        if name in arms
+    ]  # fmt: skip
     return [
-        Row(case, "tokens per second / FSDP2", "x", speed, 1.0, kind="simulated"),
+        *ratios,
         Row(case, "step, mean", "s", arm.mean_s, plain.mean_s, better="lower", kind="simulated"),
         Row(case, "step, 95th percentile", "s", arm.late_s, plain.late_s, better="lower",
             kind="simulated"),
