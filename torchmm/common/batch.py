@@ -183,8 +183,10 @@ class ImageSizes(NamedTuple):
             read: Returns the sizes of some samples of a group, from the group and the positions of
                 the samples in `groups_N`.
         """
-        counts_N, starts_N = np.zeros_like(groups_N), np.zeros_like(groups_N)
-        parts, total = [np.zeros((0, 4), np.int64)], 0
+        counts_N = np.zeros_like(groups_N)
+        starts_N = np.zeros_like(groups_N)
+        parts = [np.zeros((0, 4), np.int64)]
+        total = 0
         order_N = np.argsort(groups_N, kind="stable")
         firsts = np.flatnonzero(np.diff(groups_N[order_N])) + 1
         for own in np.split(order_N, firsts) if len(order_N) else []:
