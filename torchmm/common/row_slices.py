@@ -390,8 +390,7 @@ def _row_share(
     widths: Mapping[str, int],
 ) -> RowShare:
     merged = merge_routes(routes, widths) if len(routes) > 1 else None
-    ids_T = microbatch.input_ids_T
-    return RowShare(start, ids_T, microbatch.targets_T, shown, routes, merged)
+    return RowShare(start, microbatch.input_ids_T, microbatch.targets_T, shown, routes, merged)
 
 
 def _sums(values: Sequence[int], owners: Sequence[int], ranks: int) -> list[int]:
