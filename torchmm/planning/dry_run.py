@@ -50,7 +50,8 @@ def describe_run(
         tokenizer = load_tokenizer(recipe.model)
         recipe = with_steps_of_epochs(recipe, model, tokenizer)
         samples = training_samples(recipe, model, tokenizer)
-        pass_steps = None if samples is None else estimate_pass_steps(samples, recipe)
+        if samples is not None:
+            pass_steps = estimate_pass_steps(samples, recipe)
     if recipe.parallel.leaves_units_open:
         recipe = orchestrated_units(recipe, world_size)
     forecaster = Forecaster(recipe, world_size, profile, model)

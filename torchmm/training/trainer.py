@@ -270,8 +270,8 @@ class Trainer:
             write_status(parts.run_dir, Status("running", self.step, 0))
         if self.step >= steps:
             parts.logger.info(
-                "all %d steps are done already; for more raise training.steps, for a new run "
-                'change name or set checkpoint.resume = "none"',
+                "all %d steps are done already; for more raise training.steps or "
+                'training.epochs, for a new run change name or set checkpoint.resume = "none"',
                 steps,
             )
         stopping = False

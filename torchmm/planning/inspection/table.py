@@ -57,7 +57,7 @@ def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | N
     packs = sum(map(len, packed))
     fill = sum(tokens.sum() for tokens in lengths) / (packs * length)
     shares = np.asarray(weights) / sum(weights)
-    mean_tokens = float(shares @ [tokens.mean() for tokens in lengths])
+    mean_tokens = float(shares @ np.asarray([tokens.mean() for tokens in lengths]))
     step_samples = recipe.training.global_batch_size * length * fill / mean_tokens
     return float((np.asarray(sizes) / shares).max() / step_samples)
 
