@@ -119,8 +119,10 @@ class ShardSizes(NamedTuple):
         """Return the patches of all images, audio clips and generated images of each sample."""
         read_M = self.sizes_D8[:, PATCHES][self.images_M]
         drawn_M = self.drawn_D4[:, :3].prod(1)[self.drawn_M]
-        pairs = (read_M, self.starts_N1), (drawn_M, self.drawn_starts_N1)
-        return sum(np.diff(np.append(0, np.cumsum(m, dtype=np.int64))[s]) for m, s in pairs)
+        read_before = np.append(0, np.cumsum(read_M, dtype=np.int64))
+        drawn_before = np.append(0, np.cumsum(drawn_M, dtype=np.int64))
+        read_N = np.diff(read_before[self.starts_N1])
+        return read_N + np.diff(drawn_before[self.drawn_starts_N1])
 
     def image_sizes(self, places_N: np.ndarray) -> ImageSizes:
         """Return the sizes of the images of the samples at some places."""
