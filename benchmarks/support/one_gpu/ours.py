@@ -193,7 +193,13 @@ class OurSide:
         self.outcome: Any = None
         run = resolve(recipe, 1)
         nothing: Callable[[], None] = lambda: None  # noqa: E731
-        loader = SimpleNamespace(next_metas=nothing, known_metas=nothing, overdue="", close=nothing)
+        loader = SimpleNamespace(
+            next_metas=nothing,
+            known_metas=nothing,
+            overdue="",
+            close=nothing,
+            samples_per_pass=0,
+        )
         data = SimpleNamespace(
             training=SimpleNamespace(digest=lambda: ("", "synthetic")), held_out=None
         )
