@@ -103,9 +103,9 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "unknown module": ('[freeze]\nmodules = ["visoin"]', [], ["freeze.modules", "vision"]),
     "validation without data": (
-        "[data]\nvalidation = []\n[validation]\ninterval = 2",
+        "[data]\nvalidation = []\n[validation]\nsamples = 2",
         [],
-        ["validation.interval", "held-out"],
+        ["validation.samples", "held-out"],
     ),
 }
 
