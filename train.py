@@ -38,11 +38,20 @@ def main() -> int:
     wanted.add_argument("--list-recipes", action="store_true", help="show all recipes and exit")
     parser.add_argument("--print-config", action="store_true", help="show the recipe and exit")
     parser.add_argument("--dry-run", action="store_true", help="show what would run and exit")
+    parser.add_argument(
+        "--assumed",
+        action="store_true",
+        help="with --dry-run: assume samples as [simulation] says, not those of [[data.sources]]",
+    )
     parser.add_argument("--world-size", type=int, help="devices to assume with --dry-run")
     given = sys.argv[1:]
     if given and not given[0].startswith("-"):
         given.insert(0, "--config")
     arguments, overrides = parser.parse_known_args(given)
+    if arguments.assumed:
+        if not arguments.dry_run:
+            parser.error("--assumed needs --dry-run")
+        overrides += ["--data.sources", "[]"]
     try:
         return _run(arguments, overrides)
     except TorchmmError as error:

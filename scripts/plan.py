@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="S",
         help="processor time of the search in seconds (10 for up to 64 GPUs, up to 100)",
     )
+    add("--assumed", action="store_true", help="assume samples as [simulation] says, without data")
     add("--out", type=Path, metavar="FILE", help="write the best plan as a recipe")
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -72,6 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.global_batch_size is not None:
         overrides += ["--training.global_batch_size", str(options.global_batch_size)]
+    if options.assumed:
+        overrides += ["--data.sources", "[]"]
     if options.trials is not None:
         overrides += ["--simulation.trials", options.trials]
     recipe = load_recipe(options.config, overrides).recipe
@@ -85,6 +88,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.balance.costs.profiles import load_profile
+        from torchmm.planning.first_step import describe_samples
         from torchmm.planning.search.report import certificate, result_tables
         from torchmm.planning.search.search import find_best, search_plans
 
@@ -112,6 +116,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     for table in result_tables(result, title):
         console.print(table)
     console.print(certificate(result), soft_wrap=True)
+    print(f"samples: {describe_samples(recipe)}")
     return _write(options, best, profile.device.name)
 
 

@@ -25,8 +25,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--gpus", type=int, help="number of devices (the recipe's [simulation] gpus)")
     add("--device", help="name or profile file (the recipe's [simulation] device)")
     add("--schedule", nargs="+", default=[], metavar="NAME", help="or all (the recipe's)")
+    add("--assumed", action="store_true", help="assume samples as [simulation] says, without data")
     add("--out", type=Path, metavar="DIR", help="write figures, pictures and traces there")
     options, overrides = parser.parse_known_args(arguments)
+    if options.assumed:
+        overrides += ["--data.sources", "[]"]
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.planning.forecast_command import simulate_recipe

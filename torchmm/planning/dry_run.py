@@ -14,7 +14,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.parallel.fsdp import needs_fsdp
 from torchmm.planning.executions import simulated_profile
-from torchmm.planning.first_step import training_samples
+from torchmm.planning.first_step import describe_samples, training_samples
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import orchestrated_units
 from torchmm.planning.report import write_picture
@@ -63,6 +63,7 @@ def describe_run(
     forecast = forecaster.forecast_parallel(recipe.parallel)
     run = forecaster.run.with_parallel(recipe.parallel)
     lines = run_summary(run, forecaster.model, profile.device.type, simulated=True)
+    lines["samples"] = describe_samples(recipe)
     lines |= {key: f"auto: {text}" for key, text in run.choices.items()}
     lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
     other = _with_other_reduction(forecaster, recipe)

@@ -54,7 +54,7 @@ def first_microbatches(
     """The first step's, by share of the global batch: from statistics where the recipe has them."""
     training = recipe.training
     per_rank = training.global_batch_size // (shares * training.microbatch_size)
-    if recipe.simulation.sequences or not recipe.data.sources:
+    if not recipe.data.sources:
         _check_sizes(recipe, model)
         metas = simulated_microbatches(recipe, shares * per_rank)
         return [metas[rank * per_rank :][:per_rank] for rank in range(shares)]
@@ -64,6 +64,13 @@ def first_microbatches(
             "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
         )
     return found
+
+
+def describe_samples(recipe: Recipe) -> str:
+    """Return where the samples of a forecast come from."""
+    if recipe.data.sources:
+        return "first step of [[data.sources]]"
+    return "assumed, as [simulation] says; they are not your data"
 
 
 def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:

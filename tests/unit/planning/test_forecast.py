@@ -13,8 +13,11 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.records import read_records
 from torchmm.planning.dry_run import _launch_lines, describe_run
+from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.report import fastest, forecast_table, write_forecasts
+from torchmm.planning.resolved import recipe_model
+from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
 
@@ -259,3 +262,30 @@ def test_reordering_shortens_the_step_and_keeps_its_samples(recipe):
     assert better.workload.mean_share > plain.workload.mean_share
     assert better.forecast().step.makespan_ms < plain.forecast().step.makespan_ms
     assert len(better.workload.microbatches) == len(plain.workload.microbatches)
+
+
+def test_dry_run_plans_with_the_data_of_a_recipe(real_data, tmp_path):
+    """Sources come before the assumed samples that a recipe inherits from a base."""
+    text = RECIPE.replace("vocab_size = 512", "vocab_size = 1024").replace(
+        'name = "tiny"',
+        f'name = "tiny"\n[model]\ntokenizer = "{real_data / "tokenizer"}"\nimage_token = "<image>"',
+    )
+    source = f'\n[[data.sources]]\npath = "{real_data / "tuxpaint_stamps/train"}"\n'
+    index = f'[data]\nindex_cache = "{tmp_path}"\n'
+    given, assumed = (
+        Recipe.model_validate(tomli.loads(text + own)) for own in (index + source, index)
+    )
+    lines = describe_run(given, 8)
+    assert "first step of [[data.sources]]" in lines
+    assert "assumed, as [simulation] says" in describe_run(assumed, 8)
+    microbatches = first_microbatches(given, recipe_model(given), 2)
+    sources = {s.source for share in microbatches for meta in share for s in meta.samples}
+    assert sources == {"tuxpaint_stamps/train"}
+
+
+def test_inline_model_with_data_needs_a_tokenizer(tmp_path, real_data):
+    source = f'\n[[data.sources]]\npath = "{real_data / "tuxpaint_stamps/train"}"\n'
+    (tmp_path / "recipe.toml").write_text(RECIPE + source)
+    with pytest.raises(ConfigError, match=r"model\.tokenizer: is needed"):
+        load_recipe(tmp_path / "recipe.toml", [], 8)
+    load_recipe(tmp_path / "recipe.toml", ["--data.sources", "[]"], 8)
