@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")
     add("--samples", type=int, default=8, metavar="N", help="shown of each source (8)")
     add("--limit", type=int, default=1000, metavar="N", help="records read of each source (1000)")
+    add("--decode", action="store_true", help="decode all files that are read, not only headers")
     add("--out", type=Path, metavar="DIR", help="where the page goes (OUTPUT_DIR/NAME/data)")
     options, overrides = parser.parse_known_args(arguments)
     try:
@@ -49,17 +50,22 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
 
         from torchmm.planning.inspection.findings import inspect_recipe
         from torchmm.planning.inspection.page import write_page
-        from torchmm.planning.inspection.table import findings_table, length_lines, refused_lines
+        from torchmm.planning.inspection.table import (
+            corrupt_limit_line,
+            findings_table,
+            length_lines,
+            refused_lines,
+        )
 
     transformers.logging.set_verbosity_error()
     findings = []
-    read = inspect_recipe(recipe, options.limit, options.samples)
+    read = inspect_recipe(recipe, options.limit, options.samples, decode=options.decode)
     for found in worked("reading the data", read, unit="sources"):
         findings.append(found)
         console.print(findings_table(found))
         for line in refused_lines(found):
             console.out(line, highlight=False)
-    for line in length_lines(recipe, findings):
+    for line in (corrupt_limit_line(recipe, findings), *length_lines(recipe, findings)):
         console.out(line, highlight=False)
     page = out / "index.html"
     with working("writing the page"):

@@ -5,9 +5,9 @@ here is what will be trained on. At most `limit` records of a source are read, e
 all of it, because files are often sorted; of a stream the first ones. Only the samples that are
 shown are decoded.
 
-A sample is measured without a limit on its length first, to know how much the recipe's
-`training.sequence_length` cuts off, and again with it if that is anything at all. Rejected: the
-length index of a run, which keeps sizes, but neither layouts nor what counts in the loss.
+A sample that `training.sequence_length` cuts is measured again without a limit, to know how much is
+cut off. Rejected: the length index of a run, which keeps sizes, but neither layouts nor what counts
+in the loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
-from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
+from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
 from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DrawingPreprocessor
@@ -163,6 +163,7 @@ class Inspector:
         tokenizer: the LLM's.
         limit: most records read of a source.
         shown: samples shown of each.
+        decode: Whether to decode the images, videos and audio files of all samples.
     """
 
     def __init__(
@@ -172,9 +173,11 @@ class Inspector:
         tokenizer: PreTrainedTokenizerBase,
         limit: int,
         shown: int,
+        decode: bool,
     ) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
         self._limit, self._shown = limit, shown
+        self._decode = decode
         self._modules: Sequence[ModuleDescription] = [
             m.describe() for m in model.modality_modules()
         ]
@@ -246,9 +249,12 @@ class Inspector:
             if isinstance(record, CorruptSampleError):
                 raise record
             layout = layout_of(record)
-            sample = whole = self._whole.read(record)
-            if len(whole.text.ids) > self._length:
-                sample = self._reader.read(record)
+            sample = self._reader.read(record)
+            whole = self._whole.read(record) if sample.text.truncated else sample
+            if self._decode:
+                with naming_place(record.where):
+                    for file, image in zip(sample.files, sample.images, strict=True):
+                        self._reader.pixels(file, image)
             if not found.config.filter.keeps(len(sample.text.ids)):
                 found.filtered["outside of the `filter` of the source"] += 1
                 return
@@ -338,19 +344,23 @@ def text_runs(
     return runs
 
 
-def inspect_recipe(recipe: Recipe, limit: int, shown: int) -> Iterator[SourceFindings]:
+def inspect_recipe(
+    recipe: Recipe, limit: int, shown: int, *, decode: bool = False
+) -> Iterator[SourceFindings]:
     """Every source of a recipe, those that are held out last.
 
     Args:
         limit: most records read of a source.
         shown: samples shown of each.
+        decode: Whether to decode the images, videos and audio files of all samples. Otherwise only
+            their headers are read.
 
     Raises:
         ConfigError: the model or tokenizer cannot be built.
         DataError: a source cannot be read, or none of its records is usable.
     """
     model = recipe_model(recipe)
-    inspector = Inspector(recipe, model, load_tokenizer(recipe.model), limit, shown)
+    inspector = Inspector(recipe, model, load_tokenizer(recipe.model), limit, shown, decode)
     for section, configs in (
         ("data.sources", recipe.data.sources),
         ("data.validation", recipe.data.validation),

@@ -13,7 +13,7 @@ from torchmm.data.sources.index.length_index import (
     describe_lengths,
 )
 from torchmm.data.steps.packing import pack_all
-from torchmm.planning.inspection.findings import SourceFindings
+from torchmm.planning.inspection.findings import Refusal, SourceFindings
 from torchmm.planning.run_length import describe_passes, passes_warning
 from torchmm.recipe.recipe import Recipe
 
@@ -91,16 +91,40 @@ def source_rows(found: SourceFindings) -> dict[str, str]:
 
 def refused_lines(found: SourceFindings) -> list[str]:
     """Return the first record beyond each limit and the first corrupt records, with reasons."""
-    first = [
-        f"  {refusal.name} ({refusal.where or 'place unknown'}) filtered: {refusal.reason}"
-        for refusal in found.first_filtered.values()
-    ]
-    lines = [
-        f"  {refusal.name} ({refusal.where or 'place unknown'}): {refusal.reason}"
-        for refusal in found.refused[:REFUSED_SHOWN]
-    ]
+    first = [f"  filtered: {_with_place(refusal)}" for refusal in found.first_filtered.values()]
+    lines = [f"  {_with_place(refusal)}" for refusal in found.refused[:REFUSED_SHOWN]]
     more = len(found.refused) - len(lines)
     return [*first, *lines, f"  and {more} more"] if more else [*first, *lines]
+
+
+def _with_place(refusal: Refusal) -> str:
+    """Return name, place and reason of a refused record, each once."""
+    if not refusal.where or refusal.reason.startswith(refusal.where):
+        return f"{refusal.name}: {refusal.reason}"
+    return f"{refusal.name}: {refusal.where}: {refusal.reason}"
+
+
+def corrupt_limit_line(recipe: Recipe, findings: Sequence[SourceFindings]) -> str:
+    """Return whether the limits on corrupt samples would end a run; empty if none is corrupt.
+
+    The number of corrupt samples is extrapolated from the records that were read.
+    """
+    sources = [found for found in findings if found.section == "data.sources"]
+    if not any(found.refused for found in sources):
+        return ""
+    corrupt, total = 0.0, 0
+    for found in sources:
+        count = found.records or found.read
+        corrupt += count * len(found.refused) / found.read
+        total += count
+    data = recipe.data
+    ends = corrupt > data.max_corrupt_samples or corrupt / total > data.max_corrupt_fraction
+    return (
+        f"about {corrupt:,.0f} of {total:,} samples are corrupt ({corrupt / total:.1%}). The "
+        f"limits data.max_corrupt_samples = {data.max_corrupt_samples:,} per pass and "
+        f"data.max_corrupt_fraction = {data.max_corrupt_fraction:g} "
+        + ("would end a run" if ends else "allow that")
+    )
 
 
 def layouts_text(found: SourceFindings) -> str:
