@@ -57,7 +57,9 @@ def buildings(config: str, overrides: list[str], workers: int) -> list[Building]
 def main() -> int:
     """Parses the command line; exit codes are those of `train.py`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key VALUE overrides any key of the recipe.",
     )
     parser.add_argument("--config", required=True, help="recipe (TOML)")
     parser.add_argument("--shards", type=share, default=(0, 1), help="k/n: every n-th shard from k")

@@ -23,7 +23,9 @@ from torchmm.recipe.read import load_recipe
 def main(arguments: list[str] | None = None) -> int:
     """Inspects what the command line asks for; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key VALUE overrides any key of the recipe.",
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")

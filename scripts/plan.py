@@ -33,7 +33,9 @@ PLACEMENTS = {
 def main(arguments: list[str] | None = None) -> int:
     """Plan the run of the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key VALUE overrides any key of the recipe.",
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Measures and writes; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key VALUE overrides any key of the recipe.",
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")

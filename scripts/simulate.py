@@ -18,7 +18,9 @@ from torchmm.common.log import loading, log_to_console, make_console
 def main(arguments: list[str] | None = None) -> int:
     """Simulates what the command line asks for; returns the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--section.key VALUE overrides any key of the recipe.",
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="recipe (TOML)")
