@@ -234,11 +234,16 @@ def find_best(result: SearchResult, devices: int) -> Candidate:
         devices: Number of devices in the cluster.
 
     Raises:
-        ConfigError: No plan fits.
+        ConfigError: No plan fits, or none was found before the search reached its limit.
     """
     if result.best is not None:
         return result.best
     reasons = "; ".join(f"{name}: {why}" for name, why in result.best_by_method.items())
+    if not result.complete:
+        raise ConfigError(
+            f"the search found no plan for {devices} devices before it reached its limit "
+            f"({reasons}); use more time (--budget-s), more devices or shorter sequences"
+        )
     raise ConfigError(
         f"no plan fits on {devices} devices ({reasons}); use more devices, shorter sequences, or "
         "freeze modules"
@@ -705,6 +710,8 @@ class _Search:
             return f"{found}: at least {least_gib:.1f} GiB per device, of {limit_gib:.1f} GiB"
         if method.problems:
             return method.problems.most_common(1)[0][0]
+        if not self._complete and (not method.started or method.drafts):
+            return "no plan was simulated in time"
         if method.considered:
             return f"no plan can be below {self.best_ms:,.0f} ms"
         return f"no parallel sizes for {self._devices} devices"
