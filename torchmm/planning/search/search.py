@@ -201,16 +201,15 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         exact=exact, schedules=schedules, limits=limits, report=report,
         sized=recipe if own_sizes else None,
     )  # fmt: skip
-    is_named = own_sizes and schedules and recipe.parallel.schedule in schedules
     own = None
-    if is_named or not (schedules or limits):
-        own = _recipe_candidate(recipe, devices, profile, sample, search.memory_share)
+    if not (schedules or limits or own_sizes):
+        own = _recipe_candidate(recipe, devices, profile, sample)
     search.run([name for name in METHODS if name in methods], started + budget_s, effort, own)
     return search.result(time.thread_time() - started)
 
 
 def _recipe_candidate(
-    recipe: Recipe, devices: int, profile: Profile, sample: StepSample, memory_share: float
+    recipe: Recipe, devices: int, profile: Profile, sample: StepSample
 ) -> Candidate | None:
     """Return the plan of the recipe as it is; None if it leaves sizes open or does not fit."""
     parallel = recipe.parallel
@@ -240,7 +239,7 @@ def _recipe_candidate(
             changes |= {f"parallel.{name}.{key}": n for key, n in numbers.items() if n}
     plan = Plan(method, devices, changes)
     words = f"as in the recipe: {describe_sizes(plan)}"
-    found = Candidate(method, recipe, devices, words, forecast, False, plan, memory_share)
+    found = Candidate(method, recipe, devices, words, forecast, False, plan)
     return found if found.step_ms < inf else None
 
 
@@ -260,7 +259,8 @@ def find_best(result: SearchResult, devices: int) -> Candidate:
     if not result.complete:
         raise ConfigError(
             f"the search found no plan for {devices} devices before it reached its limit "
-            f"({reasons}); use more time (--budget-s), more devices or shorter sequences"
+            f"({reasons}); use more devices or shorter sequences, or a higher --budget-s of "
+            "scripts/plan.py"
         )
     raise ConfigError(
         f"no plan fits on {devices} devices ({reasons}); use more devices, shorter sequences, or "
@@ -416,7 +416,7 @@ class _Search:
             method.best = method.sure = own
             method.simulated = method.considered = 1
             method.known.add(own.plan.text)
-            if self._sized is None and own.method in ("fsdp", "chain", "separated"):
+            if own.method in ("fsdp", "chain", "separated"):
                 first = recompute_modes(self._recipe)[0]
                 plan = own.plan.changed(activation_checkpoint__mode=first)
                 self._push(method, plan, own.plan, own.step_ms)
@@ -783,9 +783,6 @@ def compare_schedules(
     for method in recipe_methods(recipe, devices, sample):
         for plan in recipe_plans(method, recipe, devices, sample):
             names.setdefault(plan.schedule, method)
-    if recipe.parallel.placement == "interleaved":
-        own = "separated" if recipe.parallel.separates_modules else "chain"
-        names.setdefault(recipe.parallel.schedule, own)
     found: dict[str, Candidate | str] = {}
     for name, method in names.items():
         result = search_plans(
@@ -793,4 +790,9 @@ def compare_schedules(
             own_sizes=True, sample=sample,
         )  # fmt: skip
         found[name] = result.best_by_method[method]
+    own = _recipe_candidate(recipe, devices, profile, sample)
+    if own is not None:
+        other = found.get(recipe.parallel.schedule)
+        if not isinstance(other, Candidate) or own.step_ms <= other.step_ms:
+            found[recipe.parallel.schedule] = own
     return found
