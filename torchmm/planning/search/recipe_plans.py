@@ -88,7 +88,7 @@ def recipe_plans(method: str, recipe: Recipe, devices: int, sample: StepSample) 
     if method == "disaggregated":
         for name in schedules_for("disaggregated"):
             stages = 1 if name == "1f1b" else recipe.parallel.virtual_stages
-            own = {"parallel.schedule": name, "parallel.virtual_stages": stages}
+            own: dict[str, Value] = {"parallel.schedule": name, "parallel.virtual_stages": stages}
             yield Plan(method, devices, {**changes, **own})
         return
     first = Plan(method, devices, changes)
@@ -163,12 +163,12 @@ def _encoder_sizes(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[d
             pipelines[f"{prefix}.pipeline"] = fitting
         if f"{prefix}.tensor" in left:
             heads[f"{prefix}.tensor"] = {layer.heads for layer in module.layers}
-    counts = set().union(*heads.values())
+    counts = {count for own in heads.values() for count in own}
     tensors = [
         n
         for n in range(tensor, 0, -1)
         if tensor % n == 0 and (n == tensor or not any(count % n for count in counts))
     ]
     for size in tensors if heads else [tensor]:
-        for own in product(*pipelines.values()):
-            yield {**dict(zip(pipelines, own, strict=True)), **dict.fromkeys(heads, size)}
+        for sizes in product(*pipelines.values()):
+            yield {**dict(zip(pipelines, sizes, strict=True)), **dict.fromkeys(heads, size)}
