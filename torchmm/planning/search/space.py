@@ -165,8 +165,8 @@ def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
         name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()
     }
     updates["parallel"] = ParallelConfig.model_validate(parallel)
-    own = recipe.model_copy(update=updates)
-    return with_recompute(own, plan.recompute, None if limit is None else str(limit))
+    planned = recipe.model_copy(update=updates)
+    return with_recompute(planned, plan.recompute, None if limit is None else str(limit))
 
 
 def with_recompute(recipe: Recipe, mode: str, limit: str | None = None) -> Recipe:
