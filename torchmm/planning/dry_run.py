@@ -16,11 +16,13 @@ from torchmm.parallel.fsdp import needs_fsdp
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.first_step import describe_samples, training_samples
 from torchmm.planning.forecast import Forecast, Forecaster
-from torchmm.planning.placement import orchestrated_units
+from torchmm.planning.placement import orchestrated_units, search_encoder_sizes
 from torchmm.planning.report import write_picture
 from torchmm.planning.resolved import recipe_model
 from torchmm.planning.run_length import estimate_pass_steps, length_lines, with_steps_of_epochs
-from torchmm.planning.search.encoder_sizes import choose_encoders, leaves_encoders_open
+from torchmm.planning.search.recipe_plans import leaves_encoders_open
+from torchmm.planning.search.report import certificate
+from torchmm.planning.search.search import find_best
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.data_section import is_address
 from torchmm.recipe.recipe import Recipe
@@ -55,17 +57,19 @@ def describe_run(
     if recipe.parallel.leaves_units_open:
         recipe = orchestrated_units(recipe, world_size)
     forecaster = Forecaster(recipe, world_size, profile, model)
-    chosen: list[str] = []
+    chosen: dict[str, str] = {}
     if leaves_encoders_open(recipe):
-        choice = choose_encoders(forecaster)
-        recipe = choice.recipe
-        chosen = list(choice.lines())
+        found = search_encoder_sizes(forecaster)
+        best = find_best(found, world_size)
+        recipe = best.recipe.model_copy(update={"data": recipe.data})
+        forecaster = Forecaster(recipe, world_size, profile, sample=forecaster.sample)
+        chosen = {"chosen": f"{best.sizes} ({certificate(found)})"}
     forecast = forecaster.forecast_parallel(recipe.parallel)
     run = forecaster.run.with_parallel(recipe.parallel)
     lines = run_summary(run, forecaster.model, profile.device.type, simulated=True)
     lines["samples"] = describe_samples(recipe)
     lines |= {key: f"auto: {text}" for key, text in run.choices.items()}
-    lines |= {f"choice {index}": text for index, text in enumerate(chosen, 1)}
+    lines |= chosen
     other = _with_other_reduction(forecaster, recipe)
     lines |= _step_lines(forecast, other, profile.device.name, profile.device.memory_bytes)
     lines |= _reduction_line(recipe, forecast, other)

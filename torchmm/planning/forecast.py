@@ -61,7 +61,7 @@ from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_g
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import SCHEDULES, Placement, schedules_for
+from torchmm.recipe.schedules import Placement, schedules_for
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 ARRANGEMENTS = {"reorder": "intra", "balance": "images"}
@@ -472,14 +472,6 @@ class Forecaster:
         tokens = training.global_batch_size * training.sequence_length
         mfu = flops_per_s / (self.run.world_size / self.run.shares * peak)
         return Forecast(name, step, "", mfu, tokens / seconds, update_ms)
-
-    def forecast_all(self) -> list[Forecast]:
-        """The first step under every schedule."""
-        if self.run.units:
-            return [self.forecast(name) for name in schedules_for("disaggregated")]
-        with_encoders = any(module.kind == "encoder" for module in self.modules)
-        names = SCHEDULES if with_encoders else schedules_for("interleaved")
-        return [self.forecast(name) for name in names]
 
 
 def choose_arrangement(run: Resolved, profile: Profile | None, sample: StepSample) -> Resolved:

@@ -14,8 +14,13 @@ from torchmm.common.log import make_console, working
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.placement import orchestrated
 from torchmm.planning.report import forecast_table, write_forecasts
+from torchmm.planning.search.search import Candidate, compare_schedules
+from torchmm.planning.search.space import describe_choices
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import SCHEDULES
+
+SCHEDULE_BUDGET_S = 5.0
+"""Processor time in which sizes that the recipe leaves open are searched, for each schedule."""
 
 
 def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -52,11 +57,23 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
         raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(SCHEDULES)}")
     with working("planning and simulating steps"):
         if names == ["all"]:
-            forecasts = forecaster.forecast_all()
+            plans = compare_schedules(
+                forecaster.recipe, world_size, profile, forecaster.sample, SCHEDULE_BUDGET_S
+            )
         else:
+            plans = {}
+        found = [plan for plan in plans.values() if isinstance(plan, Candidate)]
+        forecasts = [plan.forecast for plan in found]
+        if not plans:
             forecasts = [forecaster.forecast(name) for name in names or [None]]
+    notes = {plan.forecast.schedule: describe_choices(plan.plan, recipe) for plan in found}
+    notes = {name: f"with {text}" for name, text in notes.items() if text}
+    notes |= {name: plan for name, plan in plans.items() if isinstance(plan, str)}
+    notes |= {made.schedule: made.problem for made in forecasts if made.step is None}
     console = make_console(width=150)
     console.print(forecast_table(forecaster, forecasts))
+    for name, note in notes.items():
+        console.out(f"{name}: {note}", highlight=False)
     if forecaster.run.shares > 1:
         for key, text in forecaster.run.choices.items():
             console.out(f"{key} = auto: {text}", highlight=False)

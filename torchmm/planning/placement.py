@@ -14,8 +14,8 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecaster, StepSample, choose_arrangement
 from torchmm.planning.resolved import Resolved
-from torchmm.planning.search.encoder_sizes import choose_encoders, leaves_encoders_open
-from torchmm.planning.search.search import find_best, search_plans
+from torchmm.planning.search.recipe_plans import leaves_encoders_open
+from torchmm.planning.search.search import SearchResult, find_best, search_plans
 from torchmm.recipe.recipe import Recipe
 
 EFFORT = 100_000
@@ -57,9 +57,26 @@ def orchestrated(recipe: Recipe, world_size: int) -> Recipe:
         return orchestrated_units(recipe, world_size)
     if not leaves_encoders_open(recipe):
         return recipe
-    profile = simulated_profile(recipe)
-    found = choose_encoders(Forecaster(recipe, world_size, profile)).recipe
-    return found.model_copy(update={"data": recipe.data})
+    found = search_encoder_sizes(Forecaster(recipe, world_size, simulated_profile(recipe)))
+    best = find_best(found, world_size).recipe
+    return best.model_copy(update={"data": recipe.data})
+
+
+def search_encoder_sizes(forecaster: Forecaster) -> SearchResult:
+    """Return the search for the sizes of colocated encoders that a recipe leaves open.
+
+    It ends without a limit, so that all ranks find the same plan.
+
+    Args:
+        forecaster: Forecaster of the recipe.
+
+    Raises:
+        ConfigError: The sizes of the recipe do not fit together.
+    """
+    return search_plans(
+        forecaster.recipe, forecaster.run.world_size, forecaster.profile,
+        methods=("colocated",), budget_s=inf, own_sizes=True, sample=forecaster.sample,
+    )  # fmt: skip
 
 
 def with_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:

@@ -26,8 +26,11 @@ GIB = 2**30
 
 
 def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Table:
-    """One line per schedule; the fastest that fits is marked. An iteration is the plan's step and
-    the optimizer's update; shares of bubbles are of the plan."""
+    """Return a table with a row for each schedule that has a plan.
+
+    An iteration is the step of the plan and the update of the optimizer. Shares of bubbles are of
+    the plan.
+    """
     ranks = forecaster.run.llm
     devices = f"{forecaster.run.world_size} x {forecaster.profile.device.name}"
     sizes = (
@@ -42,7 +45,7 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
         f"{shares}\n"
         f"{sizes}; {len(forecaster.workload.microbatches)} microbatches per pipeline"
     )
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("schedule", no_wrap=True)
     for column in (
         "iteration ms",
@@ -58,7 +61,6 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
     for forecast in forecasts:
         step = forecast.step
         if step is None:
-            table.add_row(forecast.schedule, forecast.problem)
             continue
         timeline = step.timeline
         table.add_row(
@@ -68,9 +70,11 @@ def forecast_table(forecaster: Forecaster, forecasts: Sequence[Forecast]) -> Tab
             f"{100 * forecast.mfu:.1f}",
             f"{100 * timeline.bubble_fraction:.1f}",
             *(f"{100 * timeline.bubble_share[kind]:.1f}" for kind in BUBBLE_CLASSES),
-            f"{max(step.peak_bytes) / GIB:.1f}",
+            f"{max(step.peak_bytes) / GIB:.3g}",
             "yes" if step.fits else "no",
         )
+    if best is not None and len(forecasts) > 1:
+        table.caption = "* fastest schedule that fits into memory"
     return table
 
 
@@ -79,7 +83,7 @@ def _count(parameters: int) -> str:
 
 
 def fastest(forecasts: Sequence[Forecast]) -> Forecast | None:
-    """The one with the shortest step among those that fit into memory."""
+    """Return the forecast with the shortest step of those that fit into memory."""
     fitting = [(f.iteration_ms, i) for i, f in enumerate(forecasts) if f.step and f.step.fits]
     return forecasts[min(fitting)[1]] if fitting else None
 

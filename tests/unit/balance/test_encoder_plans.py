@@ -7,7 +7,6 @@ import pytest
 
 from torchmm.balance.bubbles.encoder_sizes import (
     ParallelSizes,
-    backbone_bytes,
     colocated_plans,
     encoder_plans,
     state_bytes,
@@ -138,7 +137,10 @@ def test_the_papers_models_have_plans_within_its_overhead():
         backbone = transformer("llm", "llm", llm_width, depth)
         layers = ModuleLayers("llm", "llm", (1.0,) * depth)
         layout = colocated_layout([layers], llm.pipeline, 1)
-        own = backbone_bytes(layout, [encoder, backbone], llm)
+        own = [
+            state_bytes(stage_parameters(backbone, s.start, s.stop, llm.tensor), llm.data)
+            for s in layout.stages
+        ]
         assert len(own) == llm.pipeline and own[0] != own[1]
         plans = colocated_plans([encoder], llm, own, 80 * GB)
         # Figure 17: at most 12 % of the memory; with whole tensor-parallel groups and two stages.

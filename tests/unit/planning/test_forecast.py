@@ -17,6 +17,9 @@ from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.report import fastest, forecast_table, write_forecasts
 from torchmm.planning.resolved import recipe_model
+from torchmm.planning.search.search import compare_schedules
+from torchmm.planning.search.space import describe_choices
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
@@ -114,7 +117,7 @@ def test_forecast_of_balanced_images_is_faster(recipe_file, monkeypatch):
 
 def test_every_schedule_is_planned_and_rated(recipe):
     forecaster = Forecaster(recipe, 8, load_profile("a100"))
-    found = forecaster.forecast_all()
+    found = [forecaster.forecast(name) for name in SCHEDULES]
     assert [f.schedule for f in found] == list(SCHEDULES)
     for forecast in found:
         step = forecast.step
@@ -128,6 +131,30 @@ def test_every_schedule_is_planned_and_rated(recipe):
     times = {f.schedule: f.iteration_ms for f in found}
     assert times["separated"] < times["gpipe"]
     assert fastest(found).iteration_ms == min(times.values())
+
+
+def test_compared_schedules_keep_recipe_sizes(recipe):
+    """The search chooses only what the recipe leaves open, so that no schedule becomes slower."""
+    sizes = {"vision": {"sub_microbatch_images": 2}, "llm": {"segments": 2}}
+    table = {**recipe.parallel.model_dump(exclude_unset=True), **sizes, "schedule": "separated"}
+    recipe = recipe.model_copy(update={"parallel": ParallelConfig.model_validate(table)})
+    forecaster = Forecaster(recipe, 8, load_profile("a100"))
+    plans = compare_schedules(
+        forecaster.recipe, 8, forecaster.profile, forecaster.sample, budget_s=2.0
+    )
+    assert set(plans) == set(SCHEDULES) - {"megatron_balanced"}
+    for name, plan in plans.items():
+        assert not isinstance(plan, str), f"{name}: {plan}"
+        own = plan.recipe.parallel
+        assert (own.schedule, own.pipeline, own.tensor) == (name, 4, 1)
+        assert plan.recipe.training.microbatch_size == 1
+        assert plan.recipe.activation_checkpoint == recipe.activation_checkpoint
+        if name in ("separated", "searched"):
+            assert own.modules["llm"].segments == 2
+            assert own.modules["vision"].sub_microbatch_images == 2
+    expected_ms = forecaster.forecast("separated").iteration_ms
+    assert plans["separated"].step_ms <= expected_ms
+    assert "vision tensor" not in describe_choices(plans["separated"].plan, recipe)
 
 
 def test_the_pipeline_with_the_most_work_is_simulated(recipe):
@@ -242,7 +269,9 @@ def test_the_command_prints_a_table_and_names_mistakes(recipe_file, tmp_path, ca
     options = ["--config", str(recipe_file), "--schedule", "all", "--out", str(out)]
     assert SIMULATE(options) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in SCHEDULES) and str(out / "simulation.json") in printed
+    names = set(SCHEDULES) - {"megatron_balanced"}
+    assert all(name in printed for name in names) and str(out / "simulation.json") in printed
+    assert "* fastest schedule that fits into memory" in printed
     assert SIMULATE(["--config", str(recipe_file), "--device", "abacus"]) == 2
     assert "abacus" in capsys.readouterr().err
     assert SIMULATE(["--config", str(recipe_file), "--schedule", "magic"]) == 2

@@ -3,27 +3,17 @@
 import re
 import runpy
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import tomli
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.errors import ConfigError
 from torchmm.planning import placement
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.forecast import Forecast, Forecaster
 from torchmm.planning.placement import orchestrated
 from torchmm.planning.search.disaggregated import orchestration_problem
-from torchmm.planning.search.encoder_sizes import (
-    PROMISE_MARGIN,
-    Colocated,
-    refined,
-    with_pipelines,
-)
-from torchmm.planning.search.space import Plan, plain_recipe, planned_recipe, with_recompute
+from torchmm.planning.search.space import with_recompute
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.read import load_recipe
@@ -32,18 +22,6 @@ from torchmm.recipe.recipe import Recipe
 ROOT = Path(__file__).parents[3]
 PLAN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
 PROFILE = load_profile("a800")
-COLOCATED = Plan(
-    "colocated",
-    4,
-    {
-        "parallel.pipeline": 2,
-        "parallel.shard": 2,
-        "parallel.schedule": "optimus",
-        "parallel.placement": "colocated",
-        "parallel.virtual_stages": 2,
-        "activation_checkpoint.mode": "none",
-    },
-)
 RECIPE = """
 name = "tiny"
 [model.llm.config]
@@ -169,42 +147,6 @@ def test_layers_are_tuned_to_what_counts_as_fitting(recipe):
     assert [limit(given) for given in ("97%", "90%", "85%", "60 GiB")] == [
         "90%", "90%", "85%", "60 GiB",
     ]  # fmt: skip
-
-
-def test_choices_of_colocated_encoders_are_played_one_after_the_other(recipe):
-    """By a simulator to which each of some changes makes the step shorter, and others longer."""
-    real = Forecaster(recipe, 4, PROFILE)
-    own = with_pipelines(planned_recipe(plain_recipe(recipe), COLOCATED), {"vision": 1})
-
-    def forecast(parallel: ParallelConfig) -> Forecast:
-        images = parallel.sub_microbatch_images("vision")
-        points = {None: 0, 4: -1, 2: 1, 1: -1}[images]
-        points += {"interleaved_1f1b": 0, "zero_bubble": 2}.get(parallel.llm_schedule, -1)
-        points -= 3 * bool(parallel.slices("vision"))
-        step = SimpleNamespace(makespan_ms=100.0 - points, fits=parallel.llm_schedule != "gpipe")
-        return Forecast("optimus", cast(SimulatedStep, step))
-
-    forecaster = SimpleNamespace(
-        run=real.run,
-        modules=real.modules,
-        typical=real.typical,
-        forecast_parallel=forecast,
-        promised_ms=lambda parallel: 1.0,
-    )
-    best = refined(forecaster, Colocated(own, forecast(own.parallel)))
-    assert best.words == ("LLM zero_bubble", "2 images at once")
-    assert best.recipe.parallel.llm_schedule == "zero_bubble"
-    assert best.recipe.parallel.sub_microbatch_images("vision") == 2
-    assert best.recipe.parallel.slices("vision") is None
-    assert best.forecast.step.makespan_ms == 97
-    # What is promised to take longer is not played.
-    long_ms = 1.01 * PROMISE_MARGIN
-    forecaster.promised_ms = lambda parallel: (
-        long_ms if parallel.llm_schedule == "zero_bubble" else 1.0
-    )
-    assert refined(forecaster, Colocated(own, forecast(own.parallel))).words == (
-        "2 images at once",
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecaster
+from torchmm.planning.search.search import compare_schedules
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.read import load_recipe
@@ -139,7 +140,8 @@ def test_dry_run_tells_ranks_groups_and_a_simulated_step(recipe) -> None:
 def test_forecasts_of_all_schedules(recipe) -> None:
     loaded = load_recipe(recipe, ["--parallel.vision.shard", "3"], 5)
     forecaster = Forecaster(loaded.recipe, 5, load_profile("a100"))
-    found = forecaster.forecast_all()
+    plans = compare_schedules(loaded.recipe, 5, forecaster.profile, forecaster.sample, budget_s=1.0)
+    found = [plan.forecast for plan in plans.values()]
     assert [forecast.schedule for forecast in found] == list(schedules_for("disaggregated"))
     for forecast in found:
         assert forecast.step is not None, forecast.problem

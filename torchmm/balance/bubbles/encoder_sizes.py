@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torchmm.balance.costs.execution import FLOAT32, States
 from torchmm.balance.costs.layers import Parameters, stage_parameters
 from torchmm.common.layers import ModuleDescription
-from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.schedules.layouts import balanced_cuts
 
 
@@ -153,8 +152,7 @@ def colocated_plans(
     paper.
 
     Args:
-        llm_bytes: by pipeline rank: what the LLM takes on a device: see `backbone_bytes`, and
-            activations.
+        llm_bytes: States and activations of the LLM on a device, by pipeline rank.
         limit_bytes: of a device.
 
     Raises:
@@ -191,30 +189,6 @@ def colocated_plans(
             "their own"
         )
     return fitting
-
-
-def backbone_bytes(
-    layout: StageLayout,
-    modules: Sequence[ModuleDescription],
-    llm: ParallelSizes,
-    *,
-    compute_bytes: int = 2,
-    states: States = FLOAT32,
-) -> list[int]:
-    """By pipeline rank: states on a device of those modules that are no encoders.
-
-    Args:
-        layout: where their stages are.
-    """
-    by_name = {module.name: module for module in modules if module.kind != "encoder"}
-    found = [0] * llm.pipeline
-    for stage in layout.stages:
-        if stage.module in by_name:
-            module = by_name[stage.module]
-            count = stage_parameters(module, stage.start, stage.stop, llm.tensor, states=states)
-            for rank in stage.ranks:
-                found[rank] += state_bytes(count, llm.data, compute_bytes)
-    return found
 
 
 def state_bytes(count: Parameters, data: int, compute_bytes: int = 2) -> int:

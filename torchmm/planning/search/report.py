@@ -90,7 +90,7 @@ def certificate(result: SearchResult) -> str:
     considered = sum(result.considered.values())
     counts = f"{simulated} of {considered} plans simulated in {result.seconds:.0f} s"
     if result.complete:
-        return f"{counts}; the others have higher bounds or do not fit into memory"
+        return f"{counts}; the others have higher bounds or estimates or do not fit into memory"
     within = best.step_ms / result.bound_ms - 1
     return (
         f"{counts}, then the limit was reached; no plan that was considered is faster than "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
 
@@ -29,9 +29,17 @@ from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.resolved import resolve
 from torchmm.planning.search.bounds import PlanBounds
 from torchmm.planning.search.disaggregated import DisaggregatedPlans
-from torchmm.planning.search.encoder_sizes import leaves_encoders_open
+from torchmm.planning.search.recipe_plans import (
+    base_recipe,
+    keys_changed,
+    leaves_encoders_open,
+    open_keys,
+    recipe_methods,
+    recipe_plans,
+)
 from torchmm.planning.search.space import (
     METHODS,
+    OWN_KEYS,
     TUNED,
     Plan,
     Value,
@@ -45,13 +53,10 @@ from torchmm.planning.search.space import (
 from torchmm.planning.segments import leaves_segments_open
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import SCHEDULES
 from torchmm.recipe.sizes import AXES
 
 NEAR = 1.15
 """Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
-OWN_KEYS = ("schedule", "virtual_stages", "expert", "sequence_parallel", "gradient_reduction")
-"""Keys of [parallel] in plans of recipes as they are, besides sizes."""
 GAINS = {"searched": 0.75}
 """Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
 searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
@@ -60,6 +65,9 @@ RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
 TRIES, FIRST_SHARE = 12, 0.15
 """Plans that a method simulates until one fits, and its share of the time, before other methods."""
+PROMISE_MARGIN = 1.05
+"""Plans with the sizes of a recipe are simulated if the bubble scheduler expects at most this
+factor of the step that it expects of the best one."""
 MAX_TASKS = 10_000
 """Tasks of a pipeline with colocated encoders. The bubble scheduler takes 45 s for 17,000 tasks."""
 SCREENED = 100
@@ -68,10 +76,10 @@ FIRST_REPORT_S = 1.0
 REPORT_GROWTH = 2.0
 
 
-def fits(step: SimulatedStep) -> bool:
-    """Return True if every rank uses at most `MEMORY_SHARE` of its memory."""
+def fits(step: SimulatedStep, share: float = MEMORY_SHARE) -> bool:
+    """Return True if every rank uses at most a share of its memory."""
     limit = step.costs.memory_limit_bytes
-    return limit is None or max(step.peak_bytes) <= MEMORY_SHARE * limit
+    return limit is None or max(step.peak_bytes) <= share * limit
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class Candidate:
         forecast: Forecast of the first step.
         is_short: Whether the schedule was searched for a shorter time than in a run or dry run.
         plan: Changes of the recipe.
+        memory_share: Share of the memory of a device that it may use.
     """
 
     method: str
@@ -95,12 +104,14 @@ class Candidate:
     forecast: Forecast
     is_short: bool
     plan: Plan
+    memory_share: float = MEMORY_SHARE
 
     @property
     def step_ms(self) -> float:
         """Time of the first step with its update; infinite if the plan does not fit."""
         step = self.forecast.step
-        return inf if step is None or not fits(step) else self.forecast.iteration_ms
+        is_fitting = step is not None and fits(step, self.memory_share)
+        return self.forecast.iteration_ms if is_fitting else inf
 
 
 @dataclass(frozen=True)
@@ -112,8 +123,8 @@ class SearchResult:
         simulated: Number of simulated plans by method.
         considered: Number of plans in the search space by method.
         bound_ms: Lower bound of the steps of all plans that were considered.
-        complete: Whether every considered plan was simulated or excluded by its bound or memory.
-            If False, the time or effort limit stopped the search.
+        complete: Whether every considered plan was simulated or excluded by its bound, its memory
+            or the bubble scheduler. If False, the time or effort limit stopped the search.
         seconds: Processor time of the search.
     """
 
@@ -147,6 +158,7 @@ def search_plans(  # noqa: PLR0913 - limits of the search
     exact: bool = False,
     schedules: Sequence[str] | None = None,
     limits: Mapping[str, int] | None = None,
+    own_sizes: bool = False,
     sample: StepSample | None = None,
     report: Callable[[str], None] | None = None,
 ) -> SearchResult:
@@ -165,6 +177,8 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         exact: Whether plans have to use all devices.
         schedules: Schedules to use; None for all.
         limits: Largest number of devices by module, for disaggregated modules.
+        own_sizes: Whether values that the recipe sets stay, except the schedule. Plans may then use
+            all memory of a device, as in a dry run. Takes one method of `recipe_methods`.
         sample: Model and first step of the recipe, if they exist.
         report: Function that receives progress messages.
 
@@ -174,18 +188,22 @@ def search_plans(  # noqa: PLR0913 - limits of the search
     started = time.thread_time()
     if unknown := [name for name in methods if name not in METHODS]:
         raise ConfigError(f"method {unknown[0]!r} is unknown; use one of {', '.join(METHODS)}")
-    plain = plain_recipe(recipe)
-    if problems := find_problems(plain, 1):
+    plain = base_recipe(recipe, methods[0]) if own_sizes else plain_recipe(recipe)
+    ranks = devices if plain.parallel.placement != "interleaved" else 1
+    if problems := find_problems(plain, ranks):
         raise ConfigError([str(problem) for problem in problems])
     sample = StepSample(recipe) if sample is None else sample
     if not sample.packs:
         raise ConfigError("training.global_batch_size: the first step has no sequences")
-    run_costs(resolve(plain, 1), sample.modules, profile)
+    run_costs(resolve(plain, ranks), sample.modules, profile)
     search = _Search(
         plain, devices, profile, sample,
         exact=exact, schedules=schedules, limits=limits, report=report,
+        sized=recipe if own_sizes else None,
     )  # fmt: skip
-    own = None if schedules or limits else _recipe_candidate(recipe, devices, profile, sample)
+    own = None
+    if not (schedules or limits or own_sizes):
+        own = _recipe_candidate(recipe, devices, profile, sample)
     search.run([name for name in METHODS if name in methods], started + budget_s, effort, own)
     return search.result(time.thread_time() - started)
 
@@ -205,8 +223,7 @@ def _recipe_candidate(
     sizes = forecaster.run.llm
     method: str = parallel.placement
     if method == "interleaved":
-        cut = SCHEDULES[parallel.schedule].cut
-        method = "separated" if cut == "separated" else "chain"
+        method = "separated" if parallel.separates_modules else "chain"
         method = method if sizes.pipeline > 1 else "fsdp"
     changes: dict[str, Value] = {
         **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
@@ -234,11 +251,17 @@ def find_best(result: SearchResult, devices: int) -> Candidate:
         devices: Number of devices in the cluster.
 
     Raises:
-        ConfigError: No plan fits.
+        ConfigError: No plan fits, or none was found before the search reached its limit.
     """
     if result.best is not None:
         return result.best
     reasons = "; ".join(f"{name}: {why}" for name, why in result.best_by_method.items())
+    if not result.complete:
+        raise ConfigError(
+            f"the search found no plan for {devices} devices before it reached its limit "
+            f"({reasons}); use more devices or shorter sequences, or a higher --budget-s of "
+            "scripts/plan.py"
+        )
     raise ConfigError(
         f"no plan fits on {devices} devices ({reasons}); use more devices, shorter sequences, or "
         "freeze modules"
@@ -269,6 +292,8 @@ class _Method:
     """Plans that follow from simulated plans."""
     known: set[str] = field(default_factory=set)
     best: Candidate | None = None
+    promise_ms: float = inf
+    """Step that the bubble scheduler expects of the fastest plan."""
     sure: Candidate | None = None
     """The fastest plan that was simulated as a dry run simulates it."""
     factor: float = 0.0
@@ -283,6 +308,8 @@ class _Method:
     started: bool = False
     open_ms: float = inf
     """Lower bound of plans that were not listed."""
+    excluded_ms: float = inf
+    """Lower bound of plans that were excluded because the bubble scheduler expects more."""
     problems: Counter[str] = field(default_factory=Counter)
     least_bytes: float = inf
 
@@ -335,7 +362,7 @@ class _Method:
 class _Search:
     """State and control loop of a search."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - limits of the search
         self,
         recipe: Recipe,
         devices: int,
@@ -346,6 +373,7 @@ class _Search:
         schedules: Sequence[str] | None,
         limits: Mapping[str, int] | None,
         report: Callable[[str], None] | None,
+        sized: Recipe | None,
     ) -> None:
         self._recipe = recipe
         self._devices = devices
@@ -356,7 +384,10 @@ class _Search:
         self._limits = limits
         self._report = report
         self._bounds = PlanBounds(recipe, profile, sample)
-        self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
+        self._sized = sized
+        """Recipe whose sizes stay; None if all sizes are searched."""
+        self.memory_share = MEMORY_SHARE if sized is None else 1.0
+        self._limit_bytes = self.memory_share * profile.device.memory_bytes
         self._disaggregated: DisaggregatedPlans | None = None
         self._methods: dict[str, _Method] = {}
         self._complete = True
@@ -451,6 +482,10 @@ class _Search:
     def _start(self, method: _Method) -> None:
         """List the plans of a method."""
         method.started = True
+        if self._sized is not None:
+            for plan in recipe_plans(method.name, self._sized, self._devices, self._sample):
+                self._push(method, plan)
+            return
         if method.name == "disaggregated":
             self._start_disaggregated(method)
             return
@@ -514,6 +549,9 @@ class _Search:
             return
         if self._schedules is not None and plan.schedule not in self._schedules:
             return
+        if method.name == "disaggregated":
+            self._push_draft(method, _Draft(0.0, plan.text, plan, 0.0, is_rough=False))
+            return
         bound = self._bounds.bound(plan)
         if bound.memory_bytes > self._limit_bytes:
             method.known.add(plan.text)
@@ -539,7 +577,7 @@ class _Search:
 
     def _with_more_recomputation(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the next mode that the recipe checks accept."""
-        modes = recompute_modes(self._recipe)
+        modes = recompute_modes(self._recipe) if self._sized is None else ()
         for mode in modes[modes.index(plan.recompute) + 1 :] if plan.recompute in modes else ():
             tried = plan.changed(activation_checkpoint__mode=mode)
             if not find_problems(planned_recipe(self._recipe, tried), plan.devices):
@@ -572,14 +610,22 @@ class _Search:
             return
         best_ms = method.schedule_ms.get(plan.schedule, inf)
         method.schedule_ms[plan.schedule] = min(best_ms, candidate.step_ms)
-        if candidate.step_ms < method.best_ms:
+        is_best = candidate.step_ms < method.best_ms
+        if is_best:
             method.best = candidate
+            method.promise_ms = draft.estimate_ms if draft.is_surveyed else inf
         if not candidate.is_short and candidate.step_ms < method.sure_ms:
             method.sure = candidate
-        if candidate.step_ms < NEAR * best_ms:
+        if is_best or (self._sized is None and candidate.step_ms < NEAR * best_ms):
             self._push_neighbors(method, plan, candidate.step_ms)
 
     def _push_neighbors(self, method: _Method, plan: Plan, step_ms: float) -> None:
+        if self._sized is not None:
+            left = open_keys(method.name, self._sized, self._sample)
+            for other in neighbors(plan, self._recipe, self._sample):
+                if keys_changed(plan, other) <= left:
+                    self._push(method, other, plan, step_ms)
+            return
         if method.name == "disaggregated":
             assert self._disaggregated is not None
             for other, bound_ms, ratio in self._disaggregated.siblings(plan):
@@ -608,10 +654,13 @@ class _Search:
             if draft.is_rough:
                 ratio = expected_ms / draft.estimate_ms
                 method.factor = min(method.factor or ratio, ratio)
-            draft = replace(draft, estimate_ms=expected_ms, is_rough=False, is_surveyed=True)
-            if expected_ms > method.best_ms:
+            draft.estimate_ms, draft.is_rough, draft.is_surveyed = expected_ms, False, True
+            if expected_ms > method.best_ms or (self._sized is not None and method.roots):
                 method.push(draft)
                 return False
+        if self._sized is not None and draft.estimate_ms > PROMISE_MARGIN * method.promise_ms:
+            method.excluded_ms = min(method.excluded_ms, draft.bound_ms)
+            return False
         return True
 
     def _forecaster(self, method: _Method, plan: Plan) -> Forecaster | None:
@@ -655,7 +704,9 @@ class _Search:
             return None
         method.spent += len(forecast.step.records)
         sizes = describe_sizes(plan)
-        return Candidate(method.name, recipe, plan.devices, sizes, forecast, short, plan)
+        return Candidate(
+            method.name, recipe, plan.devices, sizes, forecast, short, plan, self.memory_share
+        )
 
     def _confirm(self, method: _Method) -> None:
         """Simulate the best plan of a method as a dry run does, if it may be the best of all."""
@@ -681,7 +732,7 @@ class _Search:
         """
         best_ms = self.best_ms
         left = [
-            min([method.open_ms, *(draft.bound_ms for draft in method.drafts)])
+            min([method.open_ms, method.excluded_ms, *(draft.bound_ms for draft in method.drafts)])
             for method in self._methods.values()
         ]
         found = {
@@ -705,6 +756,8 @@ class _Search:
             return f"{found}: at least {least_gib:.1f} GiB per device, of {limit_gib:.1f} GiB"
         if method.problems:
             return method.problems.most_common(1)[0][0]
+        if not self._complete and (not method.started or method.drafts):
+            return "no plan was simulated in time"
         if method.considered:
             return f"no plan can be below {self.best_ms:,.0f} ms"
         return f"no parallel sizes for {self._devices} devices"
@@ -712,3 +765,34 @@ class _Search:
 
 def _one_line(error: ConfigError) -> str:
     return " ".join(str(error).split())
+
+
+def compare_schedules(
+    recipe: Recipe, devices: int, profile: Profile, sample: StepSample, budget_s: float
+) -> dict[str, Candidate | str]:
+    """Return the fastest plan with the sizes of the recipe, or why there is none, by schedule.
+
+    Args:
+        recipe: Recipe with sizes.
+        devices: Number of devices in the cluster.
+        profile: Profile of one device.
+        sample: Model and first step of the recipe.
+        budget_s: Limit of the processor time of each schedule in seconds.
+    """
+    names: dict[str, str] = {}
+    for method in recipe_methods(recipe, devices, sample):
+        for plan in recipe_plans(method, recipe, devices, sample):
+            names.setdefault(plan.schedule, method)
+    found: dict[str, Candidate | str] = {}
+    for name, method in names.items():
+        result = search_plans(
+            recipe, devices, profile, methods=(method,), budget_s=budget_s, schedules=(name,),
+            own_sizes=True, sample=sample,
+        )  # fmt: skip
+        found[name] = result.best_by_method[method]
+    own = _recipe_candidate(recipe, devices, profile, sample)
+    if own is not None:
+        other = found.get(recipe.parallel.schedule)
+        if not isinstance(other, Candidate) or own.step_ms <= other.step_ms:
+            found[recipe.parallel.schedule] = own
+    return found

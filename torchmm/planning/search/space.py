@@ -20,7 +20,7 @@ from torchmm.balance.costs.operators import Profile
 from torchmm.balance.orchestration.unit_costs import TENSOR_SIZES, fitting_tensor_sizes
 from torchmm.balance.segments import MOST_SEGMENTS
 from torchmm.common.layers import ModuleDescription
-from torchmm.common.module_names import LLM
+from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.planning.forecast import StepSample
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -53,6 +53,8 @@ CHAIN_SCHEDULES = (
 
 FIRST_SCHEDULES = {"separated": "separated", "colocated": "optimus"}
 """Schedules that are tried first, by method; 1F1B for other methods."""
+OWN_KEYS = ("schedule", "virtual_stages", "expert", "sequence_parallel", "gradient_reduction")
+"""Keys of [parallel] in plans of recipes as they are, besides sizes."""
 REDUCTION = "parallel.gradient_reduction"
 DATA_WORDS = {"data.reorder": "reordered", "data.balance": "balanced"}
 
@@ -158,23 +160,29 @@ def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
             parallel.setdefault(module, {})[own] = value
         else:
             parallel[name] = value
-    sections.pop("activation_checkpoint", None)
+    limit = sections.pop("activation_checkpoint", {}).get("memory_limit")
     updates: dict[str, Section] = {
         name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()
     }
     updates["parallel"] = ParallelConfig.model_validate(parallel)
-    return with_recompute(recipe.model_copy(update=updates), plan.recompute)
+    planned = recipe.model_copy(update=updates)
+    return with_recompute(planned, plan.recompute, None if limit is None else str(limit))
 
 
-def with_recompute(recipe: Recipe, mode: str) -> Recipe:
+def with_recompute(recipe: Recipe, mode: str, limit: str | None = None) -> Recipe:
     """Return the recipe with another recomputation mode.
 
-    Layers are tuned to at most the memory that a plan may use (`MEMORY_SHARE`).
+    Args:
+        recipe: Recipe to change.
+        mode: Mode of activation checkpointing.
+        limit: Memory limit of tuned layers. By default, that of the recipe, but at most the memory
+            that a plan may use (`MEMORY_SHARE`).
     """
     own = recipe.activation_checkpoint
-    limit = own.memory_limit
-    if limit.endswith("%") and float(limit[:-1]) > 100 * MEMORY_SHARE:
-        limit = f"{MEMORY_SHARE:.0%}"
+    if limit is None:
+        limit = own.memory_limit
+        if limit.endswith("%") and float(limit[:-1]) > 100 * MEMORY_SHARE:
+            limit = f"{MEMORY_SHARE:.0%}"
     section = own.model_copy(update={"mode": mode, "memory_limit": limit})
     return recipe.model_copy(update={"activation_checkpoint": section})
 
@@ -322,7 +330,7 @@ def neighbors(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[Plan]:
     elif plan.method == "separated":
         yield from _segment_neighbors(plan, sample)
     elif plan.method == "colocated":
-        yield from _colocated_neighbors(plan, sample, layers)
+        yield from _colocated_neighbors(plan, layers)
 
 
 def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
@@ -358,35 +366,44 @@ def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
             yield plan.changed(**own)
 
 
-def _colocated_neighbors(  # noqa: C901 - one loop for each choice
-    plan: Plan, sample: StepSample, layers: Mapping[str, int]
-) -> Iterator[Plan]:
-    """Yield other encoder pipelines, LLM stages and schedules, images at once, encoder stages."""
-    encoders = [module.name for module in sample.modules if module.kind == "encoder"]
-    pipeline = plan.size("pipeline")
-
-    def with_encoders(key: str, value_of: Mapping[str, int]) -> Plan:
-        own = {f"parallel.{name}.{key}": value for name, value in value_of.items()}
-        return Plan(plan.method, plan.devices, {**plan.changes, **own})
-
+def _colocated_neighbors(plan: Plan, layers: Mapping[str, int]) -> Iterator[Plan]:
+    """Yield other LLM stages and schedules, then other sizes of all encoders and of single ones."""
     for stages in (1, *VIRTUAL_STAGES):
-        if stages != plan.size("virtual_stages") and stages * pipeline <= layers[LLM]:
+        if stages != plan.size("virtual_stages") and stages * plan.size("pipeline") <= layers[LLM]:
             yield plan.changed(parallel__virtual_stages=stages)
-    for count in (n for n in range(1, pipeline + 1) if pipeline % n == 0):
-        own = {name: count for name in encoders if count <= layers[name]}
-        if len(own) == len(encoders):
-            yield with_encoders("pipeline", own)
-    for count in (n for n in TENSOR_SIZES if n < plan.size("tensor")):
-        yield with_encoders("tensor", dict.fromkeys(encoders, count))
     for name in get_args(LlmSchedule):
         if plan.size("virtual_stages") > 1 or name in ("zero_bubble", "searched"):
             yield plan.changed(parallel__llm_schedule=name)
+    encoders = [name for name in layers if name not in (LLM, GENERATOR)]
+    groups = [encoders, *([name] for name in encoders)] if len(encoders) > 1 else [encoders]
+    for group in groups:
+        for values in _encoder_values(plan, {name: layers[name] for name in group}):
+            own = {f"parallel.{name}": value for name, value in values.items()}
+            yield Plan(plan.method, plan.devices, {**plan.changes, **own})
+
+
+def _encoder_values(plan: Plan, layers: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield other values of keys of colocated encoders, such as "vision.tensor".
+
+    Args:
+        plan: Plan to change.
+        layers: Number of layers by encoder to change.
+    """
+    pipeline = plan.size("pipeline")
+    for count in (n for n in range(1, pipeline + 1) if pipeline % n == 0):
+        if count <= min(layers.values()):
+            yield {f"{name}.pipeline": count for name in layers}
+    for count in (n for n in TENSOR_SIZES if n < plan.size("tensor")):
+        yield {f"{name}.tensor": count for name in layers}
     for count in IMAGES_AT_ONCE:
-        yield with_encoders("sub_microbatch_images", dict.fromkeys(encoders, count))
+        yield {f"{name}.sub_microbatch_images": count for name in layers}
     for share in LAYERS_PER_STAGE:
-        segments = {n: layers[n] // plan.size(f"{n}.pipeline") // share for n in encoders}
+        segments = {
+            f"{name}.segments": count // plan.size(f"{name}.pipeline") // share
+            for name, count in layers.items()
+        }
         if all(segments.values()):
-            yield with_encoders("segments", segments)
+            yield segments
 
 
 def describe_sizes(plan: Plan) -> str:
@@ -408,4 +425,17 @@ def describe_sizes(plan: Plan) -> str:
             words.append("gradients per microbatch")
         if len(parts) == 3 and parts[1] != LLM:
             words.append(f"{parts[1]} {parts[2]} {value}")
+    return ", ".join(words)
+
+
+def describe_choices(plan: Plan, recipe: Recipe) -> str:
+    """Return the values of a plan that the search chose for a recipe, in a few words."""
+    stages = plan.size("virtual_stages")
+    words = [f"{stages} stages per rank"] if stages > 1 else []
+    for key, value in sorted(plan.changes.items()):
+        module, _, own = key.removeprefix("parallel.").partition(".")
+        modules = recipe.parallel.modules
+        given = getattr(modules[module], own, None) if module in modules else None
+        if key.startswith("parallel.") and own and value != given:
+            words.append(f"{module} {own} {value}")
     return ", ".join(words)
