@@ -42,7 +42,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 CASE = Case("planned beside training")
 COSTS = CostModel(load_profile("cpu"), "float32")
-WAIT_S = 60.0
+WAIT_S = 180.0
 HARD = 3
 """Seed of a step whose search does not come to its bound, so that it makes all its evaluations."""
 
