@@ -18,23 +18,20 @@ device is measured.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from support.harness import (
     Row,
-    append_record,
     describe_machine,
     make_parser,
-    read_records,
+    replace_table,
     report,
 )
-from support.workloads import QUICK, Workload, add_options, select_workloads
+from support.workloads import QUICK, Workload, add_options, measured_records, select_workloads
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.image_shares import ImageBalance, balanced_metas, balanced_shares
@@ -60,21 +57,6 @@ LEAST_GAIN = 1.02
 """Gain over the best plan from which a runtime would be worth its lines."""
 Shares = list[list[MicrobatchMeta]]
 Record = dict[str, Any]
-PAGE = """# Images distributed over the replicas of pipelines, simulated
-
-    python benchmarks/balanced_pipelines.py --rows benchmarks/results/balanced_pipelines.jsonl \\
-        --page benchmarks/results/balanced_pipelines.md
-
-Written on {date}. Seconds per step, simulated; nothing is fitted and no device is measured.
-"search" is the processor time of the planner for each method and arm. "no pipeline" is the best
-plan without a pipeline, whose images may be balanced. "pipeline, own": every replica encodes its
-own images. "replicas": the images of microbatch i of all replicas are distributed evenly. "even":
-the images of the complete step are distributed evenly over replicas and microbatches, which
-replicas cannot reach. The exchange is free and replicas do not wait for each other, so a runtime
-would gain less. "gain" is the step of the best plan, with or without a pipeline, over the best step
-with "replicas".
-
-"""
 
 
 def distribute_over_replicas(balance: ImageBalance, shares: Shares) -> Shares:
@@ -238,21 +220,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else WORKLOADS)
-    records = {record["workload"]: record for record in read_records(arguments.rows)}
-    for workload in () if arguments.report else workloads:
-        if workload.title in records:
-            continue
-        methods = METHODS[:1] if arguments.quick else METHODS
-        record = records[workload.title] = measure(workload, budget_s, methods)
-        if arguments.rows is not None:
-            append_record(record, arguments.rows)
-        print(f"{workload.title}: {json.dumps(record)}", flush=True)
-    shown = [records[each.title] for each in workloads if each.title in records]
+    methods = METHODS[:1] if arguments.quick else METHODS
+    shown = measured_records(
+        arguments, workloads, lambda workload: measure(workload, budget_s, methods)
+    )
     print(markdown(shown))
     if arguments.page is not None:
-        arguments.page.write_text(
-            PAGE.format(date=f"{date.today():%d %B %Y}") + markdown(shown) + "\n"
-        )
+        replace_table(arguments.page, markdown(shown))
     rows = [row for record in shown for row in table_rows(record)]
     machine = describe_machine(torch.device("cpu"))
     report(f"Balanced images in pipelines, simulated; {machine}", rows, arguments.json)

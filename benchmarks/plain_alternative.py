@@ -19,7 +19,6 @@ these rows, so that the benchmark can run in pieces. `--report` prints the table
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,14 +37,19 @@ from support.cases.plain_methods import (
 )
 from support.harness import (
     Row,
-    append_record,
     describe_machine,
     make_parser,
-    read_records,
     replace_table,
     report,
 )
-from support.workloads import QUICK, WORKLOADS, Workload, add_options, select_workloads
+from support.workloads import (
+    QUICK,
+    WORKLOADS,
+    Workload,
+    add_options,
+    measured_records,
+    select_workloads,
+)
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.planning.forecast import StepSample
@@ -204,17 +208,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else WORKLOADS)
-    records = {record["workload"]: record for record in read_records(arguments.rows)}
-    for workload in () if arguments.report else workloads:
-        if workload.title in records:
-            continue
-        methods = PIPELINES[:1] if arguments.quick else PIPELINES
-        record = records[workload.title] = measure(workload, budget_s, methods)
-        if arguments.rows is not None:
-            append_record(record, arguments.rows)
-        print(f"{workload.title}: {json.dumps(record)}", flush=True)
-    titles = [each.title for each in workloads if each.title in records]
-    shown = [records[title] for title in titles]
+    methods = PIPELINES[:1] if arguments.quick else PIPELINES
+    shown = measured_records(
+        arguments, workloads, lambda workload: measure(workload, budget_s, methods)
+    )
     print(markdown(shown))
     if arguments.page is not None:
         replace_table(arguments.page, markdown(shown))

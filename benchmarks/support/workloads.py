@@ -6,10 +6,13 @@ benchmarks/support/recipes. Each recipe has the statistics of its sequences in [
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from support.harness import append_record, read_records
 from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
@@ -147,3 +150,26 @@ def select_workloads(
     if arguments.gpus:
         workloads = tuple(each for each in workloads if each.gpus in arguments.gpus)
     return workloads, min(arguments.budget, 4.0) if arguments.quick else arguments.budget
+
+
+def measured_records(
+    arguments: Namespace,
+    workloads: Sequence[Workload],
+    measure: Callable[[Workload], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return the records of the workloads, after measuring those that `--rows` lacks.
+
+    Args:
+        arguments: Parsed options. With `--report`, nothing is measured.
+        workloads: Selected workloads.
+        measure: Function that returns the record of a workload.
+    """
+    records = {record["workload"]: record for record in read_records(arguments.rows)}
+    for workload in () if arguments.report else workloads:
+        if workload.title in records:
+            continue
+        record = records[workload.title] = measure(workload)
+        if arguments.rows is not None:
+            append_record(record, arguments.rows)
+        print(f"{workload.title}: {json.dumps(record)}", flush=True)
+    return [records[each.title] for each in workloads if each.title in records]

@@ -156,7 +156,7 @@ class FeatureRoute(NamedTuple):
 
 
 class MergedRoute(NamedTuple):
-    """One message per rank for the features of all encoders, which may have different widths.
+    """Messages with the features of all encoders, one per rank. Widths may differ.
 
     The features of a token consist of one or more units, which have the same width in all encoders.
     A message has the units of the first encoder, then those of the second, and so on.

@@ -472,7 +472,7 @@ class StepDecoder(Dataset[DecodedStep]):
 
 @dataclass(frozen=True)
 class _SampleFlags:
-    """Whether a rank decodes each image and each drawing of a sample."""
+    """Decode flags of each image and each generated image of a sample, for one rank."""
 
     images: list[bool]
     drawings: list[bool]

@@ -129,7 +129,7 @@ def test_llm_saves_features_of_other_ranks():
     assert any(meta.arriving for meta in metas)
 
 
-def test_targets_of_balanced_sizes_are_own_text():
+def test_balanced_sizes_count_own_text():
     image = ImageMeta(0, 0, 16, 4)
     own = MicrobatchMeta((SampleMeta("a", 0, 9, (image,), "vision"), SampleMeta("a", 1, 2)), 12)
     assert text_tokens(own) == 7

@@ -124,7 +124,8 @@ def test_finished_workloads_are_skipped(benchmark, monkeypatch, tmp_path):
 def test_results_page_has_rows_of_its_file(load, name):
     module = load(name)
     results = Path(__file__).parents[3] / "benchmarks" / "results"
-    records = module.read_records(results / f"{name}.jsonl")
+    harness = load("support.harness")
+    records = harness.read_records(results / f"{name}.jsonl")
     titles = [
         each.title
         for each in (module.WORKLOADS if name == "plain_alternative" else module.COMPARED)
