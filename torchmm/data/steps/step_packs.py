@@ -52,14 +52,14 @@ class Balance(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of all encoders."""
+        """Names of all encoders and of the generator, if the model has one."""
         ...
 
     def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> Int64s:
-        """Return the rank that encodes each image of one microbatch of all ranks.
+        """Return the rank that encodes or generates each image of one microbatch of all ranks.
 
         Args:
-            sizes_I4: As of `ImageSizes`, with encoders as positions in `names`.
+            sizes_I4: As of `ImageSizes`, with modules as positions in `names`.
             homes_I: Rank that trains on each image, ascending.
         """
         ...
@@ -106,7 +106,7 @@ class Packs:
     """Where each pack begins in `samples`, and the last one ends."""
     describe: Callable[[Name], Item]
     image_sizes: Callable[[Drawn, Sequence[str]], ImageSizes]
-    """Sizes of the images of samples, for encoders of these names."""
+    """Sizes of the images of samples, for modules of these names."""
 
     def __call__(self, number: int) -> PackItems:
         start, stop = self.starts_P1[number : number + 2].tolist()
@@ -125,8 +125,8 @@ def known_packs(packs: Sequence[PackItems]) -> Packs:
     return Packs(samples, starts_P1, items.__getitem__, partial(_item_sizes, items))
 
 
-def _item_sizes(items: Mapping[Name, Item], samples: Drawn, encoders: Sequence[str]) -> ImageSizes:
-    return ImageSizes.of([items[name].meta for name in samples.names()], encoders)
+def _item_sizes(items: Mapping[Name, Item], samples: Drawn, modules: Sequence[str]) -> ImageSizes:
+    return ImageSizes.of([items[name].meta for name in samples.names()], modules)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class StepSamples:
     epoch: float
     """Passes over the source with the fewest passes that are trained on after this step."""
     encoded: Callable[[int], list[EncodedImages]] | None = None
-    """Return the images that a rank encodes in each microbatch; None: those of its own packs."""
+    """Return the images that a rank encodes and generates in each microbatch; None: those of its
+    own packs."""
 
     @property
     def ranks(self) -> ByRank[list[PackItems]]:
@@ -367,13 +368,13 @@ class StepSequence:
         return items[name] if name in items else self._mixture.feeds[feed].item(epoch, index)
 
     def _image_sizes(
-        self, items: Mapping[Name, Item], samples: Drawn, encoders: Sequence[str]
+        self, items: Mapping[Name, Item], samples: Drawn, modules: Sequence[str]
     ) -> ImageSizes:
         def of_feed(number: int, own: Int64s) -> ImageSizes:
             feed = self._mixture.feeds[number]
             if feed.sequential:
-                return _item_sizes(items, samples.part(own), encoders)
-            return feed.image_sizes(samples.indices_N[own], encoders)
+                return _item_sizes(items, samples.part(own), modules)
+            return feed.image_sizes(samples.indices_N[own], modules)
 
         return ImageSizes.of_groups(samples.feeds_N, of_feed)
 
