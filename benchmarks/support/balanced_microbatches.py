@@ -31,7 +31,7 @@ def balanced_microbatch(
     read: dict[str, EncoderInputs] = {}
     drawn: GeneratorInputs | None = None
     for number, name in enumerate(balance.names):
-        of_images = assigned.owners_I[assigned.modules_I == number]
+        of_images = assigned.owners.owners_I[assigned.modules_I == number]
         every = [
             (m.generator if name == GENERATOR else m.encoders[name]).select(range(i, i + 1))
             for m in microbatches

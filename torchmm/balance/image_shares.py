@@ -21,13 +21,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchmm.balance.compiled import Int64s, compiled
+from torchmm.balance.compiled import Float64s, Int64s, compiled
 from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.flops import pass_flops
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.sizes import encoder_sizes, generator_sizes
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import ImageMeta, ImageSizes, MicrobatchMeta
+from torchmm.common.batch import ImageMeta, ImageOwners, ImageSizes, MicrobatchMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
@@ -68,6 +68,12 @@ def assign_padded_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
     if padded_work(cost_I, owners_I, ranks).max() > padded_work(sorted_I, ranks_I, ranks).max():
         owners_I[order_I] = ranks_I
     return owners_I
+
+
+def summed_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Float64s:
+    """Return the work of each rank."""
+    work_R: Float64s = np.bincount(owners_I, cost_I, ranks)
+    return work_R
 
 
 def padded_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Int64s:
@@ -152,15 +158,22 @@ class ImageBalance:
         """Names of the modules."""
         return [module.name for module in self.modules]
 
-    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> Int64s:
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageOwners:
         """Return the rank that reads each image (`torchmm.data.steps.step_packs.Balance`)."""
         owners_I = np.empty_like(homes_I)
+        before, after, total = 0.0, 0.0, 0.0
         for number, module in enumerate(self.modules):
             own = np.flatnonzero(sizes_I4[:, 0] == number)
             costs = self.costs(module, sizes_I4[own, 1:])
-            assign = assign_padded_images if module.kind == "generator" else assign_images
+            pads = module.kind == "generator"
+            assign, work = (
+                (assign_padded_images, padded_work) if pads else (assign_images, summed_work)
+            )
             owners_I[own] = assign(costs, homes_I[own], ranks)
-        return owners_I
+            before += float(work(costs, homes_I[own], ranks).max())
+            after += float(work(costs, owners_I[own], ranks).max())
+            total += float(costs.sum())
+        return ImageOwners(owners_I, before, after, total / ranks)
 
     def __call__(self, metas: Sequence[MicrobatchMeta]) -> dict[str, list[int]]:
         """Return the rank that reads each image, by module, in the order of the ranks.
@@ -172,7 +185,7 @@ class ImageBalance:
         sizes = ImageSizes.of(samples, self.names)
         homes_S = np.repeat(np.arange(len(metas)), [len(meta.samples) for meta in metas])
         homes_I = np.repeat(homes_S, sizes.counts_N)
-        owners_I = self.owners(sizes.sizes_I4, homes_I, len(metas))
+        owners_I = self.owners(sizes.sizes_I4, homes_I, len(metas)).owners_I
         modules_I = sizes.sizes_I4[:, 0]
         return {name: owners_I[modules_I == n].tolist() for n, name in enumerate(self.names)}
 

@@ -246,6 +246,47 @@ class ImageSizes(NamedTuple):
         return ImageSizes(counts, self.sizes_I4[consecutive(starts_N[samples], counts)])
 
 
+class Imbalance(NamedTuple):
+    """Work of the slowest data-parallel rank over that of the mean rank: 1 if all are equal.
+
+    Ranks that synchronize in every layer are compared in each microbatch. The work of all
+    microbatches of a step is then summed.
+    """
+
+    before: float
+    """Without balancing."""
+    after: float
+    """As executed."""
+
+    def figures(self, name: str) -> dict[str, float]:
+        """Return the figures of `StepRecord`."""
+        return {f"{name}_imbalance": self.after, f"{name}_imbalance_before": self.before}
+
+
+class Arrangement(NamedTuple):
+    """Sequences of a global batch, rearranged."""
+
+    places: Sequence[Sequence[Sequence[int]]]
+    """Indices of the sequences by data-parallel rank and microbatch."""
+    imbalance: Imbalance | None = None
+
+
+class ImageOwners(NamedTuple):
+    """Ranks that encode or generate the images of one microbatch of all ranks.
+
+    The work is summed over modules, in any unit.
+    """
+
+    owners_I: NDArray[np.int64]
+    """Rank of each image."""
+    before: float
+    """Work of the slowest rank if each rank reads its own images."""
+    after: float
+    """Work of the slowest rank."""
+    mean: float
+    """Mean work of all ranks."""
+
+
 def consecutive(starts_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return `start`, `start` + 1, ... of each range, one range after another."""
     shifts_N = starts_N - (np.cumsum(counts_N) - counts_N)

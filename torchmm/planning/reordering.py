@@ -116,7 +116,8 @@ def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[lis
     """
 
     return [
-        [join_packs([packs[i] for i in members]) for members in share] for share in reorder(packs)
+        [join_packs([packs[i] for i in members]) for members in share]
+        for share in reorder(packs).places
     ]
 
 

@@ -372,6 +372,7 @@ class Trainer:
         record = replace(
             record,
             **asdict(self._planner.figures),
+            **batch.imbalance,
             expert_load=losses.expert_load,
             filtered_samples=batch.stream_total("filtered"),
             truncated_samples=batch.stream_total("dropped"),

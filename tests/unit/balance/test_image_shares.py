@@ -99,6 +99,15 @@ def test_balanced_sizes_keep_tokens_and_images():
     assert first.balanced and second.balanced
 
 
+def test_owners_compare_the_slowest_ranks():
+    model = CASE.build()
+    [vision] = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
+    sizes_I4 = np.tile([0, 16, 4, 1], (4, 1))
+    found = image_shares.ImageBalance((vision,)).owners(sizes_I4, np.zeros(4, np.int64), 2)
+    assert found.owners_I.tolist().count(0) == 2
+    assert found.before == 2 * found.after == 2 * found.mean > 0
+
+
 def test_balanced_sizes_move_generated_images():
     small, large = GeneratedMeta((1, 2, 2), 3), GeneratedMeta((2, 2, 2), 5)
     metas = [

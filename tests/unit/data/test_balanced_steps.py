@@ -11,7 +11,7 @@ from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, 
 
 from torchmm.balance.image_shares import balanced_metas
 from torchmm.common import processes
-from torchmm.common.batch import EncoderInputs, ImageSizes
+from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.row_slices import BalancedMicrobatch, Reads, Share, exchanged_row
 from torchmm.data.loader import Loader, StepBatch, build_loader
@@ -31,8 +31,10 @@ class Alternate:
 
     names = ("vision", "generator")
 
-    def owners(self, sizes_I4: np.ndarray, homes_I: np.ndarray, ranks: int) -> np.ndarray:
-        return (ranks - 1 - np.arange(len(homes_I))) % ranks
+    def owners(self, sizes_I4: np.ndarray, homes_I: np.ndarray, ranks: int) -> ImageOwners:
+        owners_I = (ranks - 1 - np.arange(len(homes_I))) % ranks
+        work_2R = [np.bincount(of, sizes_I4[:, 1], ranks) for of in (homes_I, owners_I)]
+        return ImageOwners(owners_I, *map(np.max, work_2R), sizes_I4[:, 1].sum() / ranks)
 
 
 ALTERNATE = Alternate()
@@ -326,6 +328,8 @@ def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     assert "beside training" in caplog.text
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.encoded == theirs.encoded and ours.state == theirs.state
+        assert ours.imbalance == theirs.imbalance
+        assert set(ours.imbalance) == {"image_imbalance", "image_imbalance_before"}
         for own, other in zip(ours.microbatches, theirs.microbatches, strict=True):
             assert own.task_meta == other.task_meta
             for module in ALTERNATE.names:

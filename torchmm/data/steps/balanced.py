@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchmm.common.batch import ImageSizes, consecutive
+from torchmm.common.batch import ImageOwners, ImageSizes, Imbalance, consecutive
 from torchmm.data.items import EncodedImages, PackItems, ReadSample
 from torchmm.data.steps.shuffling import Int64s
 from torchmm.data.steps.step_packs import Balance, Packs, Steps, StepSamples
@@ -63,7 +63,9 @@ def balanced_step(step: StepSamples, balance: Balance) -> StepSamples:
     def encoded(rank: int) -> list[EncodedImages]:
         return [images.of_rank(rank, items_of(own)) for own, images in microbatches]
 
-    return replace(step, encoded=cache(encoded))
+    before, after, mean = np.sum([images.owners[1:] for _, images in microbatches], axis=0)
+    figures = Imbalance(before / mean, after / mean).figures("image") if mean else {}
+    return replace(step, encoded=cache(encoded), imbalance={**step.imbalance, **figures})
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,14 @@ class AssignedImages:
         counts_S: Number of images of each sample.
         modules_I: Position in `names` of the module that reads each image.
         homes_I: Rank that trains on each image.
-        owners_I: Rank that encodes or generates each image.
+        owners: Rank that encodes or generates each image.
     """
 
     names: Sequence[str]
     counts_S: Int64s
     modules_I: Int64s
     homes_I: Int64s
-    owners_I: Int64s
+    owners: ImageOwners
 
     def of_rank(self, rank: int, items: Callable[[Int64s], PackItems]) -> EncodedImages:
         """Return the images that one rank encodes and generates.
@@ -90,7 +92,8 @@ class AssignedImages:
         Args:
             items: Returns samples by their positions among all samples.
         """
-        is_read_I = self.owners_I == rank
+        owners_I = self.owners.owners_I
+        is_read_I = owners_I == rank
         samples_I = np.repeat(np.arange(len(self.counts_S)), self.counts_S)
         chosen = np.unique(samples_I[is_read_I])
         stops = np.cumsum(self.counts_S[chosen]).tolist()
@@ -101,7 +104,7 @@ class AssignedImages:
         for number, name in enumerate(self.names):
             of_module_I = self.modules_I == number
             read_for[name] = self.homes_I[is_read_I & of_module_I].tolist()
-            read_by[name] = self.owners_I[own_I & of_module_I].tolist()
+            read_by[name] = owners_I[own_I & of_module_I].tolist()
         samples = []
         for item, chosen_images in zip(items(chosen), flags, strict=True):
             images = len(item.meta.images)
@@ -119,5 +122,5 @@ def assign_images(
         homes_S: Rank that trains on each sample, ascending.
     """
     homes_I = np.repeat(homes_S, sizes.counts_N)
-    owners_I = balance.owners(sizes.sizes_I4, homes_I, ranks)
-    return AssignedImages(balance.names, sizes.counts_N, sizes.sizes_I4[:, 0], homes_I, owners_I)
+    owners = balance.owners(sizes.sizes_I4, homes_I, ranks)
+    return AssignedImages(balance.names, sizes.counts_N, sizes.sizes_I4[:, 0], homes_I, owners)

@@ -17,14 +17,14 @@ planner that is gone. Ranks that do not have them ask (`elsewhere.py`). Rejected
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
-from torchmm.common.batch import ImageSizes, MicrobatchMeta
+from torchmm.common.batch import Arrangement, ImageOwners, ImageSizes, MicrobatchMeta
 from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import first_of
@@ -42,9 +42,8 @@ STATE_VERSION = 2
 T = TypeVar("T")
 Name = tuple[int, int, int]
 """A sample of the global order: feed, epoch, index."""
-Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]]
-"""From the packs of a global batch, each as a separate microbatch, to their indices by rank and
-microbatch."""
+Arrange = Callable[[Sequence[MicrobatchMeta]], Arrangement]
+"""Arranges the packs of a global batch, given as separate microbatches."""
 
 
 class Balance(Protocol):
@@ -55,7 +54,7 @@ class Balance(Protocol):
         """Names of all encoders and of the generator, if the model has one."""
         ...
 
-    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> Int64s:
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageOwners:
         """Return the rank that encodes or generates each image of one microbatch of all ranks.
 
         Args:
@@ -146,6 +145,8 @@ class StepSamples:
     encoded: Callable[[int], list[EncodedImages]] | None = None
     """Return the images that a rank encodes and generates in each microbatch; None: those of its
     own packs."""
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+    """Figures of `Imbalance`."""
 
     @property
     def ranks(self) -> ByRank[list[PackItems]]:
@@ -206,7 +207,7 @@ def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> S
     """
     length = training.sequence_length
     count = training.global_batch_size
-    places = arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
+    places, imbalance = arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
     shape = plan.places_RMB.shape
     fitting = all(len(rank) == shape[1] for rank in places)
     fitting &= {len(packs) for rank in places for packs in rank} == {shape[2]}
@@ -216,7 +217,9 @@ def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> S
             f"{count} packs for {shape[0]} ranks were arranged as {places}: each has "
             "to have one place, and all microbatches their size"
         )
-    return replace(plan, places_RMB=np.array(places, np.int64))
+    figures = {} if imbalance is None else imbalance.figures("sequence")
+    places_RMB = np.array(places, np.int64)
+    return replace(plan, places_RMB=places_RMB, imbalance={**plan.imbalance, **figures})
 
 
 class StepSequence:
