@@ -345,14 +345,14 @@ def host_rows(steps: int) -> list[Row]:
     metas = sample_vlm_s(MANY_RANKS)
     sizes_I4 = ImageSizes.of([s for meta in metas for s in meta.samples], balance.names).sizes_I4
     home_I = np.repeat(np.arange(MANY_RANKS), [meta.image_count for meta in metas])
-    used_s, owner_I = min(
+    used_s, owners = min(
         (cpu_s(lambda: balance.owners(sizes_I4, home_I, MANY_RANKS)) for _ in range(1 + steps)),
         key=lambda found: found[0],
     )
     case = f"{MANY_RANKS} ranks, VLM-S, {len(home_I)} images"
     rows.append(Row(case, "assignment of a microbatch", "ms CPU", 1e3 * used_s, better="lower"))
     cost_I = balance.costs(vision, sizes_I4[:, 1:])
-    work, natural = (np.bincount(of, cost_I, MANY_RANKS) for of in (owner_I, home_I))
+    work, natural = (np.bincount(of, cost_I, MANY_RANKS) for of in (owners.owners_I, home_I))
     slowest = [float(each.max() / each.mean()) for each in (work, natural)]
     rows.append(Row(case, "work of the slowest rank / mean", "x", *slowest, better="lower"))
     return rows

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from torchmm.common.batch import EncoderInputs, ImageSizes, Microbatch
+from torchmm.common.generated import GeneratorInputs
+from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import BalancedMicrobatch
 from torchmm.data.items import Item
 from torchmm.data.steps.balanced import assign_images
@@ -16,7 +18,7 @@ from torchmm.data.steps.step_packs import Balance
 def balanced_microbatch(
     microbatches: Sequence[Microbatch], balance: Balance, rank: int
 ) -> BalancedMicrobatch:
-    """Return the microbatch of a rank with the images that it encodes.
+    """Return the microbatch of a rank with the images that it encodes and generates.
 
     Args:
         microbatches: Microbatch of each rank, with all pixels.
@@ -26,23 +28,28 @@ def balanced_microbatch(
     homes_S = np.array([item.epoch for item in items], np.int64)
     assigned = assign_images(sizes, homes_S, balance, len(microbatches))
     encoded = assigned.of_rank(rank, lambda chosen: [items[i] for i in chosen])
-    read = {}
+    read: dict[str, EncoderInputs] = {}
+    drawn: GeneratorInputs | None = None
     for number, name in enumerate(balance.names):
-        of_images = assigned.owners_I[assigned.encoders_I == number]
+        of_images = assigned.owners.owners_I[assigned.modules_I == number]
         every = [
-            microbatch.encoders[name].select(range(image, image + 1))
-            for microbatch in microbatches
-            for image in range(microbatch.meta.images_of(name))
+            (m.generator if name == GENERATOR else m.encoders[name]).select(range(i, i + 1))
+            for m in microbatches
+            for i in range(m.meta.images_of(name))
         ]
         own = [image for image, owner in zip(every, of_images, strict=True) if owner == rank]
-        if own:
+        if own and name == GENERATOR:
+            drawn = _joined_drawings(own)
+        elif own:
             read[name] = _joined(own)
     microbatch = microbatches[rank]
     values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
     shown = {name: inputs.without_pixels() for name, inputs in microbatch.encoders.items()}
+    generator = microbatch.generator and microbatch.generator.without_pixels()
     return BalancedMicrobatch(
-        **values | {"encoders": shown},
+        **values | {"encoders": shown, "generator": generator},
         read=read,
+        drawn=drawn,
         read_for=encoded.read_for,
         read_by=encoded.read_by,
         balanced_meta=encoded.task_meta(microbatch.meta),
@@ -57,4 +64,17 @@ def _joined(images: Sequence[EncoderInputs]) -> EncoderInputs:
         grids_thw=[grid for image in images for grid in image.grids_thw],
         positions_K=torch.cat([image.positions_K for image in images]),
         kept=kept or None,
+    )
+
+
+def _joined_drawings(images: Sequence[GeneratorInputs]) -> GeneratorInputs:
+    return replace(
+        images[0],
+        patches_PV=torch.cat([image.patches_PV for image in images]),
+        noise_PV=torch.cat([image.noise_PV for image in images]),
+        times=[time for image in images for time in image.times],
+        grids_thw=[grid for image in images for grid in image.grids_thw],
+        context_positions_K=torch.cat([image.context_positions_K for image in images]),
+        contexts=[context for image in images for context in image.contexts],
+        counted=[is_counted for image in images for is_counted in image.counted],
     )

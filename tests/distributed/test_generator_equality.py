@@ -17,9 +17,12 @@ import torch
 from launch import run_distributed
 from microbatches import MODEL, random_microbatch
 from shared_reference import on_first_rank
+from support.balanced_microbatches import balanced_microbatch
 from test_schedule_equality import Reference, _gradient_problems
 from torch import Tensor
 
+from torchmm.balance.image_shares import ImageBalance
+from torchmm.common import row_slices
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.models.hf.load import copy_slice
@@ -27,6 +30,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
+from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.recipe.model_section import (
@@ -45,10 +49,10 @@ pytest.importorskip("diffusers")
 
 CPU = torch.device("cpu")
 WEIGHTS = {"llm": 0.7, "generator": 1.9}
-STEPS = [[2, 0, 3, 0, 5, 1], [2, 0, 1, 0], [0] * 4]
+STEPS = [[2, 0, 3, 0, 5, 1, 0, 2], [2, 0, 1, 0], [0] * 4]
 """Images to be drawn in each sequence of the global batch; of two replicas, each has every other
 sequence."""
-READ = [1, 2, 0, 3, 0, 1]
+READ = [1, 2, 0, 3, 0, 1, 2, 0]
 """Images to be read."""
 GRIDS = [(1, 2, 2), (3, 2, 2), (1, 1, 2)]
 PATCH_VALUES = 3 * 4 * 4
@@ -111,6 +115,8 @@ class Case:
     """ "mean" or "sampled": those of an autoencoder are drawn, not pixels."""
     wrong: bool = False
     """Whether it has another model, which has to be noticed."""
+    balance: bool = False
+    """Whether data-parallel ranks encode and generate images of each other."""
 
     @property
     def shape(self) -> Shape:
@@ -277,6 +283,25 @@ CASES = {
         Case(latents="mean"),
         Case(latents="sampled", parallel={"reshard_after_forward": "never"}),
     ],
+    "fsdp2, balanced": [
+        Case(balance=True),
+        Case(balance=True, freeze="LLM", latents="sampled"),
+        Case(balance=True, recompute="full", latents="mean"),
+    ],
+    "fsdp2, balanced, more": [
+        *(Case(freeze=f, balance=True) for f in FREEZES if f not in ("nothing", "LLM")),
+        Case(balance=True, parallel={"reshard_after_forward": "never"}),
+        Case(balance=True, parallel={"gradient_reduction": "microbatch"}),
+    ],
+    "replicate2, balanced": [
+        Case(balance=True),
+        Case(balance=True, freeze="generator", latents="mean"),
+    ],
+    "hsdp 2x2, balanced": [Case(balance=True), Case(balance=True, freeze="encoder and LLM")],
+    "fsdp2 x tp2, balanced": [
+        Case(balance=True),
+        Case(balance=True, latents="sampled", parallel={"sequence_parallel": True}),
+    ],
     "pp2 x fsdp2": [
         *(Case(freeze=f) for f in ("nothing", "LLM", "encoder", "all but the connectors")),
         Case("1f1b", "generator"),
@@ -295,16 +320,41 @@ SIZES = {
     "pp2": {"pipeline": 2, "shard": 1},
     "pp2, more": {"pipeline": 2, "shard": 1},
     "fsdp2": {"shard": 2},
+    "fsdp2, balanced": {"shard": 2},
+    "fsdp2, balanced, more": {"shard": 2},
+    "replicate2, balanced": {"replicate": 2, "shard": 1},
+    "hsdp 2x2, balanced": {"replicate": 2, "shard": 2},
+    "fsdp2 x tp2, balanced": {"shard": 2, "tensor": 2},
     "pp2 x fsdp2": {"pipeline": 2, "shard": 2},
     "pp2 x tp2": {"pipeline": 2, "tensor": 2, "shard": 1},
 }
+
+
+def test_wrong_contexts_change_the_loss():
+    for problems, moved in run_distributed(_compare_with_wrong_contexts, 2):
+        assert any("loss" in problem for problem in problems)
+        assert moved
+
+
+def _compare_with_wrong_contexts() -> tuple[list[str], bool]:
+    """Return the problems if tokens arrive in reverse order, and whether ranks exchange any."""
+    right, moved = row_slices._context_route, []
+
+    def wrong(microbatch, ranks):
+        route = right(microbatch, ranks)
+        moved.append(sum(microbatch.read_for["generator"]) not in (0, route.received[0]))
+        return route._replace(rows_K=route.rows_K.flip(0))
+
+    row_slices._context_route = wrong
+    [(_, problems)] = compare_all("fsdp2, balanced", CASES["fsdp2, balanced"][:1])
+    return problems, any(moved)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", CASES)
 def test_generators_equal_one_process(layout):
     ranks = prod(SIZES[layout].values())
-    outcomes = run_distributed(compare_all, ranks, layout)
+    outcomes = run_distributed(compare_all, ranks, layout, CASES[layout])
     for rank, found in enumerate(outcomes):
         assert len(found) == len(CASES[layout])
         for case, problems in found:
@@ -315,13 +365,13 @@ def test_generators_equal_one_process(layout):
             assert not problems, (rank, case, problems)
 
 
-def compare_all(layout: str) -> list[tuple[Case, list[str]]]:
+def compare_all(layout: str, cases: list[Case]) -> list[tuple[Case, list[str]]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     mesh = build_mesh(ParallelConfig.model_validate(SIZES[layout]), CPU)
     wanted: dict[tuple[str, Shape], list[GeneratorReference]] = {}
     pictures: dict[Shape, Tensor] = {}
     found = []
-    for case in CASES[layout]:
+    for case in cases:
         key = case.freeze, case.shape
         if key not in wanted:
             wanted[key] = on_first_rank(partial(references, *key))
@@ -354,12 +404,22 @@ def compare(
     recompute = ActivationCheckpointConfig.model_validate({"mode": case.recompute})
     parallelize(model, mesh, config, recompute, CompileConfig(), torch.float32)
     filled(model)
-    pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)
+    exchange = data_parallel_exchange(mesh) if case.balance else None
+    pipeline = Pipeline(
+        model, stages, stage_layout, descriptions, config, mesh, torch.float32, exchange
+    )
     step = TrainStep(pipeline, mesh, WEIGHTS)
     problems = []
     for number, reference in enumerate(wanted):
         model.zero_grad(set_to_none=True)
-        share = reference.batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
+        rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
+        share = reference.batch[rank::ranks]
+        if case.balance:
+            balance = ImageBalance(tuple(m for m in descriptions if m.kind != "llm"))
+            share = [
+                balanced_microbatch(reference.batch[first : first + ranks], balance, rank)
+                for first in range(0, len(reference.batch), ranks)
+            ]
         outcome = step.run(
             pipeline.plan_training(share), share, reference.targets, reference.images
         )

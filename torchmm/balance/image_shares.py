@@ -7,6 +7,11 @@ Longest processing time first: images are assigned in the order of decreasing co
 with the least work. Graham's bound holds: the slowest rank has at most 4/3 of the optimal work. If
 the rank that trains on an image is as idle as any other rank, it encodes the image itself, so that
 no features travel if all ranks have the same images.
+
+Images that a generator learns are padded to the largest image of the rank
+(`torchmm.models.generator`). The work of a rank is then the number of images times the cost of the
+largest one. In the order of decreasing cost, each rank gets consecutive images up to a limit. The
+smallest feasible limit is optimal.
 """
 
 from __future__ import annotations
@@ -16,14 +21,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchmm.balance.compiled import Int64s, compiled
+from torchmm.balance.compiled import Float64s, Int64s, compiled
 from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.flops import pass_flops
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.sizes import encoder_sizes
+from torchmm.balance.costs.sizes import encoder_sizes, generator_sizes
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import ImageMeta, ImageSizes, MicrobatchMeta
+from torchmm.common.batch import ImageMeta, ImageOwners, ImageSizes, MicrobatchMeta
+from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import ModuleDescription
+from torchmm.common.module_names import GENERATOR
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 
@@ -46,6 +53,64 @@ def assign_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
     key_I = (rank_of_cost_I * counts_R.max() + place_I) * ranks + home_I
     owners_I: Int64s = _assign(np.argsort(key_I), home_I, cost_I, ranks)
     return owners_I
+
+
+def assign_padded_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
+    """Return the rank that generates each image. Arguments are those of `assign_images`.
+
+    The assignment of `assign_images` is kept if no assignment is better: it moves fewer images.
+    """
+    owners_I = assign_images(cost_I, home_I, ranks)
+    order_I = np.argsort(-cost_I, kind="stable")
+    sorted_I = cost_I[order_I]
+    # Rank of each image in the sorted order, with the smallest possible limit.
+    ranks_I = _fill(sorted_I, ranks)
+    if padded_work(cost_I, owners_I, ranks).max() > padded_work(sorted_I, ranks_I, ranks).max():
+        owners_I[order_I] = ranks_I
+    return owners_I
+
+
+def summed_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Float64s:
+    """Return the work of each rank."""
+    work_R: Float64s = np.bincount(owners_I, cost_I, ranks)
+    return work_R
+
+
+def padded_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Int64s:
+    """Return the work of each rank if its images are padded to its largest image."""
+    largest_R = np.zeros(ranks, np.int64)
+    np.maximum.at(largest_R, owners_I, cost_I)
+    work_R: Int64s = largest_R * np.bincount(owners_I, minlength=ranks)
+    return work_R
+
+
+@compiled
+def _fill(cost_I: Int64s, ranks: int) -> Int64s:
+    """Return the rank of each image.
+
+    Args:
+        cost_I: Cost of each image, descending.
+    """
+    ranks_I = np.zeros(len(cost_I), np.int64)
+    if not len(cost_I):
+        return ranks_I
+    low, high = cost_I[0], cost_I[0] * len(cost_I)
+    while low < high:
+        limit = (low + high) // 2
+        first, used = 0, 0
+        while first < len(cost_I) and used < ranks:
+            first += limit // cost_I[first]
+            used += 1
+        if first < len(cost_I):
+            low = limit + 1
+        else:
+            high = limit
+    first, rank = 0, 0
+    while first < len(cost_I):
+        stop = min(len(cost_I), first + low // cost_I[first])
+        ranks_I[first:stop] = rank
+        first, rank = stop, rank + 1
+    return ranks_I
 
 
 @compiled
@@ -81,67 +146,83 @@ class ImageBalance:
     """Assigns the images of one microbatch of all data-parallel ranks.
 
     Attributes:
-        encoders: Descriptions of all encoders of the model.
+        modules: Descriptions of all encoders of the model and of its generator.
     """
 
-    encoders: tuple[ModuleDescription, ...]
+    modules: tuple[ModuleDescription, ...]
     _costs: dict[str, tuple[Int64s, Int64s]] = field(default_factory=dict, compare=False)
-    """Known image sizes, ascending, and their costs by encoder."""
+    """Known image sizes, ascending, and their costs by module."""
 
     @property
     def names(self) -> list[str]:
-        """Names of the encoders."""
-        return [encoder.name for encoder in self.encoders]
+        """Names of the modules."""
+        return [module.name for module in self.modules]
 
-    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> Int64s:
-        """Return the rank that encodes each image (`torchmm.data.steps.step_packs.Balance`)."""
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageOwners:
+        """Return the rank that reads each image (`torchmm.data.steps.step_packs.Balance`)."""
         owners_I = np.empty_like(homes_I)
-        for number, encoder in enumerate(self.encoders):
+        before, after, total = 0.0, 0.0, 0.0
+        for number, module in enumerate(self.modules):
             own = np.flatnonzero(sizes_I4[:, 0] == number)
-            costs = self.costs(encoder, sizes_I4[own, 1:])
-            owners_I[own] = assign_images(costs, homes_I[own], ranks)
-        return owners_I
+            costs = self.costs(module, sizes_I4[own, 1:])
+            pads = module.kind == "generator"
+            assign, work = (
+                (assign_padded_images, padded_work) if pads else (assign_images, summed_work)
+            )
+            owners_I[own] = assign(costs, homes_I[own], ranks)
+            before += float(work(costs, homes_I[own], ranks).max())
+            after += float(work(costs, owners_I[own], ranks).max())
+            total += float(costs.sum())
+        return ImageOwners(owners_I, before, after, total / ranks)
 
     def __call__(self, metas: Sequence[MicrobatchMeta]) -> dict[str, list[int]]:
-        """Return the rank that encodes each image, by encoder, in the order of the ranks.
+        """Return the rank that reads each image, by module, in the order of the ranks.
 
         Args:
             metas: Microbatch of each rank.
         """
         samples = [sample for meta in metas for sample in meta.samples]
         sizes = ImageSizes.of(samples, self.names)
-        homes = np.repeat(np.arange(len(metas)), [meta.image_count for meta in metas])
-        owners_I = self.owners(sizes.sizes_I4, homes, len(metas))
-        encoders_I = sizes.sizes_I4[:, 0]
-        return {name: owners_I[encoders_I == n].tolist() for n, name in enumerate(self.names)}
+        homes_S = np.repeat(np.arange(len(metas)), [len(meta.samples) for meta in metas])
+        homes_I = np.repeat(homes_S, sizes.counts_N)
+        owners_I = self.owners(sizes.sizes_I4, homes_I, len(metas)).owners_I
+        modules_I = sizes.sizes_I4[:, 0]
+        return {name: owners_I[modules_I == n].tolist() for n, name in enumerate(self.names)}
 
-    def costs(self, encoder: ModuleDescription, sizes_I3: Int64s) -> Int64s:
+    def costs(self, module: ModuleDescription, sizes_I3: Int64s) -> Int64s:
         """Return the cost of each image (`image_costs`)."""
         patches_I, tokens_I, frames_I = sizes_I3.T
         key_I = (patches_I << _FRAME_BITS | frames_I) << _TOKEN_BITS | tokens_I
-        known_K, cost_K = self._costs.get(encoder.name, (np.zeros(0, np.int64),) * 2)
+        known_K, cost_K = self._costs.get(module.name, (np.zeros(0, np.int64),) * 2)
         index_I = np.searchsorted(known_K, key_I)
         is_new_I = np.append(known_K, -1)[index_I] != key_I
         if is_new_I.any():
             new, first = np.unique(key_I[is_new_I], return_index=True)
-            costs = image_costs(encoder, sizes_I3[is_new_I][first])
+            costs = image_costs(module, sizes_I3[is_new_I][first])
             order = np.argsort(all_K := np.append(known_K, new))
             known_K, cost_K = all_K[order], np.append(cost_K, costs)[order]
-            self._costs[encoder.name] = known_K, cost_K
+            self._costs[module.name] = known_K, cost_K
             index_I = np.searchsorted(known_K, key_I)
         found: Int64s = cost_K[index_I]
         return found
 
 
-def image_costs(encoder: ModuleDescription, sizes_I3: Int64s) -> list[int]:
+def image_costs(module: ModuleDescription, sizes_I3: Int64s) -> list[int]:
     """Return the MFLOPs of the forward pass of each image, rounded, so that all ranks agree.
 
     Args:
-        sizes_I3: Patches, tokens and frames of each image.
+        sizes_I3: Patches, tokens (of a generated image, context tokens) and frames of each image.
     """
-    tasks = [[ImageMeta(0, 0, *sizes)] for sizes in sizes_I3.tolist()]
-    blocks = stage_blocks(encoder, 0, len(encoder.layers))
-    flops = pass_flops(blocks, encoder_sizes(encoder, tasks), False)
+    if module.kind == "generator":
+        sizes = generator_sizes(
+            [
+                [GeneratedMeta((frames, 1, patches // frames), context)]
+                for patches, context, frames in sizes_I3.tolist()
+            ]
+        )
+    else:
+        sizes = encoder_sizes(module, [[ImageMeta(0, 0, *own)] for own in sizes_I3.tolist()])
+    flops = pass_flops(stage_blocks(module, 0, len(module.layers)), sizes, False)
     return [max(1, round(value / 1e6)) for value in flops.forward_N.tolist()]
 
 
@@ -160,19 +241,22 @@ def balanced_shares(
 def balanced_metas(
     metas: Sequence[MicrobatchMeta], owners: Mapping[str, Sequence[int]]
 ) -> list[MicrobatchMeta]:
-    """Return one microbatch of every rank with the images that the rank encodes.
+    """Return one microbatch of every rank with the images that the rank encodes and generates.
 
     Args:
-        owners: Rank that encodes each image, by encoder, in the order of the ranks.
+        owners: Rank that reads each image, by module, in the order of the ranks.
     """
     following = {name: iter(of_images) for name, of_images in owners.items()}
     read: list[list[ImageMeta]] = [[] for _ in metas]
+    drawn: list[list[GeneratedMeta]] = [[] for _ in metas]
     for sample in (sample for meta in metas for sample in meta.samples):
         for image in sample.images:
             name = image.encoder or sample.encoder
             assert name is not None
             read[next(following[name])].append(replace(image, encoder=name))
-    return [meta.with_images(images) for meta, images in zip(metas, read, strict=True)]
+        for generated in sample.generated:
+            drawn[next(following[GENERATOR])].append(generated)
+    return [meta.with_images(*images) for meta, *images in zip(metas, read, drawn, strict=True)]
 
 
 def with_feature_exchange(
@@ -183,24 +267,29 @@ def with_feature_exchange(
     model: CostModel,
     ranks: int,
 ) -> PlanCosts:
-    """Return the costs of a plan without a pipeline, with the exchange of features and gradients.
+    """Return the costs of a plan without a pipeline, with the exchanges of balanced images.
 
-    The exchange is timed as messages to all ranks evenly, and nothing hides it.
+    Features travel to the LLM and contexts to the generator. Gradients travel back. An exchange is
+    timed as messages to all ranks evenly, and nothing hides it.
 
     Args:
         metas: Sizes of the tasks (`balanced_metas`).
         ranks: Data-parallel ranks.
     """
     [llm] = [module for module in modules if module.kind == "llm"]
-    by_name = {module.name: module for module in modules if module.kind == "encoder"}
+    by_name = {module.name: module for module in modules if module.kind != "llm"}
     link = model.group_link(ranks, model.execution(llm.name).tensor)
     compute_ms = dict(costs.compute_ms)
     for action in costs.compute_ms:
-        encoder = by_name.get(graph.layout.stages[action.stage].module)
-        if encoder is None or action.type not in (ActionType.F, ActionType.B):
+        module = by_name.get(graph.layout.stages[action.stage].module)
+        if module is None or action.type not in (ActionType.F, ActionType.B):
             continue
-        images = metas[action.microbatch].images_read_by(encoder.name)
-        width = llm.layers[0].hidden_size * (1 + len(encoder.taps))
-        sent_bytes = sum(image.tokens for image in images) * width * model.element_bytes
+        meta = metas[action.microbatch]
+        if module.kind == "generator":
+            tokens = sum(image.context for image in meta.generated)
+        else:
+            tokens = sum(image.tokens for image in meta.images_read_by(module.name))
+        width = llm.layers[0].hidden_size * (1 + len(module.taps))
+        sent_bytes = tokens * width * model.element_bytes
         compute_ms[action] += model.transfers_ms([sent_bytes * (ranks - 1) / ranks], [link])[0]
     return replace(costs, compute_ms=compute_ms)

@@ -111,19 +111,26 @@ class MicrobatchMeta:
     tokens: int
     """T, padding included."""
     balanced: bool = False
-    """Whether images are those that this rank encodes for all data-parallel ranks. All ranks then
-    run every encoder, also without images."""
+    """Whether images are those that this rank encodes or generates for all data-parallel ranks. All
+    ranks then run every encoder and the generator, also without images."""
     arriving: tuple[tuple[str, int], ...] = ()
     """Encoders and their tokens in the packed sequences, if `balanced`. The ranks that encode the
     images send the features."""
 
-    def with_images(self, images: Sequence[ImageMeta]) -> MicrobatchMeta:
+    def with_images(
+        self, images: Sequence[ImageMeta], generated: Sequence[GeneratedMeta] = ()
+    ) -> MicrobatchMeta:
         """Return the same tokens with images of any rank (`balanced`).
 
         A sample without tokens lists the images, as most belong to samples of other ranks.
         """
-        own = [replace(sample, images=()) if sample.images else sample for sample in self.samples]
-        read = [SampleMeta("", 0, 0, tuple(images))] if images else []
+        own = [
+            replace(s, images=(), generated=()) if s.images or s.generated else s
+            for s in self.samples
+        ]
+        read = []
+        if images or generated:
+            read = [SampleMeta("", 0, 0, tuple(images), generated=tuple(generated))]
         arriving: Counter[str] = Counter()
         for sample in self.samples:
             for image in sample.images:
@@ -165,26 +172,37 @@ class MicrobatchMeta:
 
 
 class ImageSizes(NamedTuple):
-    """Sizes of the images of N samples, one sample after another."""
+    """Sizes of the images of N samples, one sample after another.
+
+    The generated images of a sample follow the images that encoders read, if the modules include
+    the generator.
+    """
 
     counts_N: NDArray[np.int64]
     """Number of images of each sample."""
     sizes_I4: NDArray[np.int64]
-    """Position of the encoder, patches, tokens and frames of each image."""
+    """Position of the module, patches, tokens and frames of each image. Tokens of a generated image
+    are its context."""
 
     @classmethod
-    def of(cls, samples: Sequence[SampleMeta], encoders: Sequence[str]) -> ImageSizes:
+    def of(cls, samples: Sequence[SampleMeta], modules: Sequence[str]) -> ImageSizes:
         """Return the sizes of the images of samples.
 
         Args:
-            encoders: Names of all encoders.
+            modules: Names of all encoders and, to include generated images, of the generator.
         """
-        sizes = [
-            (encoders.index(i.encoder or s.encoder or ""), i.patches, i.tokens, i.frames)
-            for s in samples
-            for i in s.images
-        ]
-        counts = [len(sample.images) for sample in samples]
+        sizes: list[tuple[int, int, int, int]] = []
+        counts = []
+        for s in samples:
+            before = len(sizes)
+            sizes += [
+                (modules.index(i.encoder or s.encoder or ""), i.patches, i.tokens, i.frames)
+                for i in s.images
+            ]
+            if GENERATOR in modules:
+                number = modules.index(GENERATOR)
+                sizes += [(number, g.patches, g.context, g.grid_thw[0]) for g in s.generated]
+            counts.append(len(sizes) - before)
         return cls(np.array(counts, np.int64), np.array(sizes, np.int64).reshape(-1, 4))
 
     @classmethod
@@ -212,11 +230,61 @@ class ImageSizes(NamedTuple):
             total += len(part.sizes_I4)
         return cls(counts_N, np.concatenate(parts)[consecutive(starts_N, counts_N)])
 
+    def followed_by(self, others: ImageSizes) -> ImageSizes:
+        """Return the images of each sample, followed by `others` of the same sample."""
+        counts_2N = np.stack([self.counts_N, others.counts_N])
+        starts_2N = np.cumsum(counts_2N).reshape(counts_2N.shape) - counts_2N
+        rows_I = consecutive(starts_2N.T.flatten(), counts_2N.T.flatten())
+        return ImageSizes(
+            counts_2N.sum(0), np.concatenate([self.sizes_I4, others.sizes_I4])[rows_I]
+        )
+
     def part(self, samples: NDArray[np.int64]) -> ImageSizes:
         """Return the sizes of the images of some samples, in their order."""
         starts_N = np.cumsum(self.counts_N) - self.counts_N
         counts = self.counts_N[samples]
         return ImageSizes(counts, self.sizes_I4[consecutive(starts_N[samples], counts)])
+
+
+class Imbalance(NamedTuple):
+    """Work of the slowest data-parallel rank over that of the mean rank: 1 if all are equal.
+
+    Ranks that synchronize in every layer are compared in each microbatch. The work of all
+    microbatches of a step is then summed.
+    """
+
+    before: float
+    """Without balancing."""
+    after: float
+    """As executed."""
+
+    def figures(self, name: str) -> dict[str, float]:
+        """Return the figures of `StepRecord`."""
+        return {f"{name}_imbalance": self.after, f"{name}_imbalance_before": self.before}
+
+
+class Arrangement(NamedTuple):
+    """Sequences of a global batch, rearranged."""
+
+    places: Sequence[Sequence[Sequence[int]]]
+    """Indices of the sequences by data-parallel rank and microbatch."""
+    imbalance: Imbalance | None = None
+
+
+class ImageOwners(NamedTuple):
+    """Ranks that encode or generate the images of one microbatch of all ranks.
+
+    The work is summed over modules, in any unit.
+    """
+
+    owners_I: NDArray[np.int64]
+    """Rank of each image."""
+    before: float
+    """Work of the slowest rank if each rank reads its own images."""
+    after: float
+    """Work of the slowest rank."""
+    mean: float
+    """Mean work of all ranks."""
 
 
 def consecutive(starts_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -22,12 +22,20 @@ from torch.utils.data import Dataset
 
 from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import ByteValues
+from torchmm.common.generated import GeneratorInputs
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.processes import MORE_SHARED_MEMORY
 from torchmm.common.row_slices import BalancedMicrobatch, Reads
 from torchmm.common.tiles import Kept
 from torchmm.data.corrupt import CorruptSampleError, naming_place
-from torchmm.data.items import BalancedShare, EncodedImages, Item, PackItems, microbatch_meta
+from torchmm.data.items import (
+    BalancedShare,
+    EncodedImages,
+    Item,
+    PackItems,
+    ReadSample,
+    microbatch_meta,
+)
 from torchmm.data.layouts.questions import references_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated_images import DecodedDrawing, DrawingPreprocessor, Key
@@ -142,7 +150,7 @@ class StepDecoder(Dataset[DecodedStep]):
 
     def __getitem__(self, share: list[list[PackItems]] | BalancedShare) -> DecodedStep:
         if isinstance(share, BalancedShare):
-            return with_noise(self.drawings, self.decode_balanced(share), share.microbatches)
+            return with_noise(self.drawings, self.decode_balanced(share), share)
         return with_noise(self.drawings, self.decode(share), share)
 
     def decode(self, microbatches: list[list[PackItems]]) -> DecodedStep:
@@ -159,7 +167,7 @@ class StepDecoder(Dataset[DecodedStep]):
         )
 
     def decode_balanced(self, share: BalancedShare) -> DecodedStep:
-        """Return the step with the images that this rank encodes, still without noise."""
+        """Return the step with the images of this rank's encoders and generator, without noise."""
         step = DecodedStep([], {})
         self._append_balanced(share, step)
         return step
@@ -195,20 +203,18 @@ class StepDecoder(Dataset[DecodedStep]):
         step: DecodedStep | None = None,
         opened: Opened | None = None,
     ) -> BalancedMicrobatch:
-        """Return the microbatch of the packs and the images that this rank encodes.
+        """Return the microbatch of the packs and the images that this rank reads for all ranks.
 
         Args:
-            images: Images that this rank decodes, by module, among those that it encodes.
+            images: Images that this rank decodes, by module, among those that its encoders and its
+                generator read.
             step, opened: If None, all samples are blank.
         """
         encoders = self._reader.encoders
         read = RowBuilder(self._reader, images)
         decodes = _DecodeFlags(images)
-        own_decodes = _DecodeFlags({**images, **dict.fromkeys(encoders, range(0))})
         own = {_key(item) for pack in packs for item in pack}
-        decoded: dict[tuple[int, int, int], list[bool]] = {}
-        for item, chosen in encoded.samples:
-            decoded[_key(item)] = decodes.among(item, encoders, chosen)
+        decoded = {_key(each.item): decodes.among(each, encoders) for each in encoded.samples}
         samples: dict[tuple[int, int, int], DecodedSample] = {}
 
         def sample_of(item: Item, flags: _SampleFlags) -> DecodedSample:
@@ -220,26 +226,25 @@ class StepDecoder(Dataset[DecodedStep]):
                 step.corrupt[sample_name(item.meta)] = str(error)
                 return self._blank(item, flags)
 
-        row = RowBuilder(self._reader, (*encoders, *images))
+        row = RowBuilder(self._reader, (*encoders, GENERATOR))
         for pack in packs:
             for item in pack:
-                flags = own_decodes.next(item, encoders)
-                flags = replace(flags, images=decoded.get(_key(item), flags.images))
+                flags = decoded.get(_key(item), _SampleFlags.nothing(item.meta))
                 sample = samples[_key(item)] = sample_of(item, flags)
-                row.append(replace(sample, pixels=[None] * len(sample.pixels)), item.meta)
+                row.append(sample.without_pixels(), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
-        for item, chosen in encoded.samples:
+        for item, chosen, generated in encoded.samples:
             if _key(item) in own:
                 sample = samples[_key(item)]
             else:
-                nothing = [False] * len(item.meta.generated)
-                sample = sample_of(item, _SampleFlags(decoded[_key(item)], nothing))
-            read.append_images(sample, item.meta, chosen)
+                sample = sample_of(item, decoded[_key(item)])
+            read.append_images(sample, item.meta, chosen, generated)
         microbatch = row.microbatch(packs, self._sequence_length)
         values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
         return BalancedMicrobatch(
             **values,
             read=read.encoder_inputs(),
+            drawn=read.generator_inputs(),
             read_for=encoded.read_for,
             read_by=encoded.read_by,
             balanced_meta=task_meta,
@@ -282,13 +287,11 @@ class StepDecoder(Dataset[DecodedStep]):
         """
         step = DecodedStep([], {})
         if isinstance(share, BalancedShare):
-            microbatches = share.microbatches
             self._append_balanced(share, step, blank=True)
         else:
-            microbatches = share
             for packs, images in zip(share, self.images_to_decode(share), strict=True):
                 step.microbatches.append(self._microbatch(packs, _DecodeFlags(images)))
-        step = with_noise(self.drawings, step, microbatches)
+        step = with_noise(self.drawings, step, share)
         return sum(microbatch.nbytes for microbatch in step.microbatches)
 
     def images(self, feed: int, index: int) -> list[Image.Image]:
@@ -324,7 +327,7 @@ class StepDecoder(Dataset[DecodedStep]):
     def blank_read(
         self, microbatch: BalancedMicrobatch, encoded: EncodedImages, corrupt: Collection[str]
     ) -> None:
-        """Make the images blank that this rank encodes of corrupt samples, in place."""
+        """Make the images blank that this rank reads of corrupt samples, in place."""
         blank_read(self._reader, microbatch, encoded, corrupt)
 
     def _microbatch(
@@ -551,13 +554,14 @@ class _DecodeFlags:
             [self._takes(name) for name in names], [self._takes(GENERATOR) for _ in meta.generated]
         )
 
-    def among(self, item: Item, encoders: Sequence[str], chosen: Sequence[bool]) -> list[bool]:
-        """Return whether each image of a sample is decoded; only chosen images are counted."""
-        meta = item.meta
+    def among(self, sample: ReadSample, encoders: Sequence[str]) -> _SampleFlags:
+        """Return the flags of the next sample; only images that this rank reads are counted."""
+        meta = sample.item.meta
         names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
-        return [
-            is_chosen and self._takes(name) for name, is_chosen in zip(names, chosen, strict=True)
-        ]
+        return _SampleFlags(
+            [is_read and self._takes(n) for n, is_read in zip(names, sample.images, strict=True)],
+            [is_drawn and self._takes(GENERATOR) for is_drawn in sample.generated],
+        )
 
     def _takes(self, module: str) -> bool:
         number = self._seen.get(module, 0)
@@ -566,23 +570,35 @@ class _DecodeFlags:
 
 
 def with_noise(
-    drawings: DrawingPreprocessor | None, step: DecodedStep, microbatches: list[list[PackItems]]
+    drawings: DrawingPreprocessor | None,
+    step: DecodedStep,
+    share: list[list[PackItems]] | BalancedShare,
 ) -> DecodedStep:
-    """A decoded step with the noise of what is drawn in it.
+    """Return a decoded step with the noise of the generated images whose pixels it has.
 
     Args:
-        microbatches: its samples.
+        share: Samples of the step.
     """
     if drawings is None:
         return step
+    packs = share.microbatches if isinstance(share, BalancedShare) else share
     found = []
-    for microbatch, packs in zip(step.microbatches, microbatches, strict=True):
-        drawn = microbatch.generator
-        if drawn is not None:
-            items = [item for pack in packs for item in pack]
+    for number, microbatch in enumerate(step.microbatches):
+        changed: dict[str, GeneratorInputs] = {}
+        if microbatch.generator is not None:
+            items = [item for pack in packs[number] for item in pack]
             keys = [_drawing_key(i, n) for i in items for n in range(len(i.meta.generated))]
-            drawn = drawings.with_noise(drawn, keys)
-        found.append(replace(microbatch, generator=drawn))
+            changed["generator"] = drawings.with_noise(microbatch.generator, keys)
+        if isinstance(microbatch, BalancedMicrobatch) and microbatch.drawn is not None:
+            assert isinstance(share, BalancedShare)
+            keys = [
+                _drawing_key(sample.item, image)
+                for sample in share.encoded[number].samples
+                for image, is_drawn in enumerate(sample.generated)
+                if is_drawn
+            ]
+            changed["drawn"] = drawings.with_noise(microbatch.drawn, keys)
+        found.append(replace(microbatch, **changed))
     return replace(step, microbatches=found)
 
 

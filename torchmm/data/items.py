@@ -36,22 +36,24 @@ def microbatch_meta(packs: Sequence[PackItems], sequence_length: int) -> Microba
 
 
 class ReadSample(NamedTuple):
-    """A sample with images that this rank encodes."""
+    """A sample with images that this rank encodes or generates."""
 
     item: Item
     images: list[bool]
     """Whether this rank encodes each of its images."""
+    generated: list[bool]
+    """Whether this rank generates each of its generated images."""
 
 
 class EncodedImages(NamedTuple):
-    """Images of one microbatch of all data-parallel ranks that one rank encodes."""
+    """Images of one microbatch of all data-parallel ranks that one rank encodes or generates."""
 
     samples: list[ReadSample]
     """In the order of the ranks that train on them."""
     read_for: dict[str, list[int]]
-    """Rank that trains on each of the images, by encoder."""
+    """Rank that trains on each of the images, by module."""
     read_by: dict[str, list[int]]
-    """Rank that encodes each image of the rank's own microbatch, by encoder."""
+    """Rank that encodes or generates each image of the rank's own microbatch, by module."""
 
     def task_meta(self, meta: MicrobatchMeta) -> MicrobatchMeta:
         """Return the sizes of the tasks of the rank.
@@ -65,7 +67,15 @@ class EncodedImages(NamedTuple):
                 for sample in self.samples
                 for image, is_read in zip(sample.item.meta.images, sample.images, strict=True)
                 if is_read
-            ]
+            ],
+            [
+                image
+                for sample in self.samples
+                for image, is_drawn in zip(
+                    sample.item.meta.generated, sample.generated, strict=True
+                )
+                if is_drawn
+            ],
         )
 
 

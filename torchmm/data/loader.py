@@ -81,10 +81,12 @@ class StepBatch:
     packs: list[list[PackItems]] = field(default_factory=list)
     """Samples of every microbatch."""
     encoded: list[EncodedImages] | None = None
-    """Images that this rank encodes in every microbatch; None: those of `packs`."""
+    """Images that this rank encodes and generates in every microbatch; None: those of `packs`."""
     decoded_images: int = 0
     """See `DecodedStep`."""
     read_bytes: int = 0
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+    """See `StepSamples`."""
 
     def stream_counts(self, kind: Literal["filtered", "dropped"]) -> dict[str, Counter[str]]:
         """Return the counts of `StreamFeed` since the run began, by name of the stream."""
@@ -277,6 +279,7 @@ class Loader:
                     None if plan.encoded is None else plan.encoded(self._rank),
                     step.decoded_images,
                     step.read_bytes,
+                    plan.imbalance,
                 )
                 if self._rank == 0:
                     self._log_stream_counts(batch)

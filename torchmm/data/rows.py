@@ -55,6 +55,11 @@ class DecodedSample:
     blank: bool = False
     """Whether it stands in for one that could not be decoded."""
 
+    def without_pixels(self) -> DecodedSample:
+        """Return the sample without pixels of images and generated images."""
+        drawings = [replace(drawing, patches_PV=None) for drawing in self.drawings]
+        return replace(self, pixels=[None] * len(self.pixels), drawings=drawings)
+
 
 @dataclass
 class _Read:
@@ -90,25 +95,28 @@ class RowBuilder:
 
     def append(self, sample: DecodedSample, meta: SampleMeta) -> None:
         """Append a sample."""
-        first = self._cu_seqlens[-1]
-        self.append_images(sample, meta, [True] * len(meta.images))
+        every = [True] * len(meta.images), [True] * len(sample.drawings)
+        self.append_images(sample, meta, *every)
         blocks = [
             self._block(start, image)
             for start, image in zip(sample.image_starts, meta.images, strict=True)
             if self._reader.medium(image).spec.modality == "image"  # audio positions are text's
         ]
-        for drawing in sample.drawings:
-            self._generated.append(drawing, first)
         positions = self._text_positions(len(sample.ids_L), blocks)
         self._append_tokens(sample.ids_L, sample.targets_L, positions)
 
     def append_images(
-        self, sample: DecodedSample, meta: SampleMeta, chosen: Sequence[bool]
+        self,
+        sample: DecodedSample,
+        meta: SampleMeta,
+        chosen: Sequence[bool],
+        generated: Sequence[bool],
     ) -> None:
         """Append only images of a sample.
 
         Args:
             chosen: Whether each image is appended.
+            generated: Whether each generated image is appended.
         """
         first = self._cu_seqlens[-1]
         for start, pixels, kept, places, image, is_chosen in zip(
@@ -135,6 +143,9 @@ class RowBuilder:
             if medium.spec.ends_lines:
                 _, rows, columns = medium.block(image)
                 read.kept.append(kept or Kept(0, rows, 0, columns, 0))
+        for drawing, is_chosen in zip(sample.drawings, generated, strict=True):
+            if is_chosen:
+                self._generated.append(drawing, first)
 
     def append_padding(self, tokens: int) -> None:
         """Adds tokens that nobody predicts, if there are to be any."""
@@ -152,13 +163,20 @@ class RowBuilder:
             cu_seqlens=self._cu_seqlens,
             encoders=self.encoder_inputs(),
             meta=microbatch_meta(packs, sequence_length),
-            generator=self._drawn(),
+            generator=self.generator_inputs(),
         )
 
     def encoder_inputs(self) -> dict[str, EncoderInputs]:
         """Return the images that were appended, by encoder."""
         media = self._reader.media
         return {name: self._inputs(name, media[name]) for name in media if name in self._read}
+
+    def generator_inputs(self) -> GeneratorInputs | None:
+        """Return the generated images that were appended, without noise; None: there are none."""
+        drawings = self._reader.drawings
+        if drawings is None:
+            return None
+        return self._generated.inputs(drawings.values, shared=GENERATOR in self._shared)
 
     def _append_tokens(
         self, ids_L: np.ndarray, targets_L: np.ndarray, positions: np.ndarray
@@ -187,12 +205,6 @@ class RowBuilder:
             medium.byte_values,
             read.blank,
         )
-
-    def _drawn(self) -> GeneratorInputs | None:
-        drawings = self._reader.drawings
-        if drawings is None:
-            return None
-        return self._generated.inputs(drawings.values, shared=GENERATOR in self._shared)
 
     def _block(self, start: int, image: ImageMeta) -> VisionBlock:
         block = self._reader.medium(image).block(image)
@@ -278,16 +290,23 @@ def blank_read(
     encoded: EncodedImages,
     corrupt: Collection[str],
 ) -> None:
-    """Write blank images over those that this rank encodes of corrupt samples, in place.
+    """Write blank images over those that this rank encodes or generates of corrupt samples.
+
+    The tensors of the microbatch are changed in place.
 
     Args:
-        encoded: Images that this rank encodes.
+        encoded: Images that this rank encodes and generates.
         corrupt: Names of corrupt samples (`sample_name`).
     """
     read = dict.fromkeys(microbatch.read, 0)  # images of the preceding samples
-    for item, chosen in encoded.samples:
+    drawn = 0
+    for item, chosen, generated in encoded.samples:
         row = RowBuilder(reader)
-        row.append_images(blank_sample(reader, item.meta), item.meta, chosen)
+        row.append_images(blank_sample(reader, item.meta), item.meta, chosen, [])
+        first, drawn = drawn, drawn + sum(generated)
+        if drawn > first and sample_name(item.meta) in corrupt:
+            assert microbatch.drawn is not None
+            _write_blank_drawings(microbatch.drawn, range(first, drawn))
         for name, theirs in row.encoder_inputs().items():
             images = range(read[name], read[name] + len(theirs.grids_thw))
             read[name] = images.stop
@@ -351,15 +370,20 @@ def _blank_drawings(
     if not meta.generated:
         return
     assert drawn is not None
-    images = range(first, first + len(meta.generated))
-    rows, _ = held_rows(drawn.pixel_rows, drawn.held, images)
-    drawn.patches_PV[rows] = 0
+    _write_blank_drawings(drawn, range(first, first + len(meta.generated)))
     place = sum(drawn.contexts[:first])
-    for number, image in zip(images, meta.generated, strict=True):
-        drawn.counted[number] = False
+    for image in meta.generated:
         own = slice(place, place + image.context)
         drawn.context_positions_K[own] = torch.arange(start, start + image.context)
         place += image.context
+
+
+def _write_blank_drawings(drawn: GeneratorInputs, images: range) -> None:
+    """Write blank pixels over those of these images, which are not included in the loss."""
+    rows, _ = held_rows(drawn.pixel_rows, drawn.held, images)
+    drawn.patches_PV[rows] = 0
+    for image in images:
+        drawn.counted[image] = False
 
 
 def _tensor(parts: list[np.ndarray]) -> Tensor:

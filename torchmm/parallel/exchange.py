@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from torchmm.common.row_slices import RowShare
+from torchmm.common.row_slices import FeatureRoute, RowShare
 from torchmm.parallel.mesh import ParallelMesh
 
 
@@ -39,11 +39,20 @@ def exchange(rows: Tensor, counts: Counts, group: dist.ProcessGroup) -> Tensor:
 
 
 class FeatureRanks:
-    """Ranks that encode images of each other."""
+    """Ranks that encode and generate images of each other."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = group.size()
+
+    def rows(self, rows: Tensor, route: FeatureRoute) -> Tensor:
+        """Return the rows (R, D) that arrive by a route.
+
+        Args:
+            rows: (S, D). Rows that the route does not name are dropped.
+        """
+        counts = Counts(route.sent, route.received)
+        return exchange(rows.index_select(0, route.rows_K), counts, self.group)
 
     def features(self, found: Mapping[str, Tensor], row: RowShare) -> dict[str, Tensor]:
         """Return the features (K, D) of this rank's tokens by encoder.
@@ -58,14 +67,7 @@ class FeatureRanks:
         """
         merged = row.merged
         if merged is None:
-            return {
-                name: exchange(
-                    found[name].index_select(0, route.rows_K),
-                    Counts(route.sent, route.received),
-                    self.group,
-                )
-                for name, route in row.routes.items()
-            }
+            return {name: self.rows(found[name], route) for name, route in row.routes.items()}
         units = merged.units
         every_UD = torch.cat(
             [

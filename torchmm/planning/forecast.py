@@ -556,7 +556,7 @@ def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: St
         problems = find_problems(own.recipe, run.world_size)
         reasons |= {p.text.partition(";")[0]: p.key == "data.balance" for p in problems}
         kinds = [module.kind for module in sample.modules]
-        reasons["the model has no encoders"] = "encoder" not in kinds
+        reasons["the model has neither encoders nor a generator"] = set(kinds) == {"llm"}
     else:
         has_router_loss = sample.model.llm.balance is not None
         reasons |= {

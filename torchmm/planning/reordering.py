@@ -77,10 +77,10 @@ def run_arrangement(
 
 
 def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
-    """Return what `data.balance` requests; None: each rank encodes its own images."""
+    """Return the balance that `data.balance` requests; None: each rank reads its own images."""
     if recipe.data.balance != "images":
         return None
-    return ImageBalance(tuple(module for module in modules if module.kind == "encoder"))
+    return ImageBalance(tuple(module for module in modules if module.kind != "llm"))
 
 
 def ordered_layout(parallel: ParallelConfig, layout: StageLayout) -> OrderedLayout:
@@ -116,7 +116,8 @@ def reordered(reorder: StepReorder, packs: Sequence[MicrobatchMeta]) -> list[lis
     """
 
     return [
-        [join_packs([packs[i] for i in members]) for members in share] for share in reorder(packs)
+        [join_packs([packs[i] for i in members]) for members in share]
+        for share in reorder(packs).places
     ]
 
 

@@ -176,8 +176,8 @@ def step_graph(
     def parts(module: str, meta: MicrobatchMeta) -> int:
         if module == GENERATOR and purpose in ("text", "drawing"):
             return int(purpose == "drawing")  # in one piece, as losses add up and velocities do not
-        if meta.balanced and module != GENERATOR:
-            return 1  # all data-parallel ranks exchange features in every microbatch
+        if meta.balanced:
+            return 1  # all data-parallel ranks exchange features and contexts in every microbatch
         if sharding == "layer" and purpose != "text":
             return 1  # what all replicas do, whatever images they have; text is the same on all
         images = meta.images_of(module)

@@ -186,6 +186,7 @@ class StepMeter:
         return replace(
             record,
             **planner,
+            **batch.imbalance,
             expert_load=losses.expert_load,
             loss_text=losses.text if has_generator else None,
             loss_image=losses.image if has_generator else None,

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from support.harness import Row
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.orchestration.search import UnitSizes
-from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.batch import Arrangement, MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.files import Handover
 from torchmm.data.items import Item, microbatch_meta
@@ -112,7 +112,7 @@ def rows(repetitions: int) -> list[Row]:
     reorder = arrangement(forecaster.run, forecaster.modules, model, setup.layout)
     length = recipe.training.sequence_length
 
-    def arrange() -> object:
+    def arrange() -> Arrangement:
         return reorder([microbatch_meta([pack], length) for pack in packs])
 
     def plan_all() -> object:
@@ -129,7 +129,7 @@ def rows(repetitions: int) -> list[Row]:
         tasks = own_tasks(plan, busiest)
         return message_specs(plan.graph, setup.sizes, metas, setup.dtype, tasks=tasks)
 
-    own = arrange()[0]  # type: ignore[index]
+    own = arrange().places[0]
     share = bytes(ForkingPickler.dumps([packs[n] for microbatch in own for n in microbatch]))
     with TemporaryDirectory() as directory:
         handover = Handover(Path(directory) / "plan.npz")

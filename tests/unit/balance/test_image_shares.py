@@ -1,5 +1,6 @@
 """Assignment of images to data-parallel ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -16,6 +17,7 @@ from torchmm.balance.costs.sizes import text_tokens
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.image_shares import balanced_metas
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.generated import GeneratedMeta
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.pipelining.plan.graph import StageGraph, Task
@@ -61,6 +63,28 @@ def test_only_surplus_images_move():
     assert owners[6:] == [1, 1]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_padded_assignment_is_optimal(seed):
+    rng = Random(seed)
+    ranks = rng.choice((2, 3))
+    costs = [[rng.randint(1, 30) for _ in range(rng.randint(0, 3))] for _ in range(ranks)]
+    flat = np.array([cost for own in costs for cost in own], np.int64)
+    homes = np.repeat(np.arange(ranks), [len(own) for own in costs])
+    found = image_shares.assign_padded_images(flat, homes, ranks)
+
+    def slowest_padded(owners: Sequence[int]) -> int:
+        return int(image_shares.padded_work(flat, np.array(owners, np.int64), ranks).max())
+
+    best = min(slowest_padded(owners) for owners in product(range(ranks), repeat=len(flat)))
+    assert slowest_padded(found) == best
+
+
+def test_equal_generated_images_stay_on_their_ranks():
+    homes = np.repeat(np.arange(4), 3)
+    found = image_shares.assign_padded_images(np.full(12, 7), homes, 4)
+    assert found.tolist() == homes.tolist()
+
+
 def test_balanced_sizes_keep_tokens_and_images():
     small, large = ImageMeta(0, 0, 4, 1), ImageMeta(0, 0, 16, 4, encoder="audio")
     metas = [
@@ -73,6 +97,26 @@ def test_balanced_sizes_keep_tokens_and_images():
     assert (first.patches("vision"), second.patches("vision")) == ([4], [4])
     assert (first.patches("audio"), second.patches("audio")) == ([], [16])
     assert first.balanced and second.balanced
+
+
+def test_owners_compare_the_slowest_ranks():
+    model = CASE.build()
+    [vision] = [m.describe() for m in model.modality_modules() if m.kind == "encoder"]
+    sizes_I4 = np.tile([0, 16, 4, 1], (4, 1))
+    found = image_shares.ImageBalance((vision,)).owners(sizes_I4, np.zeros(4, np.int64), 2)
+    assert found.owners_I.tolist().count(0) == 2
+    assert found.before == 2 * found.after == 2 * found.mean > 0
+
+
+def test_balanced_sizes_move_generated_images():
+    small, large = GeneratedMeta((1, 2, 2), 3), GeneratedMeta((2, 2, 2), 5)
+    metas = [
+        MicrobatchMeta((SampleMeta("a", 0, 9, generated=(small, large)),), 12),
+        MicrobatchMeta((SampleMeta("a", 1, 7, generated=(small,)),), 12),
+    ]
+    first, second = balanced_metas(metas, {"generator": [0, 1, 0]})
+    assert (first.generated, second.generated) == ([small, small], [large])
+    assert [meta.used_tokens for meta in (first, second)] == [9, 7]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -124,13 +124,17 @@ def test_synchronized_step_is_never_longer(synchronized, size):
         if seed == 19:
             batch = [pack(3)] * 64
         as_loaded = np.arange(64).reshape(8, -1, size).tolist()
+        arranged = found(batch)
         for values, places in (
-            (ours, found(batch)),
+            (ours, arranged.places),
             (natural, as_loaded),
-            (sums, balanced(batch)),
+            (sums, balanced(batch).places),
         ):
             assert sorted(np.ravel(places).tolist()) == list(range(64))
             values.append(step_ns(found, batch, places, synchronized))
+        mean_ns = sum(ns_SN.sum() for ns_SN in found.stage_times(batch)) / 8
+        expected = natural[-1] / mean_ns, ours[-1] / mean_ns
+        assert arranged.imbalance == pytest.approx(expected)
     assert (np.array(ours) <= np.array(natural)).all()
     assert (np.array(ours) <= np.array(sums)).all()
     assert np.mean(ours[:19]) < 0.97 * np.mean(sums[:19]), "equal sums are as good: no control"
@@ -147,7 +151,7 @@ def test_synchronized_pipelines_have_one_order(layout):
         spread.append(
             [
                 np.ptp(sizes[np.array(places)[:, :, 0].reshape(2, 4, 8)], axis=1).mean()
-                for places in (found(batch), alone(batch))
+                for places in (found(batch).places, alone(batch).places)
             ]
         )
     ours, sums = np.mean(spread, axis=0)

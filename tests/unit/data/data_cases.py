@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from torchmm.common.batch import ImageSpec, Microbatch
+from torchmm.common.batch import Arrangement, ImageSpec, Microbatch
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import Item
 from torchmm.data.producers.answers import unpack_step
@@ -150,8 +150,8 @@ def through_messages(
     return unpack_step(arrived, [packs], decoder).microbatches[0]
 
 
-def largest_first(packs: list) -> list:
+def largest_first(packs: list) -> Arrangement:
     """To the first of two ranks the packs with most tokens."""
     order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
     half = len(packs) // 2
-    return [[[n] for n in order[:half]], [[n] for n in order[half:]]]
+    return Arrangement([[[n] for n in order[:half]], [[n] for n in order[half:]]])

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 from data_cases import training
 
-from torchmm.common.batch import SampleMeta
+from torchmm.common.batch import Arrangement, Imbalance, SampleMeta
 from torchmm.data.items import Item
 from torchmm.data.steps.order import Drawn, FeedOptions, Mixture, Stage
 from torchmm.data.steps.step_packs import StepSequence
@@ -43,7 +43,8 @@ def names(step):
 def largest_first(packs):
     """To the first rank half of the packs with most tokens."""
     order = deque(sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens))
-    return [[[order.popleft() for _ in range(2)] for _ in range(2)] for _ in range(2)]
+    places = [[[order.popleft() for _ in range(2)] for _ in range(2)] for _ in range(2)]
+    return Arrangement(places, Imbalance(1.5, 1.25))
 
 
 def test_steps_have_the_same_samples_and_states_in_other_places():
@@ -57,6 +58,7 @@ def test_steps_have_the_same_samples_and_states_in_other_places():
             [meta.used_tokens for meta in rank] for rank in two.metas(training().sequence_length)
         )
         assert min(first) >= max(second)
+        assert two.imbalance == {"sequence_imbalance": 1.25, "sequence_imbalance_before": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -70,4 +72,4 @@ def test_steps_have_the_same_samples_and_states_in_other_places():
 )
 def test_arrangements_that_lose_or_bundle_packs_are_refused(places):
     with pytest.raises(ValueError, match="each has to have one place"):
-        next(planner(lambda packs: places, global_batch_size=4))
+        next(planner(lambda packs: Arrangement(places), global_batch_size=4))

@@ -11,9 +11,9 @@ from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, 
 
 from torchmm.balance.image_shares import balanced_metas
 from torchmm.common import processes
-from torchmm.common.batch import EncoderInputs, ImageSizes
-from torchmm.common.generated import GeneratorSpec
-from torchmm.common.row_slices import Reads, Share, exchanged_row
+from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
+from torchmm.common.generated import GeneratorInputs, GeneratorSpec
+from torchmm.common.row_slices import BalancedMicrobatch, Reads, Share, exchanged_row
 from torchmm.data.loader import Loader, StepBatch, build_loader
 from torchmm.data.sources.index.length_index import LengthIndex, Shard, ShardSizes
 from torchmm.data.steps import beside
@@ -29,10 +29,12 @@ TORN = (0, 3, 11, 13, 17)
 class Alternate:
     """Assigns images to the last and the first rank in turns, whatever they cost."""
 
-    names = ("vision",)
+    names = ("vision", "generator")
 
-    def owners(self, sizes_I4: np.ndarray, homes_I: np.ndarray, ranks: int) -> np.ndarray:
-        return (ranks - 1 - np.arange(len(homes_I))) % ranks
+    def owners(self, sizes_I4: np.ndarray, homes_I: np.ndarray, ranks: int) -> ImageOwners:
+        owners_I = (ranks - 1 - np.arange(len(homes_I))) % ranks
+        work_2R = [np.bincount(of, sizes_I4[:, 1], ranks) for of in (homes_I, owners_I)]
+        return ImageOwners(owners_I, *map(np.max, work_2R), sizes_I4[:, 1].sum() / ranks)
 
 
 ALTERNATE = Alternate()
@@ -84,21 +86,31 @@ def batches_of(loader: Loader, count: int = 1) -> list[StepBatch]:
     return found
 
 
-def one_by_one(inputs: EncoderInputs | None) -> list[torch.Tensor]:
-    """Values of each image."""
+def one_by_one(inputs: EncoderInputs | GeneratorInputs | None) -> list[torch.Tensor]:
+    """Values of each image; of a generated image, also noise, time and loss mask."""
     if inputs is None:
         return []
     values = inputs.values()
-    return [values.select(range(i, i + 1)).pixels for i in range(len(inputs.grids_thw))]
+    images = [values.select(range(i, i + 1)) for i in range(len(inputs.grids_thw))]
+    if isinstance(inputs, EncoderInputs):
+        return [image.pixels for image in images]
+    parts = [(i.patches_PV, i.noise_PV, i.times, i.counted, i.contexts) for i in images]
+    return [torch.cat([torch.as_tensor(x).float().flatten() for x in part]) for part in parts]
 
 
-def arriving(balanced: list[StepBatch], number: int, rank: int) -> list[torch.Tensor]:
-    """Images of a microbatch of a rank, from the ranks that encode them, as features travel."""
+def read_of(microbatch: BalancedMicrobatch, module: str) -> EncoderInputs | GeneratorInputs | None:
+    return microbatch.drawn if module == "generator" else microbatch.read.get(module)
+
+
+def arriving(
+    balanced: list[StepBatch], number: int, rank: int, module: str = "vision"
+) -> list[torch.Tensor]:
+    """Images of a microbatch of a rank, from the ranks that read them, as features travel."""
     found = []
     for batch in balanced:
         microbatch = batch.microbatches[number]
-        images = one_by_one(microbatch.read.get("vision"))
-        homes = microbatch.read_for["vision"]
+        images = one_by_one(read_of(microbatch, module))
+        homes = microbatch.read_for[module]
         found += [image for image, home in zip(images, homes, strict=True) if home == rank]
     return found
 
@@ -120,6 +132,22 @@ def assert_same_work(balanced: list[StepBatch], plain: list[StepBatch]) -> None:
             assert len(found) == len(wanted) == len(order)
             for image, place in zip(found, order, strict=True):
                 assert torch.equal(image, wanted[place])
+            owners = own.read_by["generator"]
+            drawn = one_by_one(whole.generator)
+            wanted = [drawn[i] for i in sorted(range(len(owners)), key=owners.__getitem__)]
+            found = arriving(balanced, number, rank, "generator")
+            assert len(found) == len(wanted)
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+            contexts = [image.context for image in whole.meta.generated]
+            assert sum(row.row.contexts.sent) == len(row.row.contexts.rows_K) == sum(contexts)
+            assert sum(row.row.contexts.received) == sum(
+                image.context for image in own.task_meta.generated
+            )
+            if whole.generator is not None:
+                assert torch.equal(
+                    row.for_llm().generator.context_positions_K,
+                    whole.generator.context_positions_K,
+                )
             tokens = [image.tokens for image in whole.meta.images_read_by("vision")]
             if whole.encoders:
                 places = whole.encoders["vision"].positions_K.split(tokens)
@@ -144,13 +172,14 @@ def test_balanced_ranks_decode_every_image_once(make, spec, positions):
     counts = [sum(len(m.meta.samples) > 0 for m in b.microbatches) for b in plain]
     assert min(counts) > 0
     assert sum(b.decoded_images for b in balanced) == sum(b.decoded_images for b in plain)
-    moved = [
-        home != rank
-        for rank, batch in enumerate(balanced)
-        for microbatch in batch.microbatches
-        for home in microbatch.read_for["vision"]
-    ]
-    assert any(moved)
+    for module in ALTERNATE.names:
+        moved = [
+            home != rank
+            for rank, batch in enumerate(balanced)
+            for microbatch in batch.microbatches
+            for home in microbatch.read_for[module]
+        ]
+        assert any(moved)
 
 
 def test_balanced_loader_knows_its_tasks_in_advance(make):
@@ -164,8 +193,15 @@ def test_balanced_loader_knows_its_tasks_in_advance(make):
     assert plain is not None
     for number, own in enumerate(metas[1]):
         of_ranks = [share[number] for share in plain]
-        count = sum(meta.images_of("vision") for meta in of_ranks)
-        owners = {"vision": [(RANKS - 1 - image) % RANKS for image in range(count)]}
+        modules = ("vision", "generator")
+        named = [
+            m
+            for meta in of_ranks
+            for s in meta.samples
+            for m in [*["vision"] * len(s.images), *["generator"] * len(s.generated)]
+        ]
+        turns = [(RANKS - 1 - image) % RANKS for image in range(len(named))]
+        owners = {m: [t for t, n in zip(turns, named, strict=True) if n == m] for m in modules}
         assert balanced_metas(of_ranks, owners)[1] == own
     for microbatch in batch.microbatches:
         images = microbatch.task_meta.images_of("vision")
@@ -203,8 +239,9 @@ def test_balanced_loader_resumes_exactly(make):
     for ours, theirs in zip(again.microbatches, third.microbatches, strict=True):
         assert torch.equal(ours.input_ids_T, theirs.input_ids_T)
         assert ours.task_meta == theirs.task_meta
-        pairs = (one_by_one(m.read.get("vision")) for m in (ours, theirs))
-        assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+        for module in ALTERNATE.names:
+            pairs = (one_by_one(read_of(m, module)) for m in (ours, theirs))
+            assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
 
 
 def test_balanced_loader_resumes_on_another_number_of_ranks(make):
@@ -216,7 +253,7 @@ def test_balanced_loader_resumes_on_another_number_of_ranks(make):
 
 
 def make_index(seed: int, samples: int, shard: int) -> LengthIndex:
-    """Return an index of several shards, with images of two encoders."""
+    """Return an index of several shards, with images of two encoders and generated images."""
     rng = np.random.default_rng(seed)
     sizes = []
     for count in (min(shard, samples - first) for first in range(0, samples, shard)):
@@ -225,9 +262,12 @@ def make_index(seed: int, samples: int, shard: int) -> LengthIndex:
         rows_D8[:, 5] %= 2
         images_M = rng.integers(0, 5, images_N.sum()).astype("<u2")
         starts_N1 = np.append(0, np.cumsum(images_N)).astype("<u4")
-        none = np.zeros(count + 1, "<u4"), np.zeros(0, "<u2"), np.zeros((0, 4), "<i4")
+        drawn_N = rng.integers(0, 3, count)
+        drawn_M = rng.integers(0, 4, drawn_N.sum()).astype("<u2")
+        drawn_starts_N1 = np.append(0, np.cumsum(drawn_N)).astype("<u4")
+        drawn = drawn_starts_N1, drawn_M, rng.integers(1, 9, (4, 4)).astype("<i4")
         tokens_N = rng.integers(1, 9, count).astype("<u4")
-        sizes.append(ShardSizes(tokens_N, starts_N1, images_M, rows_D8, *none))
+        sizes.append(ShardSizes(tokens_N, starts_N1, images_M, rows_D8, *drawn))
     shards = [
         Shard(shard * n, len(each.tokens_N), 0, 1, 9, f"{n}", "", 0, {})
         for n, each in enumerate(sizes)
@@ -250,7 +290,7 @@ def test_image_sizes_of_steps_match_samples():
     for packs in (step.pack for step in islice(steps, 3)):
         assert isinstance(packs, Packs)
         metas = [item.meta for item in packs.items(slice(None))]
-        for names in (encoders, encoders[::-1]):
+        for names in (encoders, encoders[::-1], ("generator", *encoders)):
             found, expected = packs.image_sizes(packs.samples, names), ImageSizes.of(metas, names)
             assert len(expected.sizes_I4) > 20
             assert np.array_equal(found.counts_N, expected.counts_N)
@@ -259,14 +299,17 @@ def test_image_sizes_of_steps_match_samples():
 
 def test_tensor_parallel_ranks_share_balanced_images(make):
     [whole] = batches_of(make(1))
-    parts = [batches_of(make(1, reads=Reads({"vision": Share(p, 2)})))[0] for p in range(2)]
+    shares = [{module: Share(p, 2) for module in ALTERNATE.names} for p in range(2)]
+    parts = [batches_of(make(1, reads=Reads(share)))[0] for share in shares]
     for number, microbatch in enumerate(whole.microbatches):
-        inputs = [part.microbatches[number].read.get("vision") for part in parts]
-        held = [image for each in inputs if each is not None for image in each.held]
-        assert held == list(range(len(microbatch.read_for["vision"])))
-        rows = [each.pixels for each in inputs if each is not None]
-        if rows:
-            assert torch.equal(torch.cat(rows), microbatch.read["vision"].pixels)
+        for module in ALTERNATE.names:
+            inputs = [read_of(part.microbatches[number], module) for part in parts]
+            held = [image for each in inputs if each is not None for image in each.held]
+            assert held == list(range(len(microbatch.read_for[module])))
+            values = "patches_PV" if module == "generator" else "pixels"
+            rows = [getattr(each, values) for each in inputs if each is not None]
+            if rows:
+                assert torch.equal(torch.cat(rows), getattr(read_of(microbatch, module), values))
 
 
 def test_step_bytes_of_balanced_share_match(make):
@@ -285,7 +328,10 @@ def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     assert "beside training" in caplog.text
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.encoded == theirs.encoded and ours.state == theirs.state
+        assert ours.imbalance == theirs.imbalance
+        assert set(ours.imbalance) == {"image_imbalance", "image_imbalance_before"}
         for own, other in zip(ours.microbatches, theirs.microbatches, strict=True):
             assert own.task_meta == other.task_meta
-            pairs = (one_by_one(m.read.get("vision")) for m in (own, other))
-            assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+            for module in ALTERNATE.names:
+                pairs = (one_by_one(read_of(m, module)) for m in (own, other))
+                assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))

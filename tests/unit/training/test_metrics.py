@@ -40,7 +40,8 @@ NAMES = (  # names that users' scripts rely on
     "validation_loss_text validation_loss_image generator_ms generated_per_s word_error_rate "
     "scores predicted_ms planner planner_ms planner_evaluations gain_over_natural graphs "
     "compile_ms decoded_images read_bytes save_wait_ms save_ms save_bytes upload_ms upload_bytes "
-    "failed_uploads filtered_samples truncated_samples"
+    "failed_uploads filtered_samples truncated_samples image_imbalance image_imbalance_before "
+    "sequence_imbalance sequence_imbalance_before"
 )
 
 

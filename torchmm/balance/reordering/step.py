@@ -48,7 +48,7 @@ from torchmm.balance.reordering.groups import balance_groups
 from torchmm.balance.reordering.microbatches import natural_ms, reorder_microbatches
 from torchmm.balance.reordering.program import StepProgram, compile_order
 from torchmm.balance.reordering.slices import slice_items
-from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.batch import Arrangement, Imbalance, MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ComputeOrder
@@ -206,8 +206,8 @@ class StepReorder:
         self._programs: dict[int, StepProgram | None] = {}
         self._steps: dict[int, StepProgram | None] = {}
 
-    def __call__(self, packs: Sequence[MicrobatchMeta]) -> list[list[list[int]]]:
-        """Return indices of packs by group and microbatch: the best of several arrangements.
+    def __call__(self, packs: Sequence[MicrobatchMeta]) -> Arrangement:
+        """Return the best of several arrangements of the packs by group and microbatch.
 
         Args:
             packs: Global batch, each pack as a separate microbatch.
@@ -226,7 +226,15 @@ class StepReorder:
         if program is not None:
             tried += [self._ordered(program, microbatches, chain) for microbatches in tried]
         best: Int64s = min(tried, key=lambda each: self._judged(each, stages, chain))
-        return self._in_turn(best).tolist()
+        mean = sum(float(ns_SN.sum()) for ns_SN in stages) / self._groups
+        imbalance = None
+        if mean:
+            slowest = (
+                _largest(self._slowest_ranks(stages, self._in_turn(each)))
+                for each in (natural, best)
+            )
+            imbalance = Imbalance(*(each / mean for each in slowest))
+        return Arrangement(self._in_turn(best).tolist(), imbalance)
 
     def _judged(
         self, microbatches: Int64s, stages: PackTimes, chain: PackTimes

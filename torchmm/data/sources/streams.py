@@ -346,7 +346,7 @@ class StreamFeed:
         """Refused: a stream is not read twice."""
         raise NotImplementedError
 
-    def image_sizes(self, indices_N: Int64s, encoders: Sequence[str]) -> ImageSizes:
+    def image_sizes(self, indices_N: Int64s, modules: Sequence[str]) -> ImageSizes:
         """Not supported, because a stream is not read twice."""
         raise NotImplementedError
 

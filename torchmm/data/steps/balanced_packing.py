@@ -12,11 +12,9 @@ The arithmetic is on integers, so that all machines pack the same sequences.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 
-from torchmm.data.steps.packing import members
+from torchmm.data.steps.packing import SequenceNumbers, members
 from torchmm.data.steps.shuffling import Int64s, compiled
 
 SEQUENCES = 64
@@ -28,7 +26,7 @@ UNIT_BITS = 20
 TOKENS, TILES, PATCHES, ATTENTION = range(4)
 
 
-class BalancedPacker:
+class BalancedPacker(SequenceNumbers):
     """Packs samples into sequences of similar shape.
 
     Args:
@@ -38,12 +36,9 @@ class BalancedPacker:
     """
 
     def __init__(self, sequence_length: int, max_tiles: int | None = None) -> None:
+        super().__init__()
         self.sequence_length = sequence_length
         self.max_tiles = np.iinfo(np.int64).max if max_tiles is None else max_tiles
-        self.closed: deque[int] = deque()
-        """Numbers of closed sequences that no step has taken, in order."""
-        self.next = 0
-        """Number of the next sequence."""
         self._numbers_O = np.zeros(0, np.int64)
         self._sizes_4O = np.zeros((4, 0), np.int64)
 
@@ -94,12 +89,6 @@ class BalancedPacker:
         sizes_41 = self._sizes(tokens, tiles, patches).sum(1, keepdims=True)
         self._sizes_4O = np.hstack([self._sizes_4O, sizes_41])
         self._numbers_O = np.append(self._numbers_O, self.next)
-        self.next += 1
-        return self.next - 1
-
-    def restore_closed(self) -> int:
-        """Add a closed sequence; return its number."""
-        self.closed.append(self.next)
         self.next += 1
         return self.next - 1
 

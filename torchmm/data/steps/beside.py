@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -49,7 +49,8 @@ class _Share(NamedTuple):
     state: dict[str, Any]
     epoch: float
     encoded: list[EncodedImages] | None
-    """Images that the rank encodes, if they are balanced."""
+    """Images that the rank encodes and generates, if they are balanced."""
+    imbalance: Mapping[str, float]
 
     def step(self) -> StepSamples:
         """Return the step, of which only the part of this rank is known."""
@@ -61,6 +62,7 @@ class _Share(NamedTuple):
             self.state,
             self.epoch,
             encoded,
+            self.imbalance,
         )
 
 
@@ -207,6 +209,7 @@ def plan_steps(
                     step.state,
                     step.epoch,
                     None if step.encoded is None else step.encoded(position.rank),
+                    step.imbalance,
                 )
             )
         connection.send(None)

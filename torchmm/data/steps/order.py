@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from torchmm.common.batch import ImageSizes
+from torchmm.common.module_names import GENERATOR
 from torchmm.data.items import Item
 from torchmm.data.sources.index.length_index import LengthIndex
 from torchmm.data.steps.shuffling import Int64s, compiled, mixed, permuted
@@ -144,11 +145,11 @@ class Feed(Protocol):
         """A sample that was given, if the feed is not sequential: those give items at once."""
         ...
 
-    def image_sizes(self, indices_N: Int64s, encoders: Sequence[str]) -> ImageSizes:
+    def image_sizes(self, indices_N: Int64s, modules: Sequence[str]) -> ImageSizes:
         """Return the sizes of the images of samples of a feed that is not sequential.
 
         Args:
-            encoders: Names of all encoders of the model.
+            modules: As of `ImageSizes.of`.
         """
         ...
 
@@ -230,10 +231,12 @@ class IndexFeed:
         meta = self._index.meta(self.options.name, index, self._encoders)
         return Item(self.options.feed, epoch, meta)
 
-    def image_sizes(self, indices_N: Int64s, encoders: Sequence[str]) -> ImageSizes:
+    def image_sizes(self, indices_N: Int64s, modules: Sequence[str]) -> ImageSizes:
         """Return the sizes of the images of any samples."""
-        found = self._index.image_sizes(indices_N)
-        positions = np.array([encoders.index(name) for name in self._encoders] or [0])
+        names = [*self._encoders, *([GENERATOR] if GENERATOR in modules else [])]
+        generator = len(self._encoders) if GENERATOR in modules else None
+        found = self._index.image_sizes(indices_N, generator)
+        positions = np.array([modules.index(name) for name in names] or [0])
         found.sizes_I4[:, 0] = positions[found.sizes_I4[:, 0]]
         return found
 

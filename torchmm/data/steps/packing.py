@@ -27,7 +27,23 @@ from torchmm.data.steps.shuffling import Int64s, compiled
 UNLIMITED = -1
 
 
-class Packer:
+class SequenceNumbers:
+    """Numbers of the sequences of a packer, in the order in which they are opened."""
+
+    def __init__(self) -> None:
+        self.closed: deque[int] = deque()
+        """Numbers of closed sequences that no step has taken, in the order of closing."""
+        self.next = 0
+        """Number of the next sequence."""
+
+    def restore_closed(self) -> int:
+        """Add a closed sequence; return its number."""
+        self.closed.append(self.next)
+        self.next += 1
+        return self.next - 1
+
+
+class Packer(SequenceNumbers):
     """Packs samples by their sizes.
 
     Args:
@@ -38,13 +54,10 @@ class Packer:
     """
 
     def __init__(self, sequence_length: int, max_open: int, max_tiles: int | None = None) -> None:
+        super().__init__()
         self.sequence_length = sequence_length
         self.max_open = max_open
         self.max_tiles = UNLIMITED if max_tiles is None else max_tiles
-        self.closed: deque[int] = deque()
-        """Closed packs not yet taken, the first closed first."""
-        self.next = 0
-        """Number of the pack that is opened next."""
         # Of open packs, the oldest first: number, free tokens, tiles, time of opening.
         self._open_4O = np.zeros((4, max_open), np.int64)
         self._open_count = 0
@@ -87,12 +100,6 @@ class Packer:
         column = self.next, self.sequence_length - tokens, tiles, opened_at
         self._open_4O[:, self._open_count] = column
         self._open_count += 1
-        self.next += 1
-        return self.next - 1
-
-    def restore_closed(self) -> int:
-        """A pack that is already closed; returns its number."""
-        self.closed.append(self.next)
         self.next += 1
         return self.next - 1
 

@@ -17,14 +17,14 @@ planner that is gone. Ranks that do not have them ask (`elsewhere.py`). Rejected
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 
-from torchmm.common.batch import ImageSizes, MicrobatchMeta
+from torchmm.common.batch import Arrangement, ImageOwners, ImageSizes, MicrobatchMeta
 from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import first_of
@@ -42,9 +42,8 @@ STATE_VERSION = 2
 T = TypeVar("T")
 Name = tuple[int, int, int]
 """A sample of the global order: feed, epoch, index."""
-Arrange = Callable[[Sequence[MicrobatchMeta]], Sequence[Sequence[Sequence[int]]]]
-"""From the packs of a global batch, each as a separate microbatch, to their indices by rank and
-microbatch."""
+Arrange = Callable[[Sequence[MicrobatchMeta]], Arrangement]
+"""Arranges the packs of a global batch, given as separate microbatches."""
 
 
 class Balance(Protocol):
@@ -52,14 +51,14 @@ class Balance(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of all encoders."""
+        """Names of all encoders and of the generator, if the model has one."""
         ...
 
-    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> Int64s:
-        """Return the rank that encodes each image of one microbatch of all ranks.
+    def owners(self, sizes_I4: Int64s, homes_I: Int64s, ranks: int) -> ImageOwners:
+        """Return the rank that encodes or generates each image of one microbatch of all ranks.
 
         Args:
-            sizes_I4: As of `ImageSizes`, with encoders as positions in `names`.
+            sizes_I4: As of `ImageSizes`, with modules as positions in `names`.
             homes_I: Rank that trains on each image, ascending.
         """
         ...
@@ -106,7 +105,7 @@ class Packs:
     """Where each pack begins in `samples`, and the last one ends."""
     describe: Callable[[Name], Item]
     image_sizes: Callable[[Drawn, Sequence[str]], ImageSizes]
-    """Sizes of the images of samples, for encoders of these names."""
+    """Sizes of the images of samples, for modules of these names."""
 
     def __call__(self, number: int) -> PackItems:
         start, stop = self.starts_P1[number : number + 2].tolist()
@@ -125,8 +124,8 @@ def known_packs(packs: Sequence[PackItems]) -> Packs:
     return Packs(samples, starts_P1, items.__getitem__, partial(_item_sizes, items))
 
 
-def _item_sizes(items: Mapping[Name, Item], samples: Drawn, encoders: Sequence[str]) -> ImageSizes:
-    return ImageSizes.of([items[name].meta for name in samples.names()], encoders)
+def _item_sizes(items: Mapping[Name, Item], samples: Drawn, modules: Sequence[str]) -> ImageSizes:
+    return ImageSizes.of([items[name].meta for name in samples.names()], modules)
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,10 @@ class StepSamples:
     epoch: float
     """Passes over the source with the fewest passes that are trained on after this step."""
     encoded: Callable[[int], list[EncodedImages]] | None = None
-    """Return the images that a rank encodes in each microbatch; None: those of its own packs."""
+    """Return the images that a rank encodes and generates in each microbatch; None: those of its
+    own packs."""
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+    """Figures of `Imbalance`."""
 
     @property
     def ranks(self) -> ByRank[list[PackItems]]:
@@ -205,7 +207,7 @@ def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> S
     """
     length = training.sequence_length
     count = training.global_batch_size
-    places = arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
+    places, imbalance = arrange([microbatch_meta([plan.pack(n)], length) for n in range(count)])
     shape = plan.places_RMB.shape
     fitting = all(len(rank) == shape[1] for rank in places)
     fitting &= {len(packs) for rank in places for packs in rank} == {shape[2]}
@@ -215,7 +217,9 @@ def arranged(plan: StepSamples, arrange: Arrange, training: TrainingConfig) -> S
             f"{count} packs for {shape[0]} ranks were arranged as {places}: each has "
             "to have one place, and all microbatches their size"
         )
-    return replace(plan, places_RMB=np.array(places, np.int64))
+    figures = {} if imbalance is None else imbalance.figures("sequence")
+    places_RMB = np.array(places, np.int64)
+    return replace(plan, places_RMB=places_RMB, imbalance={**plan.imbalance, **figures})
 
 
 class StepSequence:
@@ -367,13 +371,13 @@ class StepSequence:
         return items[name] if name in items else self._mixture.feeds[feed].item(epoch, index)
 
     def _image_sizes(
-        self, items: Mapping[Name, Item], samples: Drawn, encoders: Sequence[str]
+        self, items: Mapping[Name, Item], samples: Drawn, modules: Sequence[str]
     ) -> ImageSizes:
         def of_feed(number: int, own: Int64s) -> ImageSizes:
             feed = self._mixture.feeds[number]
             if feed.sequential:
-                return _item_sizes(items, samples.part(own), encoders)
-            return feed.image_sizes(samples.indices_N[own], encoders)
+                return _item_sizes(items, samples.part(own), modules)
+            return feed.image_sizes(samples.indices_N[own], modules)
 
         return ImageSizes.of_groups(samples.feeds_N, of_feed)
 

@@ -35,7 +35,7 @@ from torchmm.common.generated import GeneratorInputs
 from torchmm.common.row_slices import SlicedMicrobatch, task_images
 from torchmm.models.between import RowsOfRanks
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.generator import GeneratorModule
+from torchmm.models.generator import DUMMY, GeneratorModule
 from torchmm.models.generator import Given as GivenToGenerator
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.token_cache import PackedCache
@@ -190,7 +190,8 @@ class LlmStage(PipelineStage):
     def __init__(self, module: LlmModule, sharding: Sharding | None = None) -> None:
         super().__init__(module, sharding)
         self.feature_ranks: FeatureRanks | None = None
-        """Ranks that encode the images of each other. If None, those that share rows."""
+        """Ranks that encode and generate the images of each other. If None, those that share
+        rows."""
 
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
@@ -206,6 +207,14 @@ class LlmStage(PipelineStage):
         if not self.module.feeds_generator:
             return StageOutput((), output)
         loss, context_KD = output
+        if isinstance(microbatch, SlicedMicrobatch) and microbatch.row.contexts is not None:
+            assert self.feature_ranks is not None
+            context_KD = self.feature_ranks.rows(context_KD, microbatch.row.contexts)
+            if microbatch.generator is None:
+                # The generator runs on a dummy image. Its context is connected to the exchange, so
+                # that all ranks run the backward pass of the exchange.
+                dummy_KD = context_KD.new_zeros(DUMMY.context, context_KD.shape[1])
+                context_KD = torch.cat([context_KD, dummy_KD])
         return StageOutput(self._contexts(context_KD, microbatch, task, graph), loss)
 
     def _contexts(

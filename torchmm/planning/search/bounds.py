@@ -165,7 +165,7 @@ class PlanBounds:
         order_N = np.argsort(-whole_N)
         group_ms_G = np.zeros(shares // locked)
         for kind, total_N in times:
-            if is_balanced and kind == "encoder":
+            if is_balanced and kind != "llm":
                 group_ms_G += total_N.sum() / shares
             elif is_ordered:
                 group_ms_G += total_N[order_N].reshape(shape[::-1]).max(1).sum()

@@ -266,8 +266,8 @@ def _arrangement(method: str, recipe: Recipe, sample: StepSample, context: int) 
     if not recipe.data.is_reordered:
         found["data.reorder"] = "intra" if method == "fsdp" else "both"
     data = recipe.data.model_copy(update={"balance": "images"})
-    has_encoders = any(module.kind == "encoder" for module in sample.modules)
-    is_plain = method == "fsdp" and context == 1 and has_encoders
+    has_images = any(module.kind != "llm" for module in sample.modules)
+    is_plain = method == "fsdp" and context == 1 and has_images
     if is_plain and not find_problems(recipe.model_copy(update={"data": data}), 1):
         found["data.balance"] = "images"
     return found

@@ -78,6 +78,10 @@ CHARTS = (
     Chart("Gain of the planned order", "% over the natural one", {
         "gain_over_natural": "gain",
     }, 100.0),
+    Chart("Slowest rank over mean rank", "work, 1 is even", {
+        "image_imbalance": "images", "image_imbalance_before": "images, not balanced",
+        "sequence_imbalance": "sequences", "sequence_imbalance_before": "sequences, not reordered",
+    }),
     Chart("Time beyond the median rank's", "% of the slowest rank's", {
         "straggler_share": "slowest rank",
     }, 100.0),
@@ -352,6 +356,8 @@ def comparison(runs: Sequence[RunContents]) -> dict[str, list[str]]:
         ("generator (median)", "generator_ms", median, "{:,.0f} ms", 1.0),
         ("waiting for data (median)", "data_wait_ms", median, "{:,.1f} ms", 1.0),
         ("bubbles (median)", "bubble_fraction", median, "{:.1f} %", 100.0),
+        ("image imbalance (median)", "image_imbalance", median, "{:.2f}", 1.0),
+        ("sequence imbalance (median)", "sequence_imbalance", median, "{:.2f}", 1.0),
         ("MFU (median)", "mfu", median, "{:.1f} %", 100.0),
         ("peak memory", "peak_memory_bytes", max, "{:.2f} GiB", 1 / GIB),
     )

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 Group = Literal[
-    "train", "validation", "time", "memory", "pipeline", "data", "planner", "checkpoint"
+    "train", "validation", "time", "memory", "pipeline", "balance", "data", "planner", "checkpoint"
 ]
 
 
@@ -251,6 +251,37 @@ class StepRecord:
             "share",
             "How much longer the natural order, or Optimus' best coarse one, was to take.",
         ),
+    ] = None
+    image_imbalance: Annotated[
+        float | None,
+        Figure(
+            "balance",
+            "",
+            "With balanced images: encoder and generator work of the slowest rank in each "
+            "microbatch over that of the mean rank, computed from image sizes. 1 means equal work. "
+            "None if images are not balanced.",
+        ),
+    ] = None
+    image_imbalance_before: Annotated[
+        float | None,
+        Figure(
+            "balance", "", "`image_imbalance` if each rank read the images of its own sequences."
+        ),
+    ] = None
+    sequence_imbalance: Annotated[
+        float | None,
+        Figure(
+            "balance",
+            "",
+            "With `data.reorder`: predicted time of the slowest rank over that of the mean rank. "
+            "Ranks that synchronize in every layer are compared in each microbatch, other ranks in "
+            "each step. With balanced images, encoders are excluded. 1 means equal work. None "
+            "without reordering.",
+        ),
+    ] = None
+    sequence_imbalance_before: Annotated[
+        float | None,
+        Figure("balance", "", "`sequence_imbalance` of the sequences in their original order."),
     ] = None
     save_wait_ms: Annotated[
         float | None,

@@ -124,12 +124,24 @@ class ShardSizes(NamedTuple):
         read_N = np.diff(read_before[self.starts_N1])
         return read_N + np.diff(drawn_before[self.drawn_starts_N1])
 
-    def image_sizes(self, places_N: np.ndarray) -> ImageSizes:
-        """Return the sizes of the images of the samples at some places."""
+    def image_sizes(self, places_N: np.ndarray, generator: int | None = None) -> ImageSizes:
+        """Return the sizes of the images of the samples at some places.
+
+        Args:
+            generator: Position of the generator among the modules; None: no generated images.
+        """
         starts_N = self.starts_N1[places_N].astype(np.int64)
         counts_N = self.starts_N1[places_N + 1] - starts_N
         rows_I = self.images_M[consecutive(starts_N, counts_N)]
-        return ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES][rows_I].astype(np.int64))
+        read = ImageSizes(counts_N, self.sizes_D8[:, IMAGE_SIZES][rows_I].astype(np.int64))
+        if generator is None:
+            return read
+        starts_N = self.drawn_starts_N1[places_N].astype(np.int64)
+        counts_N = self.drawn_starts_N1[places_N + 1] - starts_N
+        rows_I4 = self.drawn_D4[self.drawn_M[consecutive(starts_N, counts_N)]].astype(np.int64)
+        modules_I = np.full(len(rows_I4), generator)
+        sizes = (modules_I, rows_I4[:, :3].prod(1), rows_I4[:, 3], rows_I4[:, 0])
+        return read.followed_by(ImageSizes(counts_N, np.stack(sizes, axis=1)))
 
     def kept_by(self, wanted: LengthFilter) -> np.ndarray:
         """Places of the usable samples that a filter leaves in, ascending."""
@@ -243,12 +255,12 @@ class LengthIndex:
         number, place = self._find(index)
         return self.sizes(number).meta(source, int(self.firsts_S[number]), place, encoders)
 
-    def image_sizes(self, indices_N: np.ndarray) -> ImageSizes:
-        """Return the sizes of the images of some samples."""
+    def image_sizes(self, indices_N: np.ndarray, generator: int | None = None) -> ImageSizes:
+        """Return the sizes of the images of some samples (`ShardSizes.image_sizes`)."""
         shards_N = np.searchsorted(self.firsts_S, indices_N, side="right") - 1
         places_N = indices_N - self.firsts_S[shards_N]
         return ImageSizes.of_groups(
-            shards_N, lambda shard, own: self.sizes(shard).image_sizes(places_N[own])
+            shards_N, lambda shard, own: self.sizes(shard).image_sizes(places_N[own], generator)
         )
 
     def described(self, wanted: LengthFilter) -> tuple[np.ndarray, np.ndarray]:
