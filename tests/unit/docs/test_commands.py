@@ -83,7 +83,8 @@ def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
         AssertionError: the parser refused them, or the program did not come to parse anything.
     """
     file = ROOT / (f"{path.replace('.', '/')}.py" if module else path)
-    assert re.search(r"ArgumentParser\(|make_parser\(|_parser\(", file.read_text()), path
+    command = r"ArgumentParser\(|make_parser\(|_parser\(|torchmm\.commands"
+    assert re.search(command, file.read_text()), path
     known = argparse.ArgumentParser.parse_known_args
 
     def parse_known(self, args=None, namespace=None):
