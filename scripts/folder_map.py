@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "CONTRIBUTING.md"
 FOLDERS = (
     "common", "recipe", "models", "data", "parallel", "pipelining", "balance", "planning",
-    "training", "measure",
+    "training", "measure", "commands",
 )  # fmt: skip
 """From the ground up: each imports those before it only."""
 BEGIN = "<!-- map: written by scripts/folder_map.py -->"

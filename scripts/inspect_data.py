@@ -1,80 +1,11 @@
-"""See what a recipe trains on before it trains: layouts, sizes, what is refused, samples.
+"""Read the data of a recipe, and write a page with samples.
 
-Reads the recipe's sources as a run would, and needs no GPU and no weights. Prints what it found and
-writes a page with samples as the model sees them: the loss marked in the text, pictures before and
-after preprocessing, packed sequences.
-
-python scripts/inspect_data.py --config recipes/quickstart.toml
-python scripts/inspect_data.py --config my.toml --samples 20 --limit 10000 --out /tmp/page
+`torchmm inspect` is the same program; `python scripts/inspect_data.py --help` shows its arguments.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
-from pathlib import Path
 
-from torchmm.common.errors import TorchmmError
-from torchmm.common.files import make_writable_directory
-from torchmm.common.log import loading, log_to_console, make_console, worked, working
-from torchmm.recipe.read import load_recipe
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Inspects what the command line asks for; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--section.key VALUE overrides any key of the recipe.",
-    )
-    add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="recipe (TOML)")
-    add("--samples", type=int, default=8, metavar="N", help="shown of each source (8)")
-    add("--limit", type=int, default=1000, metavar="N", help="records read of each source (1000)")
-    add("--decode", action="store_true", help="decode all files that are read, not only headers")
-    add("--out", type=Path, metavar="DIR", help="where the page goes (OUTPUT_DIR/NAME/data)")
-    options, overrides = parser.parse_known_args(arguments)
-    try:
-        return _inspect(options, overrides)
-    except TorchmmError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
-    recipe = load_recipe(options.config, overrides).recipe
-    out = options.out or Path(recipe.output_dir) / recipe.name / "data"
-    make_writable_directory(out)
-    console = make_console()
-    log_to_console(make_console(stderr=True), only_progress=True)
-    with loading():
-        import transformers
-
-        from torchmm.planning.inspection.findings import inspect_recipe
-        from torchmm.planning.inspection.page import write_page
-        from torchmm.planning.inspection.table import (
-            corrupt_limit_line,
-            findings_table,
-            length_lines,
-            refused_lines,
-        )
-
-    transformers.logging.set_verbosity_error()
-    findings = []
-    read = inspect_recipe(recipe, options.limit, options.samples, decode=options.decode)
-    for found in worked("reading the data", read, unit="sources"):
-        findings.append(found)
-        console.print(findings_table(found))
-        for line in refused_lines(found):
-            console.out(line, highlight=False)
-    for line in (corrupt_limit_line(recipe, findings), *length_lines(recipe, findings)):
-        console.out(line, highlight=False)
-    page = out / "index.html"
-    with working("writing the page"):
-        write_page(page, recipe, findings)
-    console.out(f"wrote {page}", highlight=False)
-    return 0
-
+from torchmm.commands.inspect_data import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,6 +7,8 @@ when a worker fails, `STATUS.json` in the run directory holds the code instead.
 
 from __future__ import annotations
 
+import importlib.metadata
+import shlex
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +119,25 @@ class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
     """The run was asked to stop, saved a checkpoint and exited."""
 
     exit_code = 75
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of torchmm, for a clone or an installed wheel.
+
+    No index has torchmm, so `pip install "torchmm[extra]"` fails for a wheel. The command names the
+    packages of the extra instead.
+    """
+    if (Path(__file__).parents[2] / "pyproject.toml").is_file():
+        return f"pip install -e '.[{extra}]'"
+    try:
+        lines = importlib.metadata.requires("torchmm") or []
+    except importlib.metadata.PackageNotFoundError:  # the package was copied, not installed
+        lines = []
+    parts = [line.replace("'", '"').partition(";") for line in lines]
+    found = [need.strip() for need, _, marker in parts if f'extra == "{extra}"' in marker]
+    if not found:
+        return f"install the packages of torchmm's extra {extra!r}"
+    return f"pip install {shlex.join(found)}"
 
 
 def describe_refusal(error: Exception) -> str:

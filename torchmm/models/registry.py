@@ -17,7 +17,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, install_command
 from torchmm.common.tiles import TileSpec
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
@@ -281,8 +281,8 @@ def _build_generator(
         return None
     if importlib.util.find_spec("diffusers") is None:
         raise ConfigError(
-            "[model.generator] needs diffusers, which is not installed; pip install "
-            "'torchmm[generation]'"
+            "[model.generator] needs diffusers, which is not installed; "
+            f"{install_command('generation')}"
         )
     from torchmm.models.families.generators.build import build_generator  # noqa: PLC0415 - optional
 

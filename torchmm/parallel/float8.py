@@ -28,6 +28,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from torchmm.common.errors import install_command
 from torchmm.common.layers import Rounded
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.linears import MULTIPLY
@@ -88,8 +89,8 @@ def float8_problems(
         return []
     if importlib.util.find_spec("torchao") is None:
         return [
-            f'float8.recipe = "{config.recipe}": torchao is not installed; pip install '
-            "'torchmm[float8]'"
+            f'float8.recipe = "{config.recipe}": torchao is not installed; '
+            f"{install_command('float8')}"
         ]
     problems = [] if config.emulate else _device_problems(config, device)
     for module in wanted:

@@ -32,13 +32,18 @@ HSDP_MIN_GAIN = 0.02
 
 
 def describe_run(
-    recipe: Recipe, world_size: int, picture: Path | None = None, arguments: Sequence[str] = ()
+    recipe: Recipe,
+    world_size: int,
+    picture: Path | None = None,
+    arguments: Sequence[str] = (),
+    program: str = "train.py",
 ) -> str:
     """The start table of `recipe` on `world_size` ranks and its first step, simulated, as text.
 
     Args:
         picture: where to draw the step's plan (SVG).
-        arguments: of train.py, for the command that would start the run; none: it is left out.
+        arguments: Arguments of the command that would start the run. If empty, omit the command.
+        program: Program of that command, as torchrun takes it.
 
     Raises:
         ConfigError: the model cannot be built or cut as the recipe says, the device is unknown, or
@@ -80,7 +85,7 @@ def describe_run(
         write_picture(picture, recipe.name, forecast)
         lines["plan"] = str(picture)
     if arguments:
-        lines |= _launch_lines(arguments, world_size, profile.device.devices_per_node)
+        lines |= _launch_lines(arguments, world_size, profile.device.devices_per_node, program)
     width = max(len(k) for k in lines)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in lines.items())
 
@@ -94,8 +99,10 @@ def _reads_local_data(recipe: Recipe) -> bool:
     )
 
 
-def _launch_lines(arguments: Sequence[str], world_size: int, per_node: int) -> dict[str, str]:
-    """The command that starts the run, and Slurm's where it takes several nodes."""
+def _launch_lines(
+    arguments: Sequence[str], world_size: int, per_node: int, program: str = "train.py"
+) -> dict[str, str]:
+    """Return the command that starts the run, and in a clone that of Slurm for several nodes."""
     ranks = min(world_size, per_node)
     nodes = -(-world_size // ranks)
     fewer = world_size - (nodes - 1) * ranks
@@ -103,10 +110,11 @@ def _launch_lines(arguments: Sequence[str], world_size: int, per_node: int) -> d
     if nodes > 1:
         options = f"--nnodes {nodes} {options} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
     command = shlex.join(arguments)
-    lines = {"start with": f"torchrun {options} train.py {command}"}
+    lines = {"start with": f"torchrun {options} {program} {command}"}
     if nodes > 1:
         last = "" if fewer == ranks else f", on one of them with --nproc-per-node {fewer}"
         lines["start with"] += f"   (on each of {nodes} nodes{last}; docs/grow/cluster.md)"
+    if nodes > 1 and program == "train.py":
         tasks = "" if fewer == ranks else f"--ntasks {world_size} "
         sizes = f"--nodes {nodes} {tasks}--ntasks-per-node {ranks} --gpus-per-node {ranks}"
         lines["or, with Slurm"] = f"sbatch {sizes} scripts/launch/slurm.sh {command}"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, install_command
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
     check_adapters,
@@ -375,7 +375,7 @@ def _check_path(key: str, source: SourceConfig) -> Problems:
     path = str(Path(source.path).expanduser())
     found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
     if source.format != "hub" and not found:
-        text = "no such file or directory; run scripts/prepare_data.py or correct the path"
+        text = "no such file or directory; run torchmm prepare-data or correct the path"
         if source.format == "auto" and not is_path(source.path):
             text += ' (for a Hugging Face data set set format = "hub")'
         yield Problem(key, source.path, text)
@@ -475,7 +475,7 @@ def _check_metrics(recipe: Recipe) -> Problems:
             text = f"comes after training.steps = {steps}; use an earlier step"
             yield Problem(f"metrics.{key}", step, text, ("training.steps",))
     if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        text = "TensorBoard is not installed; pip install 'torchmm[tensorboard]' or set it to false"
+        text = f"TensorBoard is not installed; {install_command('tensorboard')} or set it to false"
         yield Problem("metrics.tensorboard", True, text)
     if metrics.trackio and importlib.util.find_spec("trackio") is None:
         text = "Trackio is not installed; pip install trackio or set it to false"

@@ -43,7 +43,7 @@ class ProducersConfig(Section):
     with has to say so. Not for streams."""
     engine: Literal["embedded", "ray"] = "embedded"
     """Who starts producers. embedded: nobody; the run's own workers prepare samples, or producers
-    that are there. ray: rank 0 starts Ray actors (`pip install "torchmm[ray]"`), in the cluster of
+    that are there. ray: rank 0 starts Ray actors (`pip install -e '.[ray]'`), in the cluster of
     the environment variable RAY_ADDRESS or one on this machine; Ray starts those again that die."""
     count: int = Field(default=1, ge=1)
     """Producers that the engine starts."""
@@ -84,7 +84,7 @@ class StorageConfig(Section):
 
 class VideoConfig(Section):
     """Frames of a clip are evenly spaced and depend only on its length: the same in every
-    epoch, on every rank. Needs `pip install "torchmm[video]"`."""
+    epoch, on every rank. Needs `pip install -e '.[video]'`."""
 
     fps: float = Field(default=2.0, gt=0)
     """Frames per second that are read, within the limits below. Encoders whose patches span

@@ -146,7 +146,7 @@ class GeneratorConfig(Section):
     """A diffusion transformer after the LLM, which draws images (or clips) from its hidden states.
 
     It works on pixels, or on latents of an autoencoder, and learns by flow matching. Needs
-    `pip install "torchmm[generation]"`.
+    `pip install -e '.[generation]'`.
     """
 
     source: str | None = None

@@ -44,8 +44,10 @@ __all__ = [
     "MeshSizes",
     "check_recipe",
     "dump_recipe",
+    "find_recipe",
     "list_recipes",
     "load_recipe",
+    "recipes_directory",
     "resolve_sizes",
 ]
 
@@ -70,8 +72,9 @@ def load_recipe(
 ) -> LoadedRecipe:
     """Read a recipe file, its bases and overrides such as `["--training.steps", "20"]`.
 
-    With `world_size` (number of ranks) the values are checked too, see `check_recipe`, and
-    problems of both kinds are reported together; None: no value checks (`--print-config`).
+    `path` and bases may be names of recipes that come with torchmm, see `find_recipe`. If
+    `world_size` (number of ranks) is not None, the values are checked too, see `check_recipe`, and
+    problems of both kinds are reported together.
 
     Raises:
         ConfigError: with every problem found.
@@ -79,7 +82,7 @@ def load_recipe(
     table: Table = {}
     origins: dict[str, str] = {}
     problems: list[str] = []
-    for file, content in _read_chain(Path(path), problems):
+    for file, content in _read_chain(find_recipe(Path(path)), problems):
         _merge_layer(table, content, str(file), origins, problems)
     given: Table = {}
     for key_path, value in _parse_overrides(overrides, problems):
@@ -135,6 +138,43 @@ def dotted_values(tables: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+def recipes_directory() -> Path:
+    """Return the directory of the recipes that come with torchmm.
+
+    A wheel has them inside of the package, a clone next to it.
+    """
+    package = Path(__file__).parents[1]
+    packaged = package / "recipes"
+    return packaged if packaged.is_dir() else package.parent / "recipes"
+
+
+def find_recipe(name: Path, directory: Path = Path()) -> Path:
+    """Return a file, or the recipe of that name that comes with torchmm.
+
+    `zoo/NAME`, `zoo/NAME.toml` and `recipes/zoo/NAME.toml` name the same packaged recipe. A file
+    has precedence over a packaged recipe. Without either, return the path of the file.
+
+    Args:
+        name: File or name.
+        directory: Directory of relative files.
+    """
+    file = directory / name
+    if name.is_absolute() or not name.name or ".." in name.parts or _is_file(file):
+        return file
+    parts = name.parts[1:] if name.parts[0] == "recipes" else name.parts
+    packaged = recipes_directory().joinpath(*parts)
+    if packaged.suffix != ".toml":
+        packaged = packaged.with_name(f"{packaged.name}.toml")
+    return packaged if _is_file(packaged) else file
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
+
+
 def list_recipes(folder: Path) -> list[tuple[Path, str]]:
     """The recipes below a folder, by name, and what each says of itself: the comment that its file
     begins with, up to the first blank line. Those without a name are bases of others."""
@@ -180,7 +220,7 @@ def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
         if base is not None and not isinstance(base, str):
             problems.append(f"{file}: base = {shorten(base)}: must be one file name in quotes")
             base = None
-        file = None if base is None else file.parent / base
+        file = None if base is None else find_recipe(Path(base), file.parent)
     return chain[::-1]
 
 

@@ -225,7 +225,7 @@ def build_run(
             logger.warning(warning)
     data = open_data(run, model, tokenizer, streams)  # weights need not load for data that are none
     if mesh.rank == 0:
-        logger.info("%s\n%s (scripts/inspect_data.py shows them)", *data.training.digest())
+        logger.info("%s\n%s (`torchmm inspect` shows them)", *data.training.digest())
         _log_length(run, model, data.training, logger)
     pipeline, compilation = fill_model(run, model, mesh, cut)
     layerwise = pipeline.sharding == "layer"

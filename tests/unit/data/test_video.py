@@ -210,7 +210,7 @@ def test_positions_equal_hugging_faces(seconds: float) -> None:
 def test_the_library_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     data = clip_of(4)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'torchmm\[video\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[video\]'"):
         Clip(data, PIXELS)
 
 

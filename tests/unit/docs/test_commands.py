@@ -9,6 +9,7 @@ reads them, with the command's overrides and for its number of ranks. Commands o
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import runpy
 import shlex
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from torchmm.commands.main import COMMANDS
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.read import load_recipe
 
@@ -32,6 +34,7 @@ STAND_INS = {
     "recipes/lora.toml": "recipes/zoo/qwen3_vl_8b_lora.toml",
     "recipes/connector.toml": "recipes/zoo/llava_1_5_7b_connector.toml",
     "recipes/instruct.toml": "recipes/zoo/llava_1_5_7b.toml",
+    "mine.toml": "recipes/quickstart.toml",
     "recipe.toml": "recipes/quickstart.toml",
     "planned.toml": "recipes/papers/disttrain_mllm_72b.toml",
     "RECIPE": "recipes/quickstart_disaggregated.toml",
@@ -83,7 +86,23 @@ def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
         AssertionError: the parser refused them, or the program did not come to parse anything.
     """
     file = ROOT / (f"{path.replace('.', '/')}.py" if module else path)
-    assert re.search(r"ArgumentParser\(|make_parser\(|_parser\(", file.read_text()), path
+    command = r"ArgumentParser\(|make_parser\(|_parser\(|torchmm\.commands"
+    assert re.search(command, file.read_text()), path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [path, *arguments])
+        patch.delitem(sys.modules, path, raising=False)  # runpy warns of what was imported
+        patch.syspath_prepend(str(file.parent))
+        if module:
+            return parsed_by(patch, lambda: runpy.run_module(path, run_name="__main__"))
+        return parsed_by(patch, lambda: runpy.run_path(str(ROOT / path), run_name="__main__"))
+
+
+def parsed_by(patch: pytest.MonkeyPatch, program: Callable[[], object]) -> Parsed:
+    """Run a program until its own parser has parsed the arguments, and return its result.
+
+    Raises:
+        AssertionError: The parser rejected the arguments, or the program parsed nothing.
+    """
     known = argparse.ArgumentParser.parse_known_args
 
     def parse_known(self, args=None, namespace=None):
@@ -95,22 +114,15 @@ def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
             self.error(f"unknown: {rest}")
         raise Parsed(values, [])
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_all)
-        patch.setattr(sys, "argv", [path, *arguments])
-        patch.delitem(sys.modules, path, raising=False)  # runpy warns of what was imported
-        patch.syspath_prepend(str(file.parent))
-        try:
-            if module:
-                runpy.run_module(path, run_name="__main__")
-            else:
-                runpy.run_path(str(ROOT / path), run_name="__main__")
-        except Parsed as parsed:
-            return parsed
-        except SystemExit as stop:
-            raise AssertionError(f"{path} {shlex.join(arguments)}: exit code {stop.code}") from None
-    raise AssertionError(f"{path} parses nothing")
+    patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_known)
+    patch.setattr(argparse.ArgumentParser, "parse_args", parse_all)
+    try:
+        program()
+    except Parsed as parsed:
+        return parsed
+    except SystemExit as stop:
+        raise AssertionError(f"exit code {stop.code}") from None
+    raise AssertionError("the program parses nothing")
 
 
 def check_program(words: list[str], ranks: int | None = None) -> None:
@@ -143,7 +155,25 @@ def check_torchrun(words: list[str]) -> None:
     nodes, each = int(options.nnodes.split(":")[-1]), int(options.nproc_per_node)
     given = any(word.startswith("--nproc") for word in words)
     ranks = nodes * each if given else 2
+    if options.module:
+        assert options.training_script == "torchmm"
+        check_torchmm(options.training_script_args, ranks)
+        return
     check_program([options.training_script, *options.training_script_args], ranks)
+
+
+def check_torchmm(words: list[str], ranks: int | None = None) -> None:
+    """`torchmm COMMAND ARGUMENTS`, by the program of the command."""
+    name, *arguments = words
+    module, _ = COMMANDS[name]
+    command = importlib.import_module(f"torchmm.commands.{module}")
+    with pytest.MonkeyPatch.context() as patch:
+        parsed = parsed_by(patch, lambda: command.main(arguments, f"torchmm {name}"))
+    config = getattr(parsed.values, "config", None)
+    if config is None:
+        assert not parsed.rest, parsed.rest
+        return
+    load_recipe(STAND_INS.get(config, config), parsed.rest, None if config in STAND_INS else ranks)
 
 
 def check_sbatch(words: list[str]) -> None:
@@ -190,6 +220,7 @@ CHECKS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "python -m pytest": (check_pytest, "files exist; CI runs them with all others"),
     "python": (check_program, "arguments by its own parser; its recipe with overrides and ranks"),
     "torchrun": (check_torchrun, "torchrun's parser, then as `python` on that many ranks"),
+    "torchmm": (check_torchmm, "as `python`; `torchrun -m torchmm` on that many ranks"),
     "sbatch": (check_sbatch, "what it starts, as `python` on 8 ranks a node"),
     "pip": (check_pip, "extras and lock files exist"),
     "./scripts/quickstart.sh": (
@@ -249,6 +280,11 @@ def test_every_command_would_run(command):
         "pip install -e '.[gone]'",
         "./scripts/gone.sh",
         "make everything",
+        "torchmm gone",
+        "torchmm train zoo/gone",
+        "torchmm train quickstart --training.stepz 3",
+        "torchmm simulate quickstart --gpu-count 3",
+        "torchrun --nproc-per-node 3 -m torchmm train quickstart",
         "sbatch --nodes 1 --wrap 'python scripts/gone.py'",
     ],
 )

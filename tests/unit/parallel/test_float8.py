@@ -82,7 +82,7 @@ def test_a_device_with_float8_products_is_taken(monkeypatch: pytest.MonkeyPatch)
 def test_torchao_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
     (problem,) = float8_problems([text_model("llama").llm], EMULATED, CPU)
-    assert "pip install 'torchmm[float8]'" in problem
+    assert "pip install -e '.[float8]'" in problem
 
 
 def products(recipe: str, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:

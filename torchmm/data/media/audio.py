@@ -25,7 +25,7 @@ import transformers
 from numpy.lib.stride_tricks import sliding_window_view
 
 from torchmm.common.batch import ImageMeta, ImageSpec, SoundChunks
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, install_command
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.columns import MAX_SAMPLING_RATE
 
@@ -71,7 +71,7 @@ class AudioPreprocessor:
             )
         if importlib.util.find_spec("soundfile") is None:
             raise ConfigError(
-                f"encoder {spec.encoder!r} hears sounds; pip install 'torchmm[audio]'"
+                f"encoder {spec.encoder!r} needs soundfile; {install_command('audio')}"
             )
 
     def meta(self, data: bytes) -> ImageMeta:

@@ -41,7 +41,7 @@ from PIL import Image
 
 from torchmm.common.batch import ImageMeta, Marks, TextSpec
 from torchmm.common.dtypes import ByteValues
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, install_command
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.media.images import MAX_ASPECT_RATIO, ImagePreprocessor, to_rgb
 from torchmm.recipe.data_section import VideoConfig
@@ -74,7 +74,7 @@ class Clip:
 
     def __init__(self, data: bytes, max_pixels: int) -> None:
         if importlib.util.find_spec("av") is None:
-            raise ConfigError("the data have clips; pip install 'torchmm[video]' (PyAV)")
+            raise ConfigError(f"videos in the data need PyAV; {install_command('video')}")
         self.data = data
         self._max_pixels = max_pixels
         with self._opened() as (container, stream):

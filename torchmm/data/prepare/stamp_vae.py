@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.nn import functional
 
-from torchmm.common.errors import DataError
+from torchmm.common.errors import DataError, install_command
 from torchmm.common.log import worked
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.prepare.manifest import new_directory, record
@@ -64,7 +64,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     try:
         from diffusers import AutoencoderKL  # noqa: PLC0415 - optional
     except ImportError as error:
-        raise DataError(f"{NAME} needs diffusers; pip install 'torchmm[generation]'") from error
+        raise DataError(f"{NAME} needs diffusers; {install_command('generation')}") from error
     source = output / "tuxpaint_stamps"
     if not source.is_dir():
         raise DataError(f"{source} is missing; prepare tuxpaint_stamps too")

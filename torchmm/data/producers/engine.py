@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, install_command
 from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -39,6 +39,8 @@ def started_producers(
     try:
         from torchmm.data.producers.ray_actors import RayProducers  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ConfigError('data.producers.engine = "ray": pip install "torchmm[ray]"') from error
+        raise ConfigError(
+            f'data.producers.engine = "ray": Ray is not installed; {install_command("ray")}'
+        ) from error
     with closing(RayProducers(data, training, specs)):
         yield

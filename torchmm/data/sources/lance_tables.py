@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sample_files import row_of
@@ -88,7 +88,7 @@ class LanceSource:
                 import lance  # noqa: PLC0415 - an extra
             except ImportError as error:
                 raise ConfigError(
-                    f'source {self._path!r}: Lance tables need `pip install "torchmm[lance]"`'
+                    f"source {self._path!r}: Lance tables need pylance; {install_command('lance')}"
                 ) from error
             self._table = lance.dataset(self._path, version=self._version)
         return self._table

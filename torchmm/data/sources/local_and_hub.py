@@ -294,7 +294,7 @@ def resolve_files(
     if not candidates:
         raise DataError(
             f"source {config.path!r}: no such file, directory or glob. Prepare it "
-            "(python scripts/prepare_data.py --help) or correct `path` in [[data.sources]]"
+            "(torchmm prepare-data --help) or correct `path` in [[data.sources]]"
         )
     kinds = [config.format] if config.format != "auto" else _kinds_by_suffix(candidates)
     for kind in kinds:

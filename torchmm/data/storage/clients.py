@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import fsspec
 
-from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.common.files import replace_atomically, sync_directory
 from torchmm.data.storage.addresses import split_address, without_secrets
 
@@ -249,7 +249,7 @@ class _ObjectStore:
             import obstore.store  # noqa: PLC0415
         except ImportError as error:
             raise ConfigError(
-                f'{root}: reading it needs `pip install "torchmm[storage]"` (obstore)'
+                f"{root}: reading it needs obstore; {install_command('storage')}"
             ) from error
         self._obstore: Any = obstore
         # Encryption may only be left out where the user's own address of the server says so.

@@ -139,12 +139,12 @@ def recipe_text(candidate: Candidate, source: str, device: str) -> str:
     step = candidate.forecast.step
     assert step is not None
     lines = [
-        f"Planned by scripts/plan.py from {source}: {candidate.method}, {candidate.sizes}, on",
+        f"Planned by torchmm plan from {source}: {candidate.method}, {candidate.sizes}, on",
         f"{candidate.devices} x {device}. Simulated step: {candidate.step_ms:,.1f} ms, MFU "
         f"{100 * candidate.forecast.mfu:.1f} %, {max(step.peak_bytes) / GIB:.1f} GiB "
         f"(at most {MEMORY_SHARE:.0%} of a device).",
         "",
-        f"  torchrun ... train.py --config THIS_FILE      with {candidate.devices} ranks",
+        f"  torchrun ... -m torchmm train THIS_FILE      with {candidate.devices} ranks",
     ]
     comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
     return f"{comment}\n{dump_recipe(candidate.recipe)}"

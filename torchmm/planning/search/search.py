@@ -260,7 +260,7 @@ def find_best(result: SearchResult, devices: int) -> Candidate:
         raise ConfigError(
             f"the search found no plan for {devices} devices before it reached its limit "
             f"({reasons}); use more devices or shorter sequences, or a higher --budget-s of "
-            "scripts/plan.py"
+            "torchmm plan"
         )
     raise ConfigError(
         f"no plan fits on {devices} devices ({reasons}); use more devices, shorter sequences, or "

@@ -78,7 +78,7 @@ class Export:
         if not config.is_file():
             raise ConfigError(
                 f"{directory} is no export: it has neither config.json nor {PARTS_FILE}; a run "
-                "writes one at its end, scripts/export.py one of a checkpoint"
+                "writes one at its end, `torchmm export` writes one of a checkpoint"
             )
         settings = json.loads(config.read_text())
         (kind,) = settings["architectures"]

@@ -259,7 +259,7 @@ def _use(
     if (directory / PARTS_FILE).exists():
         return [
             "Hugging Face has no class for this pair. Its parts are in separate folders, which",
-            "`scripts/generate.py` of torchmm reads. To continue training, set `source` in the",
+            "`torchmm generate` reads. To continue training, set `source` in the",
             f"`[model]` section of a recipe to this directory (`{PARTS_FILE}` lists the parts).",
         ]
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]

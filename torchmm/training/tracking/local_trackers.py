@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from torchmm.common.errors import ConfigError
+from torchmm.common.errors import ConfigError, install_command
 from torchmm.pipelining.view.draw import timeline_picture
 from torchmm.training.tracking.figures import Record, grouped
 from torchmm.training.tracking.run_files import RunFiles, Sample
@@ -80,7 +80,7 @@ def tensorboard_writer() -> Callable[..., Any]:
     except ImportError as error:
         raise ConfigError(
             f"metrics.tensorboard = true: TensorBoard cannot be imported ({error}); "
-            "pip install 'torchmm[tensorboard]' or set it to false"
+            f"{install_command('tensorboard')} or set it to false"
         ) from error
     return SummaryWriter
 

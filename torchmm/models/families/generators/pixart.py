@@ -8,7 +8,7 @@ A clip is one sequence of the patches of all its frames; for one frame, a family
 what its diffusers class does. Rejected: the classes' own forwards, in which a stage could not
 start in the middle, and which only know images.
 
-Needs diffusers (`pip install "torchmm[generation]"`), as nothing outside this folder does.
+Needs diffusers (`pip install -e '.[generation]'`), as nothing outside this folder does.
 
 Shape legend: N images, P patches of one image, L context tokens of one image, D features,
 V values of a patch (channels x rows x columns), E features of an embedded time.

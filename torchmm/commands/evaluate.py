@@ -1,0 +1,210 @@
+"""Score the texts that an exported model generates for held-out samples.
+
+    torchmm evaluate outputs/mine        # hf/ of a run, on its recipe's held-out sources
+    torchmm evaluate outputs/mine --export hf-ema --samples 500
+    torchmm evaluate exports/mine --recipe recipes/mine.toml
+    torchmm evaluate outputs/mine --tasks mmmu_val my_task --task-folder tasks --limit 200
+    torchmm evaluate exports/mine --data questions.jsonl --scores vqa_accuracy exact_match
+
+Hugging Face's `generate` writes the texts in batches, after the prompts of training. Only tasks of
+lmms-eval download data; they need scripts/lmms_eval.sh. Scores are printed and, if a run is named,
+added to its evaluations.jsonl. In a clone, `scripts/evaluate.py` takes the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from rich.table import Table
+
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.training_section import BenchmarksConfig, TrainingConfig, ValidationConfig
+from torchmm.training.evaluation import results
+from torchmm.training.evaluation.results import Evaluation
+
+if TYPE_CHECKING:
+    from torchmm.training.validation import GeneratedText
+
+SEQUENCE_LENGTH = 4096
+"""Of samples without a recipe."""
+
+
+class Target(NamedTuple):
+    """What is evaluated."""
+
+    export: Path
+    run_dir: Path | None
+    """Whose export it is, if a run was named."""
+
+
+class Held(NamedTuple):
+    """What it is evaluated on."""
+
+    data: DataConfig
+    training: TrainingConfig
+    validation: ValidationConfig
+
+
+def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    arguments = _parser(prog).parse_args(words)
+    log_to_console(make_console(stderr=True), only_progress=True)
+    try:
+        target = _target(arguments.model, arguments.export)
+        texts: list[GeneratedText] = []
+        if arguments.tasks:
+            evaluation = _answered(arguments, target)
+        else:
+            evaluation, texts = _written(arguments, target)
+        _show(evaluation)
+        _keep(evaluation, texts, target, arguments.json)
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _answered(arguments: argparse.Namespace, target: Target) -> Evaluation:
+    """Tasks of lmms-eval."""
+    config = BenchmarksConfig(
+        tasks=arguments.tasks,
+        folder=arguments.task_folder,
+        limit=arguments.limit,
+        batch_size=arguments.batch_size,
+        python=arguments.task_python,
+    )
+    if not Path(config.python).is_file():
+        raise ConfigError(f"{config.python}: no such program; run scripts/lmms_eval.sh")
+    with loading():
+        from torchmm.training.evaluation import benchmarks
+
+    with tempfile.TemporaryDirectory() as scratch, working("answering"):
+        output = Path(scratch) / "scores.json"
+        return benchmarks.answer(config, target.export, output, _step(target))
+
+
+def _written(
+    arguments: argparse.Namespace, target: Target
+) -> tuple[Evaluation, list[GeneratedText]]:
+    """Texts for held-out samples."""
+    with tempfile.TemporaryDirectory() as scratch:
+        held = _held(arguments, target, scratch)
+        with loading():
+            import transformers
+
+            from torchmm.training.evaluation.exported import Export, Writing, write_texts
+            from torchmm.training.validation import source_scores
+
+        transformers.logging.set_verbosity_error()
+        writing = Writing(
+            arguments.samples,
+            arguments.max_new_tokens or held.validation.max_new_tokens,
+            arguments.batch_size,
+        )
+        with working("answering"):
+            texts = write_texts(Export.read(target.export), held.data, held.training, writing)
+    scores = source_scores(texts, held.data.validation)
+    samples = dict(Counter(text.source for text in texts))
+    return Evaluation(str(target.export), _step(target), scores, samples), texts
+
+
+def _parser(prog: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", type=Path, help="an exported directory, or that of a run")
+    add("--export", default="hf", metavar="NAME", help="of a run (%(default)s)")
+    add("--recipe", type=Path, metavar="FILE", help="whose held-out sources are used")
+    add("--data", nargs="+", default=[], metavar="PATH", help="sources instead of a recipe's")
+    add("--prompt", default="", help="with --data: text after the picture of a caption")
+    add("--scores", nargs="+", choices=get_args(Score), help="instead of the sources' own")
+    add("--samples", type=int, default=100, metavar="N", help="of all sources together (100)")
+    add("--max-new-tokens", type=int, metavar="N", help="of a text; default: as the recipe says")
+    add("--batch-size", type=int, default=8, metavar="N", help="written together (8)")
+    add("--tasks", nargs="+", default=[], metavar="NAME", help="of lmms-eval, instead of sources")
+    add("--task-folder", metavar="DIR", help="of further tasks")
+    add("--task-python", default=".lmms-eval/bin/python", help="has lmms-eval (%(default)s)")
+    add("--limit", type=int, metavar="N", help="questions of each task")
+    add("--json", type=Path, metavar="FILE", help="where scores and texts go besides")
+    return parser
+
+
+def _target(model: Path, export: str) -> Target:
+    if not (model / "recipe.toml").is_file():
+        return Target(model, None)
+    directory = model / export
+    if not directory.is_dir():
+        found = sorted(p.name for p in model.glob("hf*") if p.is_dir()) or ["none"]
+        raise ConfigError(
+            f"{directory}: no such export; there are: {', '.join(found)}. `torchmm "
+            "export` writes one of a checkpoint"
+        )
+    return Target(directory, model)
+
+
+def _held(arguments: argparse.Namespace, target: Target, scratch: str) -> Held:
+    """Held-out sources, and how they are to be scored."""
+    if arguments.data:
+        sources = [SourceConfig(path=path, prompt=arguments.prompt) for path in arguments.data]
+        data = DataConfig(validation=sources, index_cache=scratch)
+        held = Held(data, TrainingConfig(sequence_length=SEQUENCE_LENGTH), ValidationConfig())
+    else:
+        file = arguments.recipe or (target.run_dir and target.run_dir / "recipe.toml")
+        if file is None:
+            raise ConfigError("nothing to evaluate on: name --data, or a --recipe, or a run")
+        recipe = load_recipe(file, []).recipe
+        held = Held(recipe.data, recipe.training, recipe.validation)
+    sources = held.data.validation
+    if not sources:
+        raise ConfigError(f"{file}: has no held-out source; add a [[data.validation]] table")
+    if arguments.scores:
+        sources = [s.model_copy(update={"scores": arguments.scores}) for s in sources]
+    if not any(source.scores for source in sources):
+        raise ConfigError(
+            "no source says how it is scored: name --scores, or set `scores` in a "
+            f"[[data.validation]] table; known: {', '.join(get_args(Score))}"
+        )
+    return held._replace(data=held.data.model_copy(update={"validation": sources}))
+
+
+def _step(target: Target) -> int | None:
+    """After which the export was written, as its card says."""
+    card = target.export / "README.md"
+    found = re.search(r"^- step ([\d,]+) of", card.read_text(), re.M) if card.is_file() else None
+    return int(found[1].replace(",", "")) if found else None
+
+
+def _show(evaluation: Evaluation) -> None:
+    after = "" if evaluation.step is None else f" after step {evaluation.step}"
+    table = Table(title=f"{evaluation.export}{after}", title_justify="left")
+    table.add_column("source")
+    table.add_column("score")
+    table.add_column("value", justify="right")
+    table.add_column("samples", justify="right")
+    for name, value in evaluation.scores.items():
+        source, _, kind = name.rpartition("/")
+        table.add_row(source, kind, f"{value:.4f}", str(evaluation.samples.get(source, "")))
+    make_console().print(table)
+
+
+def _keep(
+    evaluation: Evaluation, texts: Sequence[GeneratedText], target: Target, file: Path | None
+) -> None:
+    if target.run_dir is not None:
+        results.append(target.run_dir, evaluation)
+    if file is not None:
+        content = {**asdict(evaluation), "texts": [asdict(text) for text in texts]}
+        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,118 @@
+"""Write the model of a checkpoint as a Hugging Face directory, on any machine, without GPUs.
+
+    torchmm export outputs/mine                      # its newest checkpoint
+    torchmm export outputs/mine/checkpoints/step-400 --output mine --dtype bfloat16
+    torchmm export outputs/mine --adapters apart     # PEFT files
+    torchmm export outputs/mine --ema                # averaged weights (`ema_decay`)
+    torchmm export outputs/mine --push me/mine --private
+
+The checkpoint may have any layout. Tensors are assembled one by one in files next to the export, so
+neither the model nor the shard of a rank has to fit into memory. transformers' `from_pretrained`
+opens the directory if the model has a class there, and torchmm opens it as `[model] source`. In a
+clone, `scripts/export.py` takes the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchmm.common.errors import CheckpointError, ConfigError, TorchmmError
+from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.training.checkpoint.manifest import checkpoints_at, step_of
+
+EXPORT_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint (step-N) or a run directory")
+    parser.add_argument("--output", type=Path, help="default: hf-N or hf-N-ema, by the checkpoints")
+    parser.add_argument("--dtype", choices=EXPORT_DTYPES, help="default: as it was trained")
+    parser.add_argument(
+        "--adapters", choices=("merged", "apart"), default="merged", help="where there are any"
+    )
+    parser.add_argument("--ema", action="store_true", help="the averaged weights")
+    parser.add_argument("--shard-gb", type=float, default=5.0, help="of the largest file (5)")
+    parser.add_argument("--push", metavar="OWNER/NAME", help="upload it to Hugging Face's hub")
+    parser.add_argument("--private", action="store_true", help="if that is a new repository")
+    options = parser.parse_args(arguments)
+    log_to_console(make_console(stderr=True))
+    try:
+        output = export(
+            options.checkpoint,
+            options.output,
+            dtype=options.dtype,
+            adapters=options.adapters,
+            ema=options.ema,
+            shard_gb=options.shard_gb,
+        )
+        print(f"{output} is complete")
+        if options.push is not None:
+            from torchmm.training.exports.checkpoint import push
+
+            with working("uploading"):
+                place = push(output, options.push, options.private)
+            print(f"uploaded to {place}")
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def export(
+    checkpoint: Path | str,
+    output: Path | str | None = None,
+    *,
+    dtype: str | None = None,
+    adapters: str = "merged",
+    ema: bool = False,
+    shard_gb: float = 5.0,
+) -> Path:
+    """Write a checkpoint as a Hugging Face directory, and return the directory.
+
+    Args:
+        checkpoint: Checkpoint (step-N), or the directory of a run, whose newest one is used.
+        output: Directory to create. If None, use hf-N (hf-N-ema) in the directory of the run.
+        dtype: "bfloat16", "float16" or "float32". If None, use the dtype of the parameters.
+        adapters: "merged" into the weights, or "apart" as PEFT files.
+        ema: Whether to export the weights averaged over steps.
+        shard_gb: Maximum size of a weight file in GB.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it is damaged.
+        ConfigError: An argument is invalid, or the directory exists.
+    """
+    if dtype not in (None, *EXPORT_DTYPES):
+        raise ConfigError(f"dtype = {dtype!r} is invalid; use one of: {', '.join(EXPORT_DTYPES)}")
+    if adapters not in ("merged", "apart"):
+        raise ConfigError(f'adapters = {adapters!r} is invalid; use "merged" or "apart"')
+    with loading():
+        from transformers.utils.logging import disable_progress_bar
+
+        from torchmm.common.dtypes import DTYPES
+        from torchmm.training.exports.checkpoint import export_checkpoint
+
+    disable_progress_bar()  # `working` reports progress
+    found = checkpoints_at(Path(checkpoint).resolve())
+    if not found:
+        raise CheckpointError(f"no checkpoint in {checkpoint}")
+    path = found[0]
+    name = f"hf-{step_of(path)}{'-ema' if ema else ''}"
+    directory = path.parent.parent / name if output is None else Path(output)
+    print(f"exporting {path} to {directory}")
+    with working("exporting"):
+        export_checkpoint(
+            path,
+            directory,
+            dtype=None if dtype is None else DTYPES[dtype],
+            shard_bytes=int(shard_gb * 1e9),
+            apart=adapters == "apart",
+            averaged=ema,
+        )
+    return directory

@@ -1,0 +1,266 @@
+"""Generate texts for images, audio, videos, words and chats with a trained model, or images.
+
+    torchmm generate outputs/mine picture.png more.jpg           # one text for each file
+    torchmm generate outputs/mine a.png --prompt "A photo of" --prompt "The colour is"
+    torchmm generate outputs/mine a.png b.png --together --prompt "Compare." --template
+    torchmm generate outputs/mine --prompt "Once upon a time" --temperature 0.8 --seed 3
+    torchmm generate outputs/mine --chats chats.jsonl --json     # the next answer of each
+    torchmm generate outputs/mine --chat                         # talk to it
+    torchmm generate outputs/mine --prompt "A red fish" --draw pictures/
+
+The model is a run (its newest checkpoint, or its export), a checkpoint (step-N) or an export: a
+Hugging Face directory, or, for pairs that have no Hugging Face class, a directory of parts with
+`torchmm.json`. What is asked is prepared exactly as data are in training. Without --temperature the
+likeliest token is chosen each time. In a clone, `scripts/generate.py` takes the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.log import loading, log_to_console, make_console, working
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchmm.training.text.opened import Writer
+    from torchmm.training.text.prompts import Request
+    from torchmm.training.text.sampling import Sampling
+
+COMMANDS = "/file FILE adds a file to what you say next, /new begins anew, /end ends"
+
+
+def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    parser = _parser(prog)
+    arguments = parser.parse_args(words)
+    log_to_console(make_console(stderr=True), only_progress=True)
+    with loading():
+        from torchmm.common.dtypes import DTYPES
+        from torchmm.training.text.opened import answers_chats, open_writer
+        from torchmm.training.text.sampling import Sampling
+
+    try:
+        sampling = Sampling(
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            repetition_penalty=arguments.repetition_penalty,
+            seed=arguments.seed,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        talks = arguments.chat and arguments.draw is None
+        if arguments.template is None and arguments.draw is None:
+            arguments.template = answers_chats(arguments.model)
+        requests = [] if talks else _requests(arguments)
+        with working("opening the model"):
+            writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
+        if arguments.draw is not None:
+            _draw(writer, requests, arguments)
+        elif arguments.chat:
+            _talk(writer, sampling, arguments)
+        else:
+            _answer(writer, requests, sampling, arguments)
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parser(prog: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="run, checkpoint or export")
+    parser.add_argument("files", type=Path, nargs="*", help="pictures, sounds, clips")
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument(
+        "--prompt", action="append", default=[], metavar="WORDS", help="after the files; repeatable"
+    )
+    asked.add_argument("--together", action="store_true", help="all files before each prompt")
+    asked.add_argument(
+        "--template",
+        action=argparse.BooleanOptionalAction,
+        help="send the prompt as a user's message, in the chat template (default: if the model was "
+        "trained on chats)",
+    )
+    asked.add_argument("--chats", type=Path, help="JSON or JSON lines with messages")
+    asked.add_argument("--chat", action="store_true", help="talk; files are of the first message")
+    asked.add_argument(
+        "--draw", type=Path, metavar="DIR", help="draw a picture for each prompt into DIR instead"
+    )
+    chosen = parser.add_argument_group("how tokens are chosen")
+    chosen.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="%(default)s")
+    chosen.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest"
+    )
+    chosen.add_argument("--top-k", type=int, default=0, metavar="K", help="0 (default): all")
+    chosen.add_argument("--top-p", type=float, default=1.0, metavar="P", help="%(default)s")
+    chosen.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="%(default)s: none"
+    )
+    chosen.add_argument("--seed", type=int, default=0, metavar="S", help="%(default)s")
+    how = parser.add_argument_group("how it runs")
+    how.add_argument(
+        "--denoising-steps", type=int, default=25, metavar="N", help="of a picture (%(default)s)"
+    )
+    how.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts at a time")
+    how.add_argument("--max-prompt-tokens", type=int, default=4096, metavar="N", help="%(default)s")
+    how.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="float32", help="%(default)s"
+    )
+    how.add_argument("--ema", action="store_true", help="a checkpoint's averaged weights")
+    how.add_argument("--stream", action="store_true", help="show a single text as it is written")
+    how.add_argument("--json", action="store_true", help="one JSON object per line")
+    return parser
+
+
+def _requests(arguments: argparse.Namespace) -> list[Request]:
+    from torchmm.training.text.prompts import read_chats, request_of
+
+    if arguments.draw is not None and (arguments.chats or arguments.chat or arguments.template):
+        raise ConfigError("--draw draws from words; leave --chat, --chats and --template out")
+    if arguments.chats is not None:
+        if arguments.files or arguments.prompt:
+            raise ConfigError("--chats has all that is asked; leave files and --prompt out")
+        return read_chats(arguments.chats)
+    files: list[list[Path]] = [arguments.files]
+    if arguments.files and not arguments.together:
+        files = [[file] for file in arguments.files]
+    return [
+        request_of(own, words, as_chat=arguments.template)
+        for own in files
+        for words in arguments.prompt or [""]
+    ]
+
+
+def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace) -> None:
+    from torchmm.training.text.pictures import draw_requests, save_picture
+
+    pictures = draw_requests(
+        writer,
+        requests,
+        steps=max(1, arguments.denoising_steps),
+        seed=arguments.seed,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+    )
+    arguments.draw.mkdir(parents=True, exist_ok=True)
+    for number, (request, frames) in enumerate(zip(requests, pictures, strict=True)):
+        file = save_picture(frames, arguments.draw / str(number))
+        if arguments.json:
+            print(json.dumps({"asked": request.label, "file": str(file)}), flush=True)
+        else:
+            print(f"{request.label}: {file}", flush=True)
+
+
+def _answer(
+    writer: Writer, requests: list[Request], sampling: Sampling, arguments: argparse.Namespace
+) -> None:
+    if arguments.stream and len(requests) == 1 and not arguments.json:
+        with _Stream(writer.tokenizer) as stream:
+            written = writer.write(
+                requests,
+                sampling,
+                max_prompt_tokens=arguments.max_prompt_tokens,
+                on_tokens=stream,
+            )
+            list(written)  # which shows it
+        return
+    texts = writer.write(
+        requests,
+        sampling,
+        together=max(1, arguments.batch_size),
+        max_prompt_tokens=arguments.max_prompt_tokens,
+    )
+    for request, text in zip(requests, texts, strict=True):
+        if arguments.json:
+            line = {"asked": request.label, "text": text}
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+        else:
+            print(f"{request.label}: {text}", flush=True)
+
+
+def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> None:
+    """Reads what a person says, line by line, until the end."""
+    from torchmm.training.text.prompts import chat_request, parts_of
+
+    print(COMMANDS, file=sys.stderr)
+    messages: list[dict[str, Any]] = []
+    files: list[Path] = [*arguments.files]
+    while (said := _line()) is not None:
+        command, _, rest = said.partition(" ")
+        if command == "/end":
+            return
+        if command == "/new":
+            messages, files = [], []
+            continue
+        if command == "/file":
+            files.append(Path(rest).expanduser())
+            continue
+        if not said:
+            continue
+        if missing := [str(file) for file in files if not file.is_file()]:
+            print(f"no such file: {', '.join(missing)}", file=sys.stderr)
+            files = [file for file in files if file.is_file()]
+            continue
+        asked = {"role": "user", "content": parts_of(files, said)}
+        request = chat_request("the chat", [*messages, asked], Path())
+        try:
+            with _Stream(writer.tokenizer) as stream:
+                [text] = writer.write(
+                    [request],
+                    sampling,
+                    max_prompt_tokens=arguments.max_prompt_tokens,
+                    on_tokens=stream,
+                )
+        except TorchmmError as error:
+            print(error, file=sys.stderr)
+            continue
+        except KeyboardInterrupt:  # the person has read enough
+            continue
+        files = []
+        if text.strip():  # a chat whose answers are empty is none that was trained on
+            messages += [asked, {"role": "assistant", "content": text}]
+
+
+def _line() -> str | None:
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)
+        return None
+
+
+class _Stream(AbstractContextManager["_Stream"]):
+    """Shows one text as it is written; until its first token, that what was asked is read."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from transformers import TextStreamer
+
+        self._streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        self._reading = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._reading.enter_context(working("reading what was asked"))
+        return self
+
+    def __call__(self, tokens: Mapping[int, int]) -> None:
+        import torch
+
+        self._reading.close()
+        for token in tokens.values():
+            self._streamer.put(torch.tensor([token]))
+
+    def __exit__(self, *error: object) -> None:
+        self._reading.close()
+        self._streamer.end()

@@ -1,0 +1,39 @@
+"""The program `torchmm`, also `python -m torchmm`: run one of its commands."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+COMMANDS = {
+    "train": ("train", "train the model of a recipe"),
+    "dry-run": ("dry_run", "show what a run would be, and simulate its first step"),
+    "inspect": ("inspect_data", "read the data of a recipe, and write a page with samples"),
+    "plan": ("plan", "search for the fastest parallel sizes on a cluster"),
+    "simulate": ("simulate", "predict time, MFU and memory of a step"),
+    "generate": ("generate", "generate texts or images with a trained model"),
+    "evaluate": ("evaluate", "score the texts that an export generates"),
+    "export": ("export", "write a checkpoint as a Hugging Face directory"),
+    "recipes": ("recipes", "list the recipes that come with torchmm"),
+    "prepare-data": ("prepare_data", "build the data sets of the quickstarts"),
+}
+"""Module in this folder and help text of each command."""
+
+
+def main() -> int:
+    """Run the command that the first argument names, and return its exit code."""
+    width = max(map(len, COMMANDS))
+    listed = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="torchmm",
+        description=f"Train multimodal LLMs.\n\ncommands:\n{listed}",
+        epilog="torchmm COMMAND --help shows the arguments of a command. To train on N GPUs of one "
+        "node:\n  torchrun --nproc-per-node N -m torchmm train RECIPE",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the above")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
+    options = parser.parse_args()
+    module, _ = COMMANDS[options.command]
+    command = import_module(f"torchmm.commands.{module}")
+    return int(command.main(options.arguments, f"torchmm {options.command}"))

@@ -1,0 +1,197 @@
+"""Plan a run on a cluster: find the fastest parallel sizes before anything is started.
+
+Simulates plans without a pipeline (FSDP2, HSDP, tensor, context and expert parallelism) and with
+one, prints the best plan of each method and why it is slower, and writes the best one as a recipe.
+Needs no GPU and no weights. In a clone, `scripts/plan.py` takes the same arguments.
+
+    torchmm plan zoo/siglip2_qwen3_8b --gpus 64 --out planned.toml
+    torchmm plan my.toml --gpus 64 --device h100 --placement fsdp chain
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchmm.commands.arguments import parse_recipe_arguments, recipe_parser
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.files import replace_atomically
+from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torchmm.planning.search.search import Candidate, SearchResult
+
+PLACEMENTS = {
+    "auto": ("fsdp", "chain", "separated", "colocated", "disaggregated"),
+    "interleaved": ("fsdp", "chain", "separated"),
+}
+"""Methods that a name of --placement stands for, besides the method of that name."""
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    parser = recipe_parser(__doc__, prog)
+    add = parser.add_argument
+    add("--gpus", type=int, help="number of devices (default: the recipe's [simulation] gpus)")
+    add("--device", help="name or profile file (default: the recipe's [simulation] device)")
+    add(
+        "--trials",
+        metavar="FILE",
+        help="measured times of modules, from scripts/profile_modules.py (simulation.trials)",
+    )
+    add("--global-batch-size", type=int, metavar="N", help="sequences per step (the recipe's)")
+    names = (*PLACEMENTS, *PLACEMENTS["auto"])
+    add(
+        "--placement",
+        nargs="+",
+        default=["auto"],
+        metavar="NAME",
+        choices=names,
+        help=f"methods to search: {', '.join(names)} (auto)",
+    )
+    add(
+        "--budget-s",
+        type=float,
+        metavar="S",
+        help="processor time of the search in seconds (10 for up to 64 GPUs, up to 100)",
+    )
+    add("--assumed", action="store_true", help="assume samples as [simulation] says, without data")
+    add("--out", type=Path, metavar="FILE", help="write the best plan as a recipe")
+    options, overrides = parse_recipe_arguments(parser, arguments)
+    try:
+        program = "torchmm dry-run" if prog else "python train.py --dry-run --config"
+        return _plan(options, overrides, program)
+    except TorchmmError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> int:
+    if options.global_batch_size is not None:
+        overrides += ["--training.global_batch_size", str(options.global_batch_size)]
+    if options.assumed:
+        overrides += ["--data.sources", "[]"]
+    if options.trials is not None:
+        overrides += ["--simulation.trials", options.trials]
+    recipe = load_recipe(options.config, overrides).recipe
+    log_to_console(make_console(stderr=True), only_progress=True)
+    result, cluster = _search(
+        recipe, options.gpus, options.device, options.placement, options.budget_s
+    )
+    from torchmm.planning.first_step import describe_samples
+    from torchmm.planning.search.report import certificate, result_tables
+    from torchmm.planning.search.search import find_best
+
+    best = find_best(result, cluster.devices)
+    console = make_console(width=170)
+    batch = recipe.training.global_batch_size
+    title = f"{cluster.devices} x {cluster.device}, global batch {batch}"
+    for table in result_tables(result, title):
+        console.print(table)
+    console.print(certificate(result), soft_wrap=True)
+    print(f"samples: {describe_samples(cluster.recipe)}")
+    if options.out is not None:
+        _write(options, best, cluster.device, program)
+    return 0
+
+
+def plan(
+    recipe: Recipe,
+    gpus: int | None = None,
+    device: str | None = None,
+    *,
+    placement: Sequence[str] = ("auto",),
+    budget_s: float | None = None,
+) -> Candidate:
+    """Return the fastest plan of a recipe on a cluster.
+
+    `step_ms`, `sizes` and `devices` of the result describe the plan, and `recipe` trains it.
+
+    Args:
+        recipe: Recipe to plan.
+        gpus: Number of devices. If None, use `simulation.gpus` of the recipe.
+        device: Name or profile file of a device. If None, use `simulation.device` of the recipe.
+        placement: Methods to search, as of `torchmm plan --placement`.
+        budget_s: Processor time of the search in seconds. If None, use 10 s for up to 64 devices
+            and up to 100 s for more.
+
+    Raises:
+        ConfigError: An argument is invalid, or no plan fits.
+    """
+    result, cluster = _search(recipe, gpus, device, placement, budget_s)
+    from torchmm.planning.search.search import find_best
+
+    return find_best(result, cluster.devices)
+
+
+class Cluster(NamedTuple):
+    """A cluster that a search was for.
+
+    Attributes:
+        recipe: Recipe with the device.
+        devices: Number of devices.
+        device: Name of the device.
+    """
+
+    recipe: Recipe
+    devices: int
+    device: str
+
+
+def _search(
+    recipe: Recipe,
+    gpus: int | None,
+    device: str | None,
+    placement: Sequence[str],
+    budget_s: float | None,
+) -> tuple[SearchResult, Cluster]:
+    devices = recipe.simulation.gpus if gpus is None else gpus
+    if devices < 1:
+        raise ConfigError(f"--gpus = {devices} is not positive; use 1 or more")
+    budget_s = default_budget_s(devices) if budget_s is None else budget_s
+    if budget_s < 0:
+        raise ConfigError(f"--budget-s = {budget_s} is negative; use 0 or more")
+    with loading():
+        from torchmm.balance.costs.profiles import load_profile
+        from torchmm.planning.search.search import search_plans
+
+    device = device or recipe.simulation.device
+    try:
+        profile = load_profile(device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from error
+    simulation = recipe.simulation.model_copy(update={"device": device})
+    recipe = recipe.model_copy(update={"simulation": simulation})
+    methods = [method for name in placement for method in PLACEMENTS.get(name, (name,))]
+    name = f"planning {devices} devices"
+    with working(name) as work:
+        result = search_plans(
+            recipe,
+            devices,
+            profile,
+            methods=methods,
+            budget_s=budget_s,
+            report=lambda text: work.now(f"{name}, {text}"),
+        )
+    return result, Cluster(recipe, devices, profile.device.name)
+
+
+def default_budget_s(devices: int) -> float:
+    """Return the processor time of a search: 10 s for up to 64 devices, 100 s for 1,296."""
+    return min(100.0, max(10.0, 10.0 + (devices - 64) * 90 / 1232))
+
+
+def _write(options: argparse.Namespace, best: Candidate, device: str, program: str) -> None:
+    """Write the recipe of the best plan."""
+    from torchmm.planning.search.report import recipe_text
+
+    text = recipe_text(best, str(options.config), device)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    replace_atomically(options.out, text.encode())
+    command = f"{program} {options.out} --world-size {best.devices}"
+    print(f"wrote {options.out} for {best.devices} ranks; check it with\n{command}")

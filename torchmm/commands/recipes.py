@@ -1,0 +1,39 @@
+"""List the recipes that come with torchmm, with the names that other commands accept."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+
+from torchmm.recipe import read
+from torchmm.recipe.recipe import Recipe
+
+
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    argparse.ArgumentParser(prog=prog, description=__doc__).parse_args(arguments)
+    print_recipes()
+    return 0
+
+
+def print_recipes() -> None:
+    """Print name and description of every recipe."""
+    directory = read.recipes_directory()
+    for file, text in read.list_recipes(directory):
+        print(file.relative_to(directory).with_suffix(""))
+        print(fill(text, 100, initial_indent="    ", subsequent_indent="    ") + "\n")
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of a file, or of a name that `torchmm recipes` lists.
+
+    Args:
+        path: TOML file or name.
+        overrides: Keys and values as on the command line: `["--training.steps", "20"]`.
+
+    Raises:
+        ConfigError: With every problem found.
+    """
+    return read.load_recipe(path, overrides).recipe
