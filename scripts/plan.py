@@ -21,7 +21,7 @@ from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
-    from torchmm.planning.search.search import Candidate
+    from torchmm.planning.search.result import Candidate
 
 PLACEMENTS = {
     "auto": ("fsdp", "chain", "separated", "colocated", "disaggregated"),
@@ -92,7 +92,8 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
         from torchmm.balance.costs.profiles import load_profile
         from torchmm.planning.first_step import describe_samples
         from torchmm.planning.search.report import certificate, result_tables
-        from torchmm.planning.search.search import find_best, search_plans
+        from torchmm.planning.search.result import find_best
+        from torchmm.planning.search.search import search_plans
 
     try:
         profile = load_profile(device)
