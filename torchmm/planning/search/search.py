@@ -47,6 +47,7 @@ from torchmm.planning.search.space import (
     shared_plans,
     with_memory_limit,
 )
+from torchmm.planning.segments import leaves_segments_open
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 
@@ -55,12 +56,14 @@ NEAR = 1.15
 RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
 TRIES, FIRST_SHARE = 12, 0.15
-"""Plans that a method simulates until one fits, and its share of the time, before other methods."""
+"""Plans that a method simulates until one fits, and its share of the time, before other methods.
+Every method simulates at least one plan."""
 PROMISE_MARGIN = 1.05
 """Plans with the sizes of a recipe are simulated if the bubble scheduler expects at most this
 factor of the step that it expects of the best one."""
-MAX_TASKS = 10_000
-"""Tasks of a pipeline with colocated encoders. The bubble scheduler takes 45 s for 17,000 tasks."""
+MAX_TASKS, TASKS_PER_S, TASKS_SHARE = 10_000, 380.0, 0.25
+"""Largest number of tasks of a pipeline with colocated encoders, tasks that the bubble scheduler
+places per second (measured: 17,000 in 45 s), and the share of the time that one plan may take."""
 SCREENED = 100
 """Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
 FIRST_REPORT_S = 1.0
@@ -122,9 +125,7 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         exact=exact, schedules=schedules, limits=limits, report=report,
         sized=recipe if own_sizes else None,
     )  # fmt: skip
-    own = None
-    if not (schedules or limits or own_sizes):
-        own = recipe_candidate(recipe, devices, profile, sample)
+    own = None if schedules or limits or own_sizes else recipe
     search.run([name for name in METHODS if name in methods], started + budget_s, effort, own)
     return search.result(time.thread_time() - started)
 
@@ -162,6 +163,8 @@ class _Search:
         self._complete = True
         self._budget_s = inf
         self._turns = 0
+        self._own: Recipe | None = None
+        """Recipe that is still to be simulated as it is."""
 
     @property
     def best_ms(self) -> float:
@@ -169,7 +172,7 @@ class _Search:
         return min((method.best_ms for method in self._methods.values()), default=inf)
 
     def run(
-        self, names: Sequence[str], deadline: float, effort: float, own: Candidate | None = None
+        self, names: Sequence[str], deadline: float, effort: float, own: Recipe | None = None
     ) -> None:
         """Simulate plans until none is left, or a limit is reached.
 
@@ -177,18 +180,10 @@ class _Search:
             names: Methods to search.
             deadline: Processor time of this thread at which the search stops, in seconds.
             effort: Limit of the number of simulated actions.
-            own: Simulated plan of the recipe itself, if it fits.
+            own: Recipe that is also simulated as it is.
         """
         self._methods = {name: MethodSearch(name) for name in names}
-        if own is not None and own.method in self._methods:
-            method = self._methods[own.method]
-            method.best = method.sure = own
-            method.simulated = method.considered = 1
-            method.known.add(own.plan.text)
-            if own.method in ("fsdp", "chain", "separated"):
-                first = recompute_modes(self._recipe)[0]
-                plan = own.plan.changed(activation_checkpoint__mode=first)
-                self._push(method, plan, own.plan, own.step_ms)
+        self._own = own
         self._improve(deadline, effort)
         for method in self._methods.values():
             if method.best is not None and method.best.is_short:
@@ -198,9 +193,18 @@ class _Search:
         started = time.thread_time()
         self._budget_s = deadline - started
         next_report = FIRST_REPORT_S
-        while (method := self._next_method()) is not None:
+        while True:
             elapsed = time.thread_time() - started
             spent = sum(each.spent for each in self._methods.values())
+            is_late = elapsed > self._budget_s / 2 or spent > effort / 2
+            if self._own is not None and (is_late or not leaves_segments_open(self._own.parallel)):
+                self._add_recipe(self._own)
+            method = self._next_method()
+            if method is None and self._own is not None:
+                self._add_recipe(self._own)
+                method = self._next_method()
+            if method is None:
+                return
             if time.thread_time() > deadline or spent > effort:
                 self._complete = False
                 return
@@ -215,6 +219,31 @@ class _Search:
             else:
                 self._extend(method)
             method.seconds += time.thread_time() - before
+
+    def _add_recipe(self, recipe: Recipe) -> None:
+        """Simulate a recipe as it is, and list it with its method.
+
+        This takes seconds if the run chooses segments, which is why such recipes are simulated in
+        the second half of the search.
+        """
+        self._own = None
+        own = recipe_candidate(recipe, self._devices, self._profile, self._sample)
+        if own is None or own.method not in self._methods:
+            return
+        method = self._methods[own.method]
+        assert own.forecast.step is not None
+        method.spent += len(own.forecast.step.records)
+        method.simulated += 1
+        method.considered += 1
+        method.known.add(own.plan.text)
+        if own.step_ms < method.best_ms:
+            method.best = own
+        if own.step_ms < method.sure_ms:
+            method.sure = own
+        if own.method in ("fsdp", "chain", "separated"):
+            first = recompute_modes(self._recipe)[0]
+            plan = own.plan.changed(activation_checkpoint__mode=first)
+            self._push(method, plan, own.plan, own.step_ms)
 
     def _next_method(self) -> MethodSearch | None:
         """Return the method whose plan is simulated next; None if no plan is left.
@@ -246,7 +275,8 @@ class _Search:
 
     def _has_tried(self, method: MethodSearch) -> bool:
         """Return True if a method has used its share of the search without a plan that fits."""
-        return method.simulated >= TRIES or method.seconds > FIRST_SHARE * self._budget_s
+        is_late = method.seconds > FIRST_SHARE * self._budget_s
+        return method.simulated >= (1 if is_late else TRIES)
 
     def _start(self, method: MethodSearch) -> None:
         """List the plans of a method."""
@@ -265,8 +295,9 @@ class _Search:
             method.name, self._recipe, self._devices, self._profile, self._sample,
             exact=self._exact,
         )  # fmt: skip
+        most = min(MAX_TASKS, TASKS_PER_S * TASKS_SHARE * self._budget_s)
         for plan in plans:
-            if method.name != "colocated" or self._tasks(plan) <= MAX_TASKS:
+            if method.name != "colocated" or self._tasks(plan) <= most:
                 self._push(method, plan)
 
     def _tasks(self, plan: Plan) -> int:
@@ -321,11 +352,14 @@ class _Search:
         if method.name == "disaggregated":
             self._push_draft(method, Draft(0.0, plan.text, plan, 0.0, is_rough=False))
             return
-        bound = self._bounds.bound(plan)
-        if bound.memory_bytes > self._limit_bytes:
+        memory_bytes = self._bounds.state_bytes(plan)
+        if memory_bytes <= self._limit_bytes:
+            bound = self._bounds.bound(plan)
+            memory_bytes = bound.memory_bytes
+        if memory_bytes > self._limit_bytes:
             method.known.add(plan.text)
             method.considered += 1
-            method.least_bytes = min(method.least_bytes, bound.memory_bytes)
+            method.least_bytes = min(method.least_bytes, memory_bytes)
             for other in self._with_more_recomputation(plan):
                 self._push(method, other, parent, parent_ms)
             return

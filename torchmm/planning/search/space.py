@@ -228,14 +228,15 @@ def shared_plans(
     contexts = _context_sizes(recipe)
     batch = recipe.training.global_batch_size
     own = recipe.training.microbatch_size
-    sizes = sorted({own, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2])})
+    most = max(own, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2]))
+    sizes = [size for size in microbatch_sizes(recipe) if size <= most]
     for tensor, pipeline, context, expert, size in product(
         tensors, pipelines, contexts, experts, sizes
     ):
         ranks = tensor * pipeline
         data = _data_parallel(devices // ranks, batch // size, max(context, expert), context)
         used = data * ranks
-        if batch % size or not data or used < LEAST_USED * devices or (exact and used < devices):
+        if not data or used < LEAST_USED * devices or (exact and used < devices):
             continue
         for shard in _shard_sizes(data, tensor, per_node):
             if shard % context or shard % expert:
@@ -261,6 +262,12 @@ def shared_plans(
             yield Plan(method, used, changes)
             if method == "fsdp" and batch > data // context * size:
                 yield Plan(method, used, {**changes, REDUCTION: "microbatch"})
+
+
+def microbatch_sizes(recipe: Recipe) -> list[int]:
+    """Return the numbers of sequences per microbatch that divide the global batch."""
+    sizes = {recipe.training.microbatch_size, *MICROBATCH_SIZES}
+    return sorted(size for size in sizes if recipe.training.global_batch_size % size == 0)
 
 
 def _arrangement(method: str, recipe: Recipe, sample: StepSample, context: int) -> dict[str, Value]:
