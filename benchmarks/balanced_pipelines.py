@@ -40,6 +40,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning.first_step import heaviest
 from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.search import search
+from torchmm.planning.search.result import Candidate, fits
 
 WORKLOADS = (
     Workload("recipes/papers/pipeweaver_vlm_s", 8),
@@ -108,7 +109,7 @@ def searched_plans(
     methods: Sequence[str],
     budget_s: float,
     forecaster: type[Forecaster] = Forecaster,
-) -> list[search.Candidate]:
+) -> list[Candidate]:
     """Return the best plan of each method.
 
     Args:
@@ -130,7 +131,7 @@ def searched_plans(
     return [result.best for result in found if result.best is not None]
 
 
-def simulated_s(plan: search.Candidate, sample: StepSample, forecaster: type[Forecaster]) -> float:
+def simulated_s(plan: Candidate, sample: StepSample, forecaster: type[Forecaster]) -> float:
     """Return the step of a plan in seconds; infinite if the plan does not fit."""
     recipe = plan.recipe
     profile = load_profile(recipe.simulation.device)
@@ -139,7 +140,7 @@ def simulated_s(plan: search.Candidate, sample: StepSample, forecaster: type[For
         forecast = simulated.forecast_parallel(recipe.parallel)
     except ConfigError:
         return float("inf")
-    if forecast.step is None or not search.fits(forecast.step):
+    if forecast.step is None or not fits(forecast.step):
         return float("inf")
     return forecast.iteration_ms / 1e3
 

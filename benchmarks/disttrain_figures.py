@@ -37,7 +37,8 @@ from torchmm.balance.orchestration.search import OrchestrationPlan
 from torchmm.balance.orchestration.space import Variant
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
 from torchmm.planning.search.disaggregated import plan_variants, sized_recipe
-from torchmm.planning.search.search import Candidate, SearchResult, fits, search_plans
+from torchmm.planning.search.result import Candidate, SearchResult, fits
+from torchmm.planning.search.search import search_plans
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 

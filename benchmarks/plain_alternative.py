@@ -53,7 +53,8 @@ from support.workloads import (
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.planning.forecast import StepSample
-from torchmm.planning.search.search import Candidate, search_plans
+from torchmm.planning.search.result import Candidate
+from torchmm.planning.search.search import search_plans
 
 BY_HAND = "by hand"
 PIPELINES = ("chain", "separated", "colocated", "disaggregated")

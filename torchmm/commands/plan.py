@@ -24,7 +24,7 @@ from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from torchmm.planning.search.search import Candidate, SearchResult
+    from torchmm.planning.search.result import Candidate, SearchResult
 
 PLACEMENTS = {
     "auto": ("fsdp", "chain", "separated", "colocated", "disaggregated"),
@@ -85,7 +85,7 @@ def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> in
     )
     from torchmm.planning.first_step import describe_samples
     from torchmm.planning.search.report import certificate, result_tables
-    from torchmm.planning.search.search import find_best
+    from torchmm.planning.search.result import find_best
 
     best = find_best(result, cluster.devices)
     console = make_console(width=170)
@@ -124,7 +124,7 @@ def plan(
         ConfigError: An argument is invalid, or no plan fits.
     """
     result, cluster = _search(recipe, gpus, device, placement, budget_s)
-    from torchmm.planning.search.search import find_best
+    from torchmm.planning.search.result import find_best
 
     return find_best(result, cluster.devices)
 

@@ -22,7 +22,7 @@ from torchmm.planning.resolved import recipe_model
 from torchmm.planning.run_length import estimate_pass_steps, length_lines, with_steps_of_epochs
 from torchmm.planning.search.recipe_plans import leaves_encoders_open
 from torchmm.planning.search.report import certificate
-from torchmm.planning.search.search import find_best
+from torchmm.planning.search.result import find_best
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.data_section import is_address
 from torchmm.recipe.recipe import Recipe

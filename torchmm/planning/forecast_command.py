@@ -14,7 +14,8 @@ from torchmm.common.log import make_console, working
 from torchmm.planning.forecast import Forecaster
 from torchmm.planning.placement import orchestrated
 from torchmm.planning.report import forecast_table, write_forecasts
-from torchmm.planning.search.search import Candidate, compare_schedules
+from torchmm.planning.search.result import Candidate
+from torchmm.planning.search.search import compare_schedules
 from torchmm.planning.search.space import describe_choices
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import SCHEDULES

@@ -15,7 +15,8 @@ from torchmm.planning.executions import simulated_profile
 from torchmm.planning.forecast import Forecaster, StepSample, choose_arrangement
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.search.recipe_plans import leaves_encoders_open
-from torchmm.planning.search.search import SearchResult, find_best, search_plans
+from torchmm.planning.search.result import SearchResult, find_best
+from torchmm.planning.search.search import search_plans
 from torchmm.recipe.recipe import Recipe
 
 EFFORT = 100_000

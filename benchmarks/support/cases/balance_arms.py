@@ -30,7 +30,7 @@ from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.reordering import arrangement, image_balance, join_packs, reordered
 from torchmm.planning.resolved import resolve
-from torchmm.planning.search.search import fits
+from torchmm.planning.search.result import fits
 from torchmm.planning.segments import chosen_segments
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe

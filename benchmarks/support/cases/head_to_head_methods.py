@@ -33,7 +33,8 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.executions import layer_tuning, module_executions
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
-from torchmm.planning.search.search import Candidate, search_plans
+from torchmm.planning.search.result import Candidate
+from torchmm.planning.search.search import search_plans
 from torchmm.planning.search.space import METHODS
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig

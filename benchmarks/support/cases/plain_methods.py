@@ -16,7 +16,7 @@ from torchmm.balance.costs.profiles import Profile
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
-from torchmm.planning.search.search import fits
+from torchmm.planning.search.result import fits
 from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
 

@@ -14,7 +14,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.search import disaggregated
 from torchmm.planning.search.disaggregated import plan_variants, sized_recipe
-from torchmm.planning.search.search import fits, search_plans
+from torchmm.planning.search.result import fits
+from torchmm.planning.search.search import search_plans
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 

@@ -16,10 +16,11 @@ from test_orchestration import PROFILE, RECIPE
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecaster, StepSample
-from torchmm.planning.search import search as searches
 from torchmm.planning.search.bounds import PlanBound, PlanBounds
+from torchmm.planning.search.method import LARGEST_GAIN, Draft, MethodSearch
 from torchmm.planning.search.report import certificate, recipe_text, why_slower
-from torchmm.planning.search.search import fits, search_plans
+from torchmm.planning.search.result import find_best, fits
+from torchmm.planning.search.search import search_plans
 from torchmm.planning.search.space import (
     METHODS,
     Plan,
@@ -195,7 +196,7 @@ def test_search_reports_a_cut_and_its_bound():
     assert not found.complete and found.best is None
     assert all(isinstance(reason, str) for reason in found.best_by_method.values())
     with pytest.raises(ConfigError, match="found no plan for 8 devices before") as raised:
-        searches.find_best(found, devices)
+        find_best(found, devices)
     assert "no plan fits" not in str(raised.value)
     assert "chain: no plan was simulated in time" in str(raised.value)
 
@@ -248,11 +249,11 @@ def test_plain_recipe_drops_recomputation_of_modules():
 
 def test_plans_with_the_lowest_estimate_come_first():
     """Sizes that cannot be the best with another schedule wait for neighbors of the best plan."""
-    method = searches._Method("separated", best=SimpleNamespace(step_ms=100.0))
-    slow, near = 101.0 / searches.LARGEST_GAIN, 99.0 / searches.LARGEST_GAIN
+    method = MethodSearch("separated", best=SimpleNamespace(step_ms=100.0))
+    slow, near = 101.0 / LARGEST_GAIN, 99.0 / LARGEST_GAIN
 
     def draft(text, estimate_ms, *, is_rough):
-        return searches._Draft(estimate_ms, text, Plan("separated", 8, {}), 1.0, is_rough)
+        return Draft(estimate_ms, text, Plan("separated", 8, {}), 1.0, is_rough)
 
     for name in ("first", "second"):
         method.push(draft(name, 100.0, is_rough=False))

@@ -101,14 +101,24 @@ def step_flops(
 ) -> NDArray[np.float64]:
     """Return the FLOPs of all modules, forward and backward, by microbatch (`microbatch_flops`)."""
     found_N = np.zeros(len(microbatches))
-    counts = [meta.used_tokens for meta in microbatches]
     for module in modules:
-        at, sizes = _useful_sizes(module, microbatches, counts)
-        if sizes is None:
-            continue
+        found_N += module_flops(modules, module, microbatches)
+    return found_N
+
+
+def module_flops(
+    modules: Sequence[ModuleDescription],
+    module: ModuleDescription,
+    microbatches: Sequence[MicrobatchMeta],
+) -> NDArray[np.float64]:
+    """Return the FLOPs of one of the modules, forward and backward, by microbatch."""
+    found_N = np.zeros(len(microbatches))
+    counts = [meta.used_tokens for meta in microbatches]
+    at, sizes = _useful_sizes(module, microbatches, counts)
+    if sizes is not None:
         blocks = stage_blocks(module, 0, len(module.layers))
         flops = pass_flops(blocks, sizes, _arriving(modules, module, microbatches)[at])
-        found_N[at] += np.round(flops.forward_N) + np.round(flops.inputs_N + flops.weights_N)
+        found_N[at] = np.round(flops.forward_N) + np.round(flops.inputs_N + flops.weights_N)
     return found_N
 
 

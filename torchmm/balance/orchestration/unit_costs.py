@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import log2
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ import numpy as np
 from torchmm.balance.compiled import Float64s
 from torchmm.balance.costs.devices import NETWORK
 from torchmm.balance.costs.execution import FLOAT32, Execution, Recompute, States
-from torchmm.balance.costs.flops import ModuleFlops, gradients_arrive, microbatch_flops
+from torchmm.balance.costs.flops import gradients_arrive, module_flops
 from torchmm.balance.costs.layers import stage_parameters
 from torchmm.balance.costs.model import ELEMENT_BYTES, CostModel
 from torchmm.balance.costs.operators import Profile
@@ -216,11 +215,6 @@ class Profiler:
     tensor_sizes: Sequence[int] = TENSOR_SIZES
     states: States = FLOAT32
 
-    @cached_property
-    def _flops(self) -> list[dict[str, ModuleFlops]]:
-        """FLOPs by pack and module."""
-        return [microbatch_flops(self.modules, pack) for pack in self.packs]
-
     def units(self) -> tuple[UnitCosts, ...]:
         """Costs of all modules.
 
@@ -251,7 +245,6 @@ class Profiler:
         seconds_N = found.seconds(fitting[0], units_N)
         parameters = stage_parameters(module, 0, len(module.layers), states=self.states)
         element_bytes = ELEMENT_BYTES[self.dtype]
-        flops = [own[module.name] for own in self._flops]
         # Encoders' last messages are the widest; what LLMs send beside hidden states ends after a
         # few layers.
         width = module.layers[0].hidden_size * (1 + len(module.taps) * (module.kind == "encoder"))
@@ -272,7 +265,7 @@ class Profiler:
             transfer_s=transfer_s,
             sync_s=sync_s,
             has_backward=found.has_backward,
-            flops=sum(f.forward + f.backward for f in flops) / len(flops),
+            flops=float(module_flops(self.modules, module, self.packs).mean()),
         )
 
     def _network_s(self, module: ModuleDescription, sent_bytes: float) -> tuple[float, float]:

@@ -8,7 +8,8 @@ from torchmm.common.faces import public
 __all__, __getattr__ = public(
     __name__,
     {
-        "search": ("Candidate", "SearchResult", "search_plans"),
+        "result": ("Candidate", "SearchResult"),
+        "search": ("search_plans",),
         "space": ("METHODS",),
     },
 )

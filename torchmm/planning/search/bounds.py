@@ -14,6 +14,7 @@ plans that run a module in the same way. The bound contains only what no schedul
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,14 @@ from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import StepSample
 from torchmm.planning.reordering import join_packs
 from torchmm.planning.resolved import resolve
-from torchmm.planning.search.space import IMAGES_AT_ONCE, REDUCTION, TUNED, Plan, planned_recipe
+from torchmm.planning.search.space import (
+    IMAGES_AT_ONCE,
+    REDUCTION,
+    TUNED,
+    Plan,
+    microbatch_sizes,
+    planned_recipe,
+)
 from torchmm.recipe.recipe import Recipe
 
 REGROUPED = 0.97
@@ -85,10 +93,9 @@ class PlanBounds:
         self._profile = profile
         self._sample = sample
         self._images: dict[str, float] = {}
-        self._metas: dict[int, list[MicrobatchMeta]] = {}
-        self._sizes: dict[tuple[str, int], tuple[Any, Any, Any]] = {}
-        self._costs: dict[tuple[str, Execution, int], StageCosts | None] = {}
-        self._times: dict[tuple[object, ...], _ModuleTimes] = {}
+        self._sizes: dict[str, tuple[Any, Any, Any]] = {}
+        self._costs: dict[tuple[str, Execution], StageCosts | None] = {}
+        self._times: dict[tuple[object, ...], dict[int, _ModuleTimes]] = {}
         self._models: dict[tuple[object, ...], CostModel] = {}
         self._sharing: dict[tuple[str, Execution, bool], _Sharing] = {}
 
@@ -103,6 +110,22 @@ class PlanBounds:
         if plan.recompute == TUNED:
             leanest = self._model(plan.changed(activation_checkpoint__mode="full"))
         return PlanBound(*self._step_ms(plan, model), self._memory_bytes(plan, leanest))
+
+    def state_bytes(self, plan: Plan) -> float:
+        """Return the memory of an average rank without activations, which is fast to compute.
+
+        Raises:
+            ConfigError: The sizes do not fit together.
+        """
+        model = self._model(plan)
+        microbatches = self._microbatches(plan)
+        each = plan.changes.get(REDUCTION) == "microbatch"
+        unsharded = plan.size("pipeline") > 1 or (microbatches > 1 and not each)
+        found = 0.0
+        for module in self._sample.modules:
+            shared = self._module_sharing(plan, module, model)
+            found += shared.state_bytes + unsharded * shared.gradient_bytes
+        return found / plan.size("pipeline")
 
     def _step_ms(self, plan: Plan, model: CostModel) -> tuple[float, float]:
         """Return the bound and the estimate of the step time."""
@@ -176,18 +199,11 @@ class PlanBounds:
     def _memory_bytes(self, plan: Plan, model: CostModel) -> float:
         """Return the memory of an average rank: states and the activations that it saves."""
         pipeline = plan.size("pipeline")
-        layerwise = pipeline == 1
-        microbatches = self._microbatches(plan)
-        each = plan.changes.get(REDUCTION) == "microbatch"
-        unsharded = not layerwise or (microbatches > 1 and not each)
-        waiting = min((pipeline + 1) / 2, microbatches)
-        found = 0.0
-        for module in self._sample.modules:
-            shared = self._module_sharing(plan, module, model)
-            states = shared.state_bytes + unsharded * shared.gradient_bytes
-            kept = self._module_times(plan, module, model).kept_bytes
-            found += (states + waiting * kept) / pipeline
-        return found
+        waiting = min((pipeline + 1) / 2, self._microbatches(plan))
+        kept_bytes = sum(
+            self._module_times(plan, module, model).kept_bytes for module in self._sample.modules
+        )
+        return self.state_bytes(plan) + waiting * kept_bytes / pipeline
 
     def _microbatches(self, plan: Plan) -> int:
         batch = self._recipe.training.global_batch_size
@@ -227,13 +243,10 @@ class PlanBounds:
         self, plan: Plan, module: ModuleDescription, model: CostModel
     ) -> _ModuleTimes:
         layerwise = plan.size("pipeline") == 1
-        execution = model.execution(module.name)
-        size = plan.microbatch_size
-        key = module.name, execution, size, layerwise
+        key = module.name, model.execution(module.name), layerwise
         if key not in self._times:
-            costs = self._module_costs(module, model, size)
-            self._times[key] = self._means(module, model, size, costs, layerwise=layerwise)
-        found = self._times[key]
+            self._times[key] = self._times_by_size(module, model, layerwise=layerwise)
+        found = self._times[key][plan.microbatch_size]
         context = plan.size("llm.context")
         if module.kind == "llm" or context == 1:
             return found
@@ -241,45 +254,48 @@ class PlanBounds:
         total_N, least_ms, kept_bytes = found
         return _ModuleTimes(total_N / context, least_ms / context, kept_bytes / context)
 
-    def _means(
-        self,
-        module: ModuleDescription,
-        model: CostModel,
-        size: int,
-        costs: StageCosts | None,
-        *,
-        layerwise: bool,
-    ) -> _ModuleTimes:
-        total_N = np.zeros(len(self._microbatches_of(size)))
-        if costs is None:
-            return _ModuleTimes(total_N, 0.0, 0.0)
-        execution = model.execution(module.name)
-        layers = len(module.layers)
-        shares = execution.shard > 1 or model.element_bytes < execution.states.weight
-        if layerwise and execution.uses_fsdp and shares:
-            gather = model.gather_work(module, 0, layers)
-            hides = self._profile.device.asynchronous
-            none = Work.none(len(costs.kept_bytes))
-            costs = costs.sharded(gather, none, layers + 1, hides)
-        own_N = costs.forward.total_ms + costs.backward.total_ms
-        total_N[self._module_sizes(module, size)[0]] = own_N
-        everywhere = len(own_N) == len(total_N)
-        return _ModuleTimes(
-            total_N, float(own_N.min()) * everywhere, float(costs.kept_bytes.min()) * everywhere
-        )
+    def _times_by_size(
+        self, module: ModuleDescription, model: CostModel, *, layerwise: bool
+    ) -> dict[int, _ModuleTimes]:
+        """Return the times of the complete module, by microbatch size."""
+        every = self._microbatches_by_size
+        total_N = np.zeros(sum(len(metas) for metas in every.values()))
+        kept_N = np.zeros(len(total_N))
+        has_input_N = np.zeros(len(total_N), bool)
+        costs = self._module_costs(module, model)
+        if costs is not None:
+            execution = model.execution(module.name)
+            layers = len(module.layers)
+            shares = execution.shard > 1 or model.element_bytes < execution.states.weight
+            if layerwise and execution.uses_fsdp and shares:
+                gather = model.gather_work(module, 0, layers)
+                hides = self._profile.device.asynchronous
+                none = Work.none(len(costs.kept_bytes))
+                costs = costs.sharded(gather, none, layers + 1, hides)
+            at = self._module_sizes(module)[0]
+            total_N[at] = costs.forward.total_ms + costs.backward.total_ms
+            kept_N[at] = costs.kept_bytes
+            has_input_N[at] = True
+        found = {}
+        stop = 0
+        for size, metas in every.items():
+            own = slice(stop, stop := stop + len(metas))
+            everywhere = bool(has_input_N[own].all())
+            least_ms, kept_bytes = float(total_N[own].min()), float(kept_N[own].min())
+            found[size] = _ModuleTimes(total_N[own], least_ms * everywhere, kept_bytes * everywhere)
+        return found
 
-    def _module_costs(
-        self, module: ModuleDescription, model: CostModel, size: int
-    ) -> StageCosts | None:
+    def _module_costs(self, module: ModuleDescription, model: CostModel) -> StageCosts | None:
         """Return the costs of the complete module without sharding, by microbatch with input.
 
-        Adding gradients to those of other microbatches is not included, because a rank runs fewer
-        microbatches than there are here.
+        Microbatches of all sizes are computed at once, because the time to compute the costs hardly
+        depends on their number. Adding gradients to those of other microbatches is not included,
+        because a rank runs fewer microbatches than there are here.
         """
         own = model.execution(module.name)
-        key = module.name, replace(own, shard=1, replicate=1, reduces_each=True), size
+        key = module.name, replace(own, shard=1, replicate=1, reduces_each=True)
         if key not in self._costs:
-            _, sizes, arrives_N = self._module_sizes(module, size)
+            _, sizes, arrives_N = self._module_sizes(module)
             self._costs[key] = None
             if sizes is not None:
                 layers = len(module.layers)
@@ -287,21 +303,22 @@ class PlanBounds:
                 self._costs[key] = first.stage_costs(module, 0, layers, sizes, arrives_N)
         return self._costs[key]
 
-    def _module_sizes(self, module: ModuleDescription, size: int):  # type: ignore[no-untyped-def]
-        key = module.name, size
-        if key not in self._sizes:
-            metas = self._microbatches_of(size)
+    def _module_sizes(self, module: ModuleDescription):  # type: ignore[no-untyped-def]
+        if module.name not in self._sizes:
+            metas = [meta for own in self._microbatches_by_size.values() for meta in own]
             at, sizes = pack_sizes(module, metas)
             modules = self._sample.modules
             arrives_N = np.array(
                 [gradients_arrive(modules, metas[i])[module.name] for i in at], bool
             )
-            self._sizes[key] = at, sizes, arrives_N
-        return self._sizes[key]
+            self._sizes[module.name] = at, sizes, arrives_N
+        return self._sizes[module.name]
 
-    def _microbatches_of(self, size: int) -> list[MicrobatchMeta]:
-        if size not in self._metas:
-            packs = self._sample.packs
-            groups = [packs[i : i + size] for i in range(0, len(packs), size)]
-            self._metas[size] = [join_packs(group) for group in groups]
-        return self._metas[size]
+    @cached_property
+    def _microbatches_by_size(self) -> dict[int, list[MicrobatchMeta]]:
+        """Microbatches of the global batch, by the number of sequences in each."""
+        packs = self._sample.packs
+        return {
+            size: [join_packs(packs[i : i + size]) for i in range(0, len(packs), size)]
+            for size in microbatch_sizes(self._recipe)
+        }

@@ -12,18 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import inf
 
+from torchmm.balance.costs.operators import Profile
+from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import GENERATOR, LLM
-from torchmm.planning.forecast import StepSample
+from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.resolved import resolve
+from torchmm.planning.search.result import Candidate
 from torchmm.planning.search.space import (
     FIRST_SCHEDULES,
     OWN_KEYS,
     Plan,
     Value,
+    describe_sizes,
     neighbors,
     plain_recipe,
 )
+from torchmm.planning.segments import leaves_segments_open
+from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import schedules_for
 from torchmm.recipe.sizes import AXES
@@ -56,6 +63,41 @@ def recipe_methods(recipe: Recipe, devices: int, sample: StepSample) -> tuple[st
         has_encoders = any(module.kind == "encoder" for module in sample.modules)
         return ("chain", "separated", *(["colocated"] if has_encoders else []))
     return ("fsdp",)
+
+
+def recipe_candidate(
+    recipe: Recipe, devices: int, profile: Profile, sample: StepSample
+) -> Candidate | None:
+    """Return the plan of the recipe as it is; None if it leaves sizes open or does not fit."""
+    parallel = recipe.parallel
+    if parallel.leaves_units_open or leaves_encoders_open(recipe) or find_problems(recipe, devices):
+        return None
+    try:
+        forecaster = Forecaster(recipe, devices, profile, sample=sample)
+        forecast = forecaster.forecast()
+    except ConfigError:
+        return None
+    sizes = forecaster.run.llm
+    method: str = parallel.placement
+    if method == "interleaved":
+        method = "separated" if parallel.separates_modules else "chain"
+        method = method if sizes.pipeline > 1 else "fsdp"
+    changes: dict[str, Value] = {
+        **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
+        **{f"parallel.{name}": getattr(parallel, name) for name in OWN_KEYS},
+        "training.microbatch_size": recipe.training.microbatch_size,
+        "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
+    }
+    if parallel.context > 1:
+        changes["parallel.llm.context"] = parallel.context
+    if leaves_segments_open(parallel):
+        for name, own in forecaster.divided(parallel).modules.items():
+            numbers = own.model_dump(include={"segments", "sub_microbatch_images"})
+            changes |= {f"parallel.{name}.{key}": n for key, n in numbers.items() if n}
+    plan = Plan(method, devices, changes)
+    words = f"as in the recipe: {describe_sizes(plan)}"
+    found = Candidate(method, recipe, devices, words, forecast, False, plan)
+    return found if found.step_ms < inf else None
 
 
 def open_keys(method: str, recipe: Recipe, sample: StepSample) -> frozenset[str]:
@@ -108,11 +150,9 @@ def recipe_plans(method: str, recipe: Recipe, devices: int, sample: StepSample) 
 def _recipe_changes(method: str, recipe: Recipe, devices: int) -> dict[str, Value]:
     """Return the values of a recipe that plans of a method keep, with the first schedule."""
     parallel = recipe.parallel
-    tuning = recipe.activation_checkpoint
     changes: dict[str, Value] = {
         "training.microbatch_size": recipe.training.microbatch_size,
-        "activation_checkpoint.mode": tuning.mode,
-        "activation_checkpoint.memory_limit": tuning.memory_limit,
+        "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
     }
     if method == "disaggregated":
         return changes

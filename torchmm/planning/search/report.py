@@ -7,7 +7,7 @@ from rich.table import Table
 from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
-from torchmm.planning.search.search import Candidate, SearchResult
+from torchmm.planning.search.result import Candidate, SearchResult
 from torchmm.recipe.placement_sizes import unit_sizes
 from torchmm.recipe.read import dump_recipe
 
@@ -89,12 +89,16 @@ def certificate(result: SearchResult) -> str:
     simulated = sum(result.simulated.values())
     considered = sum(result.considered.values())
     counts = f"{simulated} of {considered} plans simulated in {result.seconds:.0f} s"
+    memory = f"plans may use {MEMORY_SHARE:.0%} of the memory of a device"
     if result.complete:
-        return f"{counts}; the others have higher bounds or estimates or do not fit into memory"
+        return (
+            f"{counts}; the others have higher bounds or estimates or do not fit into memory; "
+            f"{memory}"
+        )
     within = best.step_ms / result.bound_ms - 1
     return (
         f"{counts}, then the limit was reached; no plan that was considered is faster than "
-        f"{result.bound_ms:,.1f} ms ({100 * within:.1f} % below the best)"
+        f"{result.bound_ms:,.1f} ms ({100 * within:.1f} % below the best); {memory}"
     )
 
 

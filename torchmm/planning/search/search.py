@@ -14,137 +14,60 @@ is tried with layers tuned to memory.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from math import inf
 
 from torchmm.balance.costs.devices import MEMORY_SHARE
 from torchmm.balance.costs.operators import Profile
-from torchmm.balance.simulation.simulator import SimulatedStep
 from torchmm.common.errors import ConfigError
 from torchmm.planning.executions import run_costs
-from torchmm.planning.forecast import Forecast, Forecaster, StepSample
+from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.resolved import resolve
 from torchmm.planning.search.bounds import PlanBounds
 from torchmm.planning.search.disaggregated import DisaggregatedPlans
+from torchmm.planning.search.method import GAINS, Draft, MethodSearch
 from torchmm.planning.search.recipe_plans import (
     base_recipe,
     keys_changed,
-    leaves_encoders_open,
     open_keys,
+    recipe_candidate,
     recipe_methods,
     recipe_plans,
 )
+from torchmm.planning.search.result import Candidate, SearchResult
 from torchmm.planning.search.space import (
     METHODS,
-    OWN_KEYS,
     TUNED,
     Plan,
-    Value,
     describe_sizes,
     neighbors,
     plain_recipe,
     planned_recipe,
     recompute_modes,
     shared_plans,
+    with_memory_limit,
 )
 from torchmm.planning.segments import leaves_segments_open
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.sizes import AXES
 
 NEAR = 1.15
 """Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
-GAINS = {"searched": 0.75}
-"""Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
-searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
-LARGEST_GAIN = min(GAINS.values())
 RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
 TRIES, FIRST_SHARE = 12, 0.15
-"""Plans that a method simulates until one fits, and its share of the time, before other methods."""
+"""Plans that a method simulates until one fits, and its share of the time, before other methods.
+Every method simulates at least one plan."""
 PROMISE_MARGIN = 1.05
 """Plans with the sizes of a recipe are simulated if the bubble scheduler expects at most this
 factor of the step that it expects of the best one."""
-MAX_TASKS = 10_000
-"""Tasks of a pipeline with colocated encoders. The bubble scheduler takes 45 s for 17,000 tasks."""
+MAX_TASKS, TASKS_PER_S, TASKS_SHARE = 10_000, 380.0, 0.25
+"""Largest number of tasks of a pipeline with colocated encoders, tasks that the bubble scheduler
+places per second (measured: 17,000 in 45 s), and the share of the time that one plan may take."""
 SCREENED = 100
 """Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
 FIRST_REPORT_S = 1.0
 REPORT_GROWTH = 2.0
-
-
-def fits(step: SimulatedStep, share: float = MEMORY_SHARE) -> bool:
-    """Return True if every rank uses at most a share of its memory."""
-    limit = step.costs.memory_limit_bytes
-    return limit is None or max(step.peak_bytes) <= share * limit
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A simulated plan.
-
-    Attributes:
-        method: One of `METHODS`.
-        recipe: Recipe of the plan.
-        devices: Number of devices that it uses.
-        sizes: Parallel sizes, in words.
-        forecast: Forecast of the first step.
-        is_short: Whether the schedule was searched for a shorter time than in a run or dry run.
-        plan: Changes of the recipe.
-        memory_share: Share of the memory of a device that it may use.
-    """
-
-    method: str
-    recipe: Recipe
-    devices: int
-    sizes: str
-    forecast: Forecast
-    is_short: bool
-    plan: Plan
-    memory_share: float = MEMORY_SHARE
-
-    @property
-    def step_ms(self) -> float:
-        """Time of the first step with its update; infinite if the plan does not fit."""
-        step = self.forecast.step
-        is_fitting = step is not None and fits(step, self.memory_share)
-        return self.forecast.iteration_ms if is_fitting else inf
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Results of a search.
-
-    Attributes:
-        best_by_method: The fastest plan of each method, or the reason why there is none.
-        simulated: Number of simulated plans by method.
-        considered: Number of plans in the search space by method.
-        bound_ms: Lower bound of the steps of all plans that were considered.
-        complete: Whether every considered plan was simulated or excluded by its bound, its memory
-            or the bubble scheduler. If False, the time or effort limit stopped the search.
-        seconds: Processor time of the search.
-    """
-
-    best_by_method: Mapping[str, Candidate | str]
-    simulated: Mapping[str, int]
-    considered: Mapping[str, int]
-    bound_ms: float
-    complete: bool
-    seconds: float
-
-    @property
-    def best(self) -> Candidate | None:
-        """The fastest plan that fits; None if there is none."""
-        return self.ranked[0] if self.ranked else None
-
-    @property
-    def ranked(self) -> list[Candidate]:
-        """The fastest plan of each method, the fastest first."""
-        found = [each for each in self.best_by_method.values() if isinstance(each, Candidate)]
-        return sorted(found, key=lambda each: each.step_ms)
 
 
 def search_plans(  # noqa: PLR0913 - limits of the search
@@ -177,8 +100,8 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         exact: Whether plans have to use all devices.
         schedules: Schedules to use; None for all.
         limits: Largest number of devices by module, for disaggregated modules.
-        own_sizes: Whether values that the recipe sets stay, except the schedule. Plans may then use
-            all memory of a device, as in a dry run. Takes one method of `recipe_methods`.
+        own_sizes: Whether to keep the values that the recipe sets, except the schedule. Requires
+            one method of `recipe_methods`.
         sample: Model and first step of the recipe, if they exist.
         report: Function that receives progress messages.
 
@@ -189,6 +112,7 @@ def search_plans(  # noqa: PLR0913 - limits of the search
     if unknown := [name for name in methods if name not in METHODS]:
         raise ConfigError(f"method {unknown[0]!r} is unknown; use one of {', '.join(METHODS)}")
     plain = base_recipe(recipe, methods[0]) if own_sizes else plain_recipe(recipe)
+    plain = with_memory_limit(plain, profile.device.memory_bytes)
     ranks = devices if plain.parallel.placement != "interleaved" else 1
     if problems := find_problems(plain, ranks):
         raise ConfigError([str(problem) for problem in problems])
@@ -201,162 +125,9 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         exact=exact, schedules=schedules, limits=limits, report=report,
         sized=recipe if own_sizes else None,
     )  # fmt: skip
-    own = None
-    if not (schedules or limits or own_sizes):
-        own = _recipe_candidate(recipe, devices, profile, sample)
+    own = None if schedules or limits or own_sizes else recipe
     search.run([name for name in METHODS if name in methods], started + budget_s, effort, own)
     return search.result(time.thread_time() - started)
-
-
-def _recipe_candidate(
-    recipe: Recipe, devices: int, profile: Profile, sample: StepSample
-) -> Candidate | None:
-    """Return the plan of the recipe as it is; None if it leaves sizes open or does not fit."""
-    parallel = recipe.parallel
-    if parallel.leaves_units_open or leaves_encoders_open(recipe) or find_problems(recipe, devices):
-        return None
-    try:
-        forecaster = Forecaster(recipe, devices, profile, sample=sample)
-        forecast = forecaster.forecast()
-    except ConfigError:
-        return None
-    sizes = forecaster.run.llm
-    method: str = parallel.placement
-    if method == "interleaved":
-        method = "separated" if parallel.separates_modules else "chain"
-        method = method if sizes.pipeline > 1 else "fsdp"
-    changes: dict[str, Value] = {
-        **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
-        **{f"parallel.{name}": getattr(parallel, name) for name in OWN_KEYS},
-        "training.microbatch_size": recipe.training.microbatch_size,
-        "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
-    }
-    if parallel.context > 1:
-        changes["parallel.llm.context"] = parallel.context
-    if leaves_segments_open(parallel):
-        for name, own in forecaster.divided(parallel).modules.items():
-            numbers = own.model_dump(include={"segments", "sub_microbatch_images"})
-            changes |= {f"parallel.{name}.{key}": n for key, n in numbers.items() if n}
-    plan = Plan(method, devices, changes)
-    words = f"as in the recipe: {describe_sizes(plan)}"
-    found = Candidate(method, recipe, devices, words, forecast, False, plan)
-    return found if found.step_ms < inf else None
-
-
-def find_best(result: SearchResult, devices: int) -> Candidate:
-    """Return the best plan of a search.
-
-    Args:
-        result: Result of the search.
-        devices: Number of devices in the cluster.
-
-    Raises:
-        ConfigError: No plan fits, or none was found before the search reached its limit.
-    """
-    if result.best is not None:
-        return result.best
-    reasons = "; ".join(f"{name}: {why}" for name, why in result.best_by_method.items())
-    if not result.complete:
-        raise ConfigError(
-            f"the search found no plan for {devices} devices before it reached its limit "
-            f"({reasons}); use more devices or shorter sequences, or a higher --budget-s of "
-            "torchmm plan"
-        )
-    raise ConfigError(
-        f"no plan fits on {devices} devices ({reasons}); use more devices, shorter sequences, or "
-        "freeze modules"
-    )
-
-
-@dataclass(order=True)
-class _Draft:
-    """A plan that is still to be simulated; sorts by estimate."""
-
-    estimate_ms: float
-    text: str
-    plan: Plan = field(compare=False)
-    bound_ms: float = field(compare=False)
-    is_rough: bool = field(compare=False, default=True)
-    """Whether the estimate is not based on a simulated plan."""
-    is_surveyed: bool = field(compare=False, default=False)
-
-
-@dataclass
-class _Method:
-    """State of the search for one method."""
-
-    name: str
-    roots: list[_Draft] = field(default_factory=list)
-    """Plans with estimates that are not based on a simulated plan."""
-    queue: list[_Draft] = field(default_factory=list)
-    """Plans that follow from simulated plans."""
-    known: set[str] = field(default_factory=set)
-    best: Candidate | None = None
-    promise_ms: float = inf
-    """Step that the bubble scheduler expects of the fastest plan."""
-    sure: Candidate | None = None
-    """The fastest plan that was simulated as a dry run simulates it."""
-    factor: float = 0.0
-    """Lowest ratio of simulated to estimated step times; 0 before the first simulation."""
-    schedule_ms: dict[str, float] = field(default_factory=dict)
-    """Step time of the fastest plan that fits, by schedule."""
-    simulated: int = 0
-    considered: int = 0
-    spent: int = 0
-    """Simulated actions."""
-    seconds: float = 0.0
-    started: bool = False
-    open_ms: float = inf
-    """Lower bound of plans that were not listed."""
-    excluded_ms: float = inf
-    """Lower bound of plans that were excluded because the bubble scheduler expects more."""
-    problems: Counter[str] = field(default_factory=Counter)
-    least_bytes: float = inf
-
-    @property
-    def best_ms(self) -> float:
-        return inf if self.best is None else self.best.step_ms
-
-    @property
-    def sure_ms(self) -> float:
-        return inf if self.sure is None else self.sure.step_ms
-
-    @property
-    def drafts(self) -> list[_Draft]:
-        """Plans that are still to be simulated."""
-        return self.roots + self.queue
-
-    @property
-    def score_ms(self) -> float:
-        """Expected step time of the next plan, or the bound of plans that are not listed yet."""
-        heads = [queue[0] for queue in (self.roots, self.queue) if queue]
-        return min((self._expected_ms(head) for head in heads), default=self.open_ms)
-
-    def _expected_ms(self, draft: _Draft) -> float:
-        return draft.estimate_ms * (self.factor if draft.is_rough and self.factor else 1.0)
-
-    def push(self, draft: _Draft) -> None:
-        """Add a plan."""
-        heappush(self.roots if draft.is_rough else self.queue, draft)
-
-    def drop(self, limit_ms: float) -> None:
-        """Drop the next plans whose bounds are not below a limit."""
-        for queue in (self.roots, self.queue):
-            while queue and queue[0].bound_ms >= limit_ms:
-                heappop(queue)
-
-    def pop(self) -> _Draft:
-        """Remove and return the next plan, by turns of both queues once there is a plan that fits.
-
-        Estimates of neighbors are close to a known step, so that they would hide other sizes.
-        Sizes that are not expected to be the best even with another schedule come last.
-        """
-        queues = [queue for queue in (self.roots, self.queue) if queue]
-        if self.best is None:
-            return heappop(min(queues, key=lambda queue: self._expected_ms(queue[0])))
-        if len(queues) == 2 and LARGEST_GAIN * self._expected_ms(self.roots[0]) > self.best_ms:
-            return heappop(self.queue)
-        return heappop(queues[self.simulated % len(queues)])
 
 
 class _Search:
@@ -386,13 +157,14 @@ class _Search:
         self._bounds = PlanBounds(recipe, profile, sample)
         self._sized = sized
         """Recipe whose sizes stay; None if all sizes are searched."""
-        self.memory_share = MEMORY_SHARE if sized is None else 1.0
-        self._limit_bytes = self.memory_share * profile.device.memory_bytes
+        self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
         self._disaggregated: DisaggregatedPlans | None = None
-        self._methods: dict[str, _Method] = {}
+        self._methods: dict[str, MethodSearch] = {}
         self._complete = True
         self._budget_s = inf
         self._turns = 0
+        self._own: Recipe | None = None
+        """Recipe that is still to be simulated as it is."""
 
     @property
     def best_ms(self) -> float:
@@ -400,7 +172,7 @@ class _Search:
         return min((method.best_ms for method in self._methods.values()), default=inf)
 
     def run(
-        self, names: Sequence[str], deadline: float, effort: float, own: Candidate | None = None
+        self, names: Sequence[str], deadline: float, effort: float, own: Recipe | None = None
     ) -> None:
         """Simulate plans until none is left, or a limit is reached.
 
@@ -408,18 +180,10 @@ class _Search:
             names: Methods to search.
             deadline: Processor time of this thread at which the search stops, in seconds.
             effort: Limit of the number of simulated actions.
-            own: Simulated plan of the recipe itself, if it fits.
+            own: Recipe that is also simulated as it is.
         """
-        self._methods = {name: _Method(name) for name in names}
-        if own is not None and own.method in self._methods:
-            method = self._methods[own.method]
-            method.best = method.sure = own
-            method.simulated = method.considered = 1
-            method.known.add(own.plan.text)
-            if own.method in ("fsdp", "chain", "separated"):
-                first = recompute_modes(self._recipe)[0]
-                plan = own.plan.changed(activation_checkpoint__mode=first)
-                self._push(method, plan, own.plan, own.step_ms)
+        self._methods = {name: MethodSearch(name) for name in names}
+        self._own = own
         self._improve(deadline, effort)
         for method in self._methods.values():
             if method.best is not None and method.best.is_short:
@@ -429,9 +193,18 @@ class _Search:
         started = time.thread_time()
         self._budget_s = deadline - started
         next_report = FIRST_REPORT_S
-        while (method := self._next_method()) is not None:
+        while True:
             elapsed = time.thread_time() - started
             spent = sum(each.spent for each in self._methods.values())
+            is_late = elapsed > self._budget_s / 2 or spent > effort / 2
+            if self._own is not None and (is_late or not leaves_segments_open(self._own.parallel)):
+                self._add_recipe(self._own)
+            method = self._next_method()
+            if method is None and self._own is not None:
+                self._add_recipe(self._own)
+                method = self._next_method()
+            if method is None:
+                return
             if time.thread_time() > deadline or spent > effort:
                 self._complete = False
                 return
@@ -447,7 +220,32 @@ class _Search:
                 self._extend(method)
             method.seconds += time.thread_time() - before
 
-    def _next_method(self) -> _Method | None:
+    def _add_recipe(self, recipe: Recipe) -> None:
+        """Simulate a recipe as it is, and list it with its method.
+
+        This takes seconds if the run chooses segments, which is why such recipes are simulated in
+        the second half of the search.
+        """
+        self._own = None
+        own = recipe_candidate(recipe, self._devices, self._profile, self._sample)
+        if own is None or own.method not in self._methods:
+            return
+        method = self._methods[own.method]
+        assert own.forecast.step is not None
+        method.spent += len(own.forecast.step.records)
+        method.simulated += 1
+        method.considered += 1
+        method.known.add(own.plan.text)
+        if own.step_ms < method.best_ms:
+            method.best = own
+        if own.step_ms < method.sure_ms:
+            method.sure = own
+        if own.method in ("fsdp", "chain", "separated"):
+            first = recompute_modes(self._recipe)[0]
+            plan = own.plan.changed(activation_checkpoint__mode=first)
+            self._push(method, plan, own.plan, own.step_ms)
+
+    def _next_method(self) -> MethodSearch | None:
         """Return the method whose plan is simulated next; None if no plan is left.
 
         Methods without a plan come first, until they have used their share of the search. Then
@@ -475,11 +273,12 @@ class _Search:
             return promising
         return min(left, key=lambda each: each.spent * each.score_ms**2 if each.spent else 0.0)
 
-    def _has_tried(self, method: _Method) -> bool:
+    def _has_tried(self, method: MethodSearch) -> bool:
         """Return True if a method has used its share of the search without a plan that fits."""
-        return method.simulated >= TRIES or method.seconds > FIRST_SHARE * self._budget_s
+        is_late = method.seconds > FIRST_SHARE * self._budget_s
+        return method.simulated >= (1 if is_late else TRIES)
 
-    def _start(self, method: _Method) -> None:
+    def _start(self, method: MethodSearch) -> None:
         """List the plans of a method."""
         method.started = True
         if self._sized is not None:
@@ -496,8 +295,9 @@ class _Search:
             method.name, self._recipe, self._devices, self._profile, self._sample,
             exact=self._exact,
         )  # fmt: skip
+        most = min(MAX_TASKS, TASKS_PER_S * TASKS_SHARE * self._budget_s)
         for plan in plans:
-            if method.name != "colocated" or self._tasks(plan) <= MAX_TASKS:
+            if method.name != "colocated" or self._tasks(plan) <= most:
                 self._push(method, plan)
 
     def _tasks(self, plan: Plan) -> int:
@@ -514,7 +314,7 @@ class _Search:
             return "the model has no encoders"
         return ""
 
-    def _start_disaggregated(self, method: _Method) -> None:
+    def _start_disaggregated(self, method: MethodSearch) -> None:
         try:
             self._disaggregated = DisaggregatedPlans(
                 self._recipe, self._devices, self._profile, self._sample,
@@ -524,18 +324,18 @@ class _Search:
             method.problems[_one_line(error)] += 1
             return
         for plan, bound_ms, estimate_ms in self._disaggregated.favorites():
-            self._push_draft(method, _Draft(estimate_ms, plan.text, plan, bound_ms))
+            self._push_draft(method, Draft(estimate_ms, plan.text, plan, bound_ms))
         method.open_ms = self._disaggregated.open_ms
 
-    def _extend(self, method: _Method) -> None:
+    def _extend(self, method: MethodSearch) -> None:
         """List further plans of modules on separate ranks."""
         assert self._disaggregated is not None
         for plan, bound_ms, estimate_ms in self._disaggregated.next_band():
-            self._push_draft(method, _Draft(estimate_ms, plan.text, plan, bound_ms))
+            self._push_draft(method, Draft(estimate_ms, plan.text, plan, bound_ms))
         method.open_ms = self._disaggregated.open_ms
 
     def _push(
-        self, method: _Method, plan: Plan, parent: Plan | None = None, parent_ms: float = inf
+        self, method: MethodSearch, plan: Plan, parent: Plan | None = None, parent_ms: float = inf
     ) -> None:
         """List a plan, with the first recomputation mode that may fit.
 
@@ -550,13 +350,16 @@ class _Search:
         if self._schedules is not None and plan.schedule not in self._schedules:
             return
         if method.name == "disaggregated":
-            self._push_draft(method, _Draft(0.0, plan.text, plan, 0.0, is_rough=False))
+            self._push_draft(method, Draft(0.0, plan.text, plan, 0.0, is_rough=False))
             return
-        bound = self._bounds.bound(plan)
-        if bound.memory_bytes > self._limit_bytes:
+        memory_bytes = self._bounds.state_bytes(plan)
+        if memory_bytes <= self._limit_bytes:
+            bound = self._bounds.bound(plan)
+            memory_bytes = bound.memory_bytes
+        if memory_bytes > self._limit_bytes:
             method.known.add(plan.text)
             method.considered += 1
-            method.least_bytes = min(method.least_bytes, bound.memory_bytes)
+            method.least_bytes = min(method.least_bytes, memory_bytes)
             for other in self._with_more_recomputation(plan):
                 self._push(method, other, parent, parent_ms)
             return
@@ -566,10 +369,10 @@ class _Search:
             if plan.schedule != parent.schedule:
                 expected *= GAINS.get(plan.schedule, 1.0)
             estimate_ms = parent_ms * expected
-        draft = _Draft(estimate_ms, plan.text, plan, bound.step_ms, parent is None)
+        draft = Draft(estimate_ms, plan.text, plan, bound.step_ms, parent is None)
         self._push_draft(method, draft)
 
-    def _push_draft(self, method: _Method, draft: _Draft) -> None:
+    def _push_draft(self, method: MethodSearch, draft: Draft) -> None:
         if draft.text not in method.known:
             method.known.add(draft.text)
             method.considered += 1
@@ -585,7 +388,7 @@ class _Search:
                 if mode == TUNED:  # not slower than the others
                     return
 
-    def _try(self, method: _Method, draft: _Draft) -> None:
+    def _try(self, method: MethodSearch, draft: Draft) -> None:
         """Simulate a plan and list the plans that follow from it."""
         plan = draft.plan
         if plan.method == "colocated" and not self._survey(method, draft):
@@ -619,7 +422,7 @@ class _Search:
         if is_best or (self._sized is None and candidate.step_ms < NEAR * best_ms):
             self._push_neighbors(method, plan, candidate.step_ms)
 
-    def _push_neighbors(self, method: _Method, plan: Plan, step_ms: float) -> None:
+    def _push_neighbors(self, method: MethodSearch, plan: Plan, step_ms: float) -> None:
         if self._sized is not None:
             left = open_keys(method.name, self._sized, self._sample)
             for other in neighbors(plan, self._recipe, self._sample):
@@ -629,13 +432,13 @@ class _Search:
         if method.name == "disaggregated":
             assert self._disaggregated is not None
             for other, bound_ms, ratio in self._disaggregated.siblings(plan):
-                draft = _Draft(step_ms * ratio, other.text, other, bound_ms, is_rough=False)
+                draft = Draft(step_ms * ratio, other.text, other, bound_ms, is_rough=False)
                 self._push_draft(method, draft)
             return
         for other in neighbors(plan, self._recipe, self._sample):
             self._push(method, other, plan, step_ms)
 
-    def _survey(self, method: _Method, draft: _Draft) -> bool:
+    def _survey(self, method: MethodSearch, draft: Draft) -> bool:
         """Return True if the bubble scheduler expects a plan to be the fastest of its method.
 
         The expected time is within a few per cent of the simulated one, and takes a fraction of the
@@ -663,7 +466,7 @@ class _Search:
             return False
         return True
 
-    def _forecaster(self, method: _Method, plan: Plan) -> Forecaster | None:
+    def _forecaster(self, method: MethodSearch, plan: Plan) -> Forecaster | None:
         """Return the forecaster of a plan; None if the plan cannot be run."""
         recipe = planned_recipe(self._recipe, plan)
         if problems := find_problems(recipe, plan.devices):
@@ -675,7 +478,9 @@ class _Search:
             method.problems[_one_line(error)] += 1
             return None
 
-    def _simulate(self, method: _Method, plan: Plan, *, short: bool = True) -> Candidate | None:
+    def _simulate(
+        self, method: MethodSearch, plan: Plan, *, short: bool = True
+    ) -> Candidate | None:
         """Return the simulated plan; None if it cannot be run.
 
         Args:
@@ -704,11 +509,9 @@ class _Search:
             return None
         method.spent += len(forecast.step.records)
         sizes = describe_sizes(plan)
-        return Candidate(
-            method.name, recipe, plan.devices, sizes, forecast, short, plan, self.memory_share
-        )
+        return Candidate(method.name, recipe, plan.devices, sizes, forecast, short, plan)
 
-    def _confirm(self, method: _Method) -> None:
+    def _confirm(self, method: MethodSearch) -> None:
         """Simulate the best plan of a method as a dry run does, if it may be the best of all."""
         assert method.best is not None
         if method.best.step_ms > NEAR * self.best_ms:
@@ -747,13 +550,14 @@ class _Search:
             seconds,
         )
 
-    def _failure(self, method: _Method) -> str:
+    def _failure(self, method: MethodSearch) -> str:
         """Return why a method has no plan."""
         if method.least_bytes < inf:
             found = "no plan fits" if self._complete else "no plan that fits was found in time"
             least_gib = method.least_bytes / 2**30
             limit_gib = self._limit_bytes / 2**30
-            return f"{found}: at least {least_gib:.1f} GiB per device, of {limit_gib:.1f} GiB"
+            share = f"{limit_gib:.1f} GiB ({MEMORY_SHARE:.0%} of the memory)"
+            return f"{found}: at least {least_gib:.1f} GiB per device, of {share}"
         if method.problems:
             return method.problems.most_common(1)[0][0]
         if not self._complete and (not method.started or method.drafts):
@@ -790,7 +594,7 @@ def compare_schedules(
             own_sizes=True, sample=sample,
         )  # fmt: skip
         found[name] = result.best_by_method[method]
-    own = _recipe_candidate(recipe, devices, profile, sample)
+    own = recipe_candidate(recipe, devices, profile, sample)
     if own is not None:
         other = found.get(recipe.parallel.schedule)
         if not isinstance(other, Candidate) or own.step_ms <= other.step_ms:

@@ -28,6 +28,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import LlmSchedule
 from torchmm.recipe.section import Section
 from torchmm.recipe.sizes import AXES
+from torchmm.recipe.training_section import limit_bytes
 
 METHODS = ("fsdp", "chain", "separated", "colocated", "disaggregated")
 MICROBATCH_SIZES = (1, 2, 4, 8)
@@ -160,30 +161,32 @@ def planned_recipe(recipe: Recipe, plan: Plan) -> Recipe:
             parallel.setdefault(module, {})[own] = value
         else:
             parallel[name] = value
-    limit = sections.pop("activation_checkpoint", {}).get("memory_limit")
+    sections.pop("activation_checkpoint", None)
     updates: dict[str, Section] = {
         name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()
     }
     updates["parallel"] = ParallelConfig.model_validate(parallel)
     planned = recipe.model_copy(update=updates)
-    return with_recompute(planned, plan.recompute, None if limit is None else str(limit))
+    return with_recompute(planned, plan.recompute)
 
 
-def with_recompute(recipe: Recipe, mode: str, limit: str | None = None) -> Recipe:
-    """Return the recipe with another recomputation mode.
+def with_recompute(recipe: Recipe, mode: str) -> Recipe:
+    """Return the recipe with another recomputation mode."""
+    section = recipe.activation_checkpoint.model_copy(update={"mode": mode})
+    return recipe.model_copy(update={"activation_checkpoint": section})
+
+
+def with_memory_limit(recipe: Recipe, device_bytes: float) -> Recipe:
+    """Return the recipe with a limit for tuned layers of at most the memory that plans may use.
 
     Args:
         recipe: Recipe to change.
-        mode: Mode of activation checkpointing.
-        limit: Memory limit of tuned layers. By default, that of the recipe, but at most the memory
-            that a plan may use (`MEMORY_SHARE`).
+        device_bytes: Memory of a device.
     """
     own = recipe.activation_checkpoint
-    if limit is None:
-        limit = own.memory_limit
-        if limit.endswith("%") and float(limit[:-1]) > 100 * MEMORY_SHARE:
-            limit = f"{MEMORY_SHARE:.0%}"
-    section = own.model_copy(update={"mode": mode, "memory_limit": limit})
+    if limit_bytes(own.memory_limit, device_bytes) <= MEMORY_SHARE * device_bytes:
+        return recipe
+    section = own.model_copy(update={"memory_limit": f"{MEMORY_SHARE:.0%}"})
     return recipe.model_copy(update={"activation_checkpoint": section})
 
 
@@ -225,14 +228,15 @@ def shared_plans(
     contexts = _context_sizes(recipe)
     batch = recipe.training.global_batch_size
     own = recipe.training.microbatch_size
-    sizes = sorted({own, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2])})
+    most = max(own, *(MICROBATCH_SIZES if method == "fsdp" else MICROBATCH_SIZES[:2]))
+    sizes = [size for size in microbatch_sizes(recipe) if size <= most]
     for tensor, pipeline, context, expert, size in product(
         tensors, pipelines, contexts, experts, sizes
     ):
         ranks = tensor * pipeline
         data = _data_parallel(devices // ranks, batch // size, max(context, expert), context)
         used = data * ranks
-        if batch % size or not data or used < LEAST_USED * devices or (exact and used < devices):
+        if not data or used < LEAST_USED * devices or (exact and used < devices):
             continue
         for shard in _shard_sizes(data, tensor, per_node):
             if shard % context or shard % expert:
@@ -258,6 +262,12 @@ def shared_plans(
             yield Plan(method, used, changes)
             if method == "fsdp" and batch > data // context * size:
                 yield Plan(method, used, {**changes, REDUCTION: "microbatch"})
+
+
+def microbatch_sizes(recipe: Recipe) -> list[int]:
+    """Return the numbers of sequences per microbatch that divide the global batch."""
+    sizes = {recipe.training.microbatch_size, *MICROBATCH_SIZES}
+    return sorted(size for size in sizes if recipe.training.global_batch_size % size == 0)
 
 
 def _arrangement(method: str, recipe: Recipe, sample: StepSample, context: int) -> dict[str, Value]:
