@@ -253,11 +253,16 @@ def _check_producers(producers: ProducersConfig) -> Problems:
     if producers.engine == "ray" and registry is None:
         text = "needs data.producers.registry, where its actors report"
         yield Problem("data.producers.engine", "ray", text, ("data.producers.registry",))
-    elif producers.engine == "ray" and not is_local(str(registry)):
-        for name in ("tls_certificate", "tls_key"):
-            if getattr(producers, name) is None:
+    elif producers.engine == "ray":
+        pair = ("tls_certificate", "tls_key")
+        missing = [name for name in pair if getattr(producers, name) is None]
+        if not is_local(str(registry)):
+            for name in missing:
                 text = "is needed, as the registry is on another machine"
                 yield Problem(f"data.producers.{name}", None, text, ("data.producers.registry",))
+        elif len(missing) == 1:
+            other = f"data.producers.{pair[1 - pair.index(missing[0])]}"
+            yield Problem(f"data.producers.{missing[0]}", None, f"is needed with {other}", (other,))
     yield from _check_producer_addresses(producers)
 
 

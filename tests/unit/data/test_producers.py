@@ -33,7 +33,12 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share
 from torchmm.data.loader import build_loader
-from torchmm.data.producers.calls import TOKEN_VARIABLE, check_exposure
+from torchmm.data.producers.calls import (
+    TOKEN_VARIABLE,
+    check_exposure,
+    key_pair,
+    read_certificate,
+)
 from torchmm.data.producers.messages import (
     SCHEMA,
     VERSION,
@@ -253,6 +258,25 @@ def test_an_unknown_certificate_is_not_trusted(site, tmp_path):
     other = site.loader(address, ca_certificate=str(tmp_path / "theirs.pem"), give_up_s=1)
     with pytest.raises(DataError, match="Unavailable"):
         take(other, 1)
+
+
+def test_key_pair_needs_both_files(tmp_path):
+    certificate, key = tmp_path / "a.pem", tmp_path / "a.key"
+    certificate.write_bytes(b"certificate")
+    key.write_bytes(b"key")
+    assert key_pair(None, None) is None
+    assert key_pair(str(certificate), str(key)) == (b"certificate", b"key")
+    for half in ((str(certificate), None), (None, str(key))):
+        with pytest.raises(ConfigError, match="--tls-certificate and --tls-key need each other"):
+            key_pair(*half)
+    with pytest.raises(ConfigError, match=r"absent\.key: No such file"):
+        key_pair(str(certificate), str(tmp_path / "absent.key"))
+
+
+def test_absent_ca_certificate_names_its_key(tmp_path):
+    assert read_certificate("some.key", None) is None
+    with pytest.raises(ConfigError, match=r"some\.key = .*absent\.pem': No such file"):
+        read_certificate("some.key", str(tmp_path / "absent.pem"))
 
 
 def test_streams_stay_where_they_are_read(site):

@@ -25,6 +25,7 @@ from torchmm.data.producers.registry import (
     ask_registry,
     own_registry,
 )
+from torchmm.data.registry import main as registry_program
 from torchmm.data.registry import make_parser as registry_parser
 from torchmm.data.serve import make_parser as serve_parser
 from torchmm.data.serve import serve
@@ -245,6 +246,19 @@ def test_serve_rejects_wrong_arguments(wrong):
     with pytest.raises(ConfigError, match=wrong[0]) as caught:
         serve(arguments, overrides)
     assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["--tls-certificate", "--tls-key"])
+def test_programs_with_half_tls_pair_are_rejected(given, monkeypatch, capsys):
+    half = [given, "file.pem"]
+    arguments, overrides = serve_parser().parse_known_args(["--config", "none.toml", *half])
+    with pytest.raises(ConfigError, match="need each other"):
+        serve(arguments, overrides)
+    monkeypatch.setattr("sys.argv", ["registry", "--bind", "127.0.0.1:0", *half])
+    with pytest.raises(SystemExit) as stopped:
+        registry_program()
+    assert stopped.value.code == ConfigError.exit_code
+    assert "--tls-certificate and --tls-key need each other" in capsys.readouterr().err
 
 
 def test_nothing_is_reported_unencrypted_to_other_machines():

@@ -443,6 +443,17 @@ def test_producers_are_listed_or_registered(valid):
     assert "data.producers.tls_key" in problem and "on another machine" in problem
 
 
+@pytest.mark.parametrize(("given", "missing"), [("certificate", "key"), ("key", "certificate")])
+def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
+    local = ["--data.producers.engine", "ray", "--data.producers.registry", "127.0.0.1:7410"]
+    half = [*local, f"--data.producers.tls_{given}", "file.pem"]
+    problem = one_problem(valid, *half, world_size=1)
+    assert f"data.producers.tls_{missing}" in problem
+    assert f"is needed with data.producers.tls_{given}" in problem
+    load_recipe(valid, local, 1)
+    load_recipe(valid, [*half, f"--data.producers.tls_{missing}", "other.pem"], 1)
+
+
 def test_a_composite_has_llm_vision_and_its_connector(write):
     names = '["vision", "vision.connector"]'
     path = write(

@@ -1,0 +1,258 @@
+"""Measures how many small mistakes in `torchmm/` the unit tests detect.
+
+Every change goes into a copy of the repository, where the tests of its folder in `tests/unit/` run:
+
+    python tests/mutation/run.py --changes 40 --seed 1
+    python tests/mutation/run.py --changes 20 --seed 1 --under torchmm/data
+
+An undetected change is either harmless, for example one of an error message, or shows what no test
+checks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numba  # noqa: F401  (imported once, not in the process of every change)
+import pytest
+import torch  # noqa: F401
+import transformers  # noqa: F401
+
+ROOT = Path(__file__).parents[2]
+FLIPPED = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+"""Operators with their text and the text that replaces it."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A replacement of one piece of a source file, given by byte offsets."""
+
+    path: str
+    line: int
+    operator: str
+    start: int
+    end: int
+    text: str
+
+
+def main() -> int:
+    """Draw changes, run the tests of each and print the undetected changes and the rate."""
+    parser = argparse.ArgumentParser(description="Measure how many small mistakes tests detect.")
+    parser.add_argument("--changes", type=int, default=200, help="number of changes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--under", default="torchmm", help="folder or file whose code is changed")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of tests per change")
+    arguments = parser.parse_args()
+    changes = draw_changes(ROOT / arguments.under, arguments.changes, arguments.seed)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = _copy_repository(Path(scratch) / "copy")
+        imports = _read_imports(copy)
+        for number, change in enumerate(changes, 1):
+            file, start = copy / change.path, time.monotonic()
+            source = file.read_bytes()
+            file.write_bytes(source[: change.start] + change.text.encode() + source[change.end :])
+            tests = order_tests(change.path, imports)
+            result = _run_tests(copy, tests, Path(scratch) / "log", arguments.limit)
+            file.write_bytes(source)
+            counts[result] += 1
+            old = source[change.start : change.end].decode()
+            seconds = f"{time.monotonic() - start:.0f} s"
+            print(f"{number}/{len(changes)} {result} ({seconds}): {change.path}:{change.line}")
+            print(f"    {change.operator}: {old!r} -> {change.text!r}", flush=True)
+    detected = sum(number for result, number in counts.items() if result.startswith("detected"))
+    print(f"detected {detected} of {len(changes)} changes; {dict(counts)}")
+    return 0
+
+
+def draw_changes(under: Path, count: int, seed: int) -> list[Change]:
+    """Draw changes of which every operator has the same probability."""
+    kinds: defaultdict[str, list[Change]] = defaultdict(list)
+    for path in sorted(under.rglob("*.py")) if under.is_dir() else [under]:
+        for change in find_changes(path.read_bytes(), str(path.relative_to(ROOT))):
+            kinds[change.operator].append(change)
+    generator, drawn = random.Random(seed), []
+    while kinds and len(drawn) < count:
+        name = generator.choice(sorted(kinds))
+        drawn.append(kinds[name].pop(generator.randrange(len(kinds[name]))))
+        if not kinds[name]:
+            del kinds[name]
+    return drawn
+
+
+def find_changes(source: bytes, path: str) -> Iterator[Change]:  # noqa: C901
+    """Yield the possible changes of a file."""
+    lines = [0]
+    for line in source.splitlines(keepends=True):
+        lines.append(lines[-1] + len(line))
+
+    def begin(node: ast.expr) -> int:
+        return lines[node.lineno - 1] + node.col_offset
+
+    def end(node: ast.expr) -> int:
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        return lines[node.end_lineno - 1] + node.end_col_offset
+
+    def between(left: ast.expr, op: ast.AST, right: ast.expr) -> Iterator[Change]:
+        old, new = FLIPPED.get(type(op), ("", ""))
+        gap = source[end(left) : begin(right)]
+        if old and gap.count(old.encode()) == 1 and b"#" not in gap:
+            start = end(left) + gap.index(old.encode())
+            name = {ast.And: "and/or", ast.Or: "and/or"}.get(type(op), "arithmetic")
+            name = "comparison" if isinstance(op, ast.cmpop) else name
+            yield Change(path, left.lineno, name, start, start + len(old), new)
+
+    for node in _code_of(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            for left, op, right in zip(
+                [node.left, *node.comparators], node.ops, node.comparators, strict=False
+            ):
+                yield from between(left, op, right)
+        elif isinstance(node, ast.BinOp) and not isinstance(
+            node.left, ast.Constant | ast.JoinedStr
+        ):
+            yield from between(node.left, node.op, node.right)
+        elif isinstance(node, ast.BoolOp):
+            yield from between(node.values[0], node.op, node.values[1])
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield Change(path, node.lineno, "not", begin(node), begin(node) + len("not"), "")
+        elif isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
+            new = not node.value if isinstance(node.value, bool) else node.value + 1
+            yield Change(path, node.lineno, "constant", begin(node), end(node), repr(new))
+        elif isinstance(node, ast.Return) and node.value is not None:
+            span = begin(node.value), end(node.value)
+            if source[slice(*span)] != b"None":
+                yield Change(path, node.lineno, "return", *span, "None")
+
+
+def _code_of(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a tree without annotations, and without what f-strings contain."""
+    for field, value in ast.iter_fields(tree):
+        if field not in ("annotation", "returns"):
+            for node in value if isinstance(value, list) else [value]:
+                if isinstance(node, ast.AST) and not isinstance(node, ast.JoinedStr):
+                    yield node
+                    yield from _code_of(node)
+
+
+def order_tests(path: str, imports: dict[str, set[str]]) -> list[str]:
+    """Return the test files of a module's folder; those that import it most directly come first."""
+    importers = defaultdict(set)
+    for file, imported in imports.items():
+        for each in imported:
+            importers[each].add(file)
+    distance, queue = {path: 0}, deque([path])
+    while queue:
+        file = queue.popleft()
+        for importer in importers[file] - distance.keys():
+            distance[importer] = distance[file] + 1
+            queue.append(importer)
+    folder = f"tests/unit/{Path(path).parts[1]}/test_"
+    tests = [file for file in imports if file.startswith(folder)]
+    return sorted(tests, key=lambda file: (distance.get(file, 1000), file))
+
+
+def _read_imports(copy: Path) -> dict[str, set[str]]:
+    """Map the files of the package and the tests to the files that they import."""
+    files = [file for top in ("torchmm", "tests") for file in sorted((copy / top).rglob("*.py"))]
+    named = {}
+    for file in files:
+        path = file.relative_to(copy)
+        name = path.with_suffix("").parts if path.parts[0] == "torchmm" else (path.stem,)
+        named[".".join(name).removesuffix(".__init__")] = str(path)
+    found: dict[str, set[str]] = {}
+    for file in files:
+        names = set()
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found[str(file.relative_to(copy))] = {named[name] for name in names & named.keys()}
+    return found
+
+
+def _copy_repository(copy: Path) -> Path:
+    """Copy the files of the working tree that git does not ignore; link to the data."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
+    if (ROOT / "data").exists():
+        (copy / "data").symlink_to((ROOT / "data").resolve())
+    return copy
+
+
+def _run_tests(copy: Path, tests: list[str], log: Path, limit: float) -> str:
+    """Run test files until one fails, in a fork; return how they ended."""
+    child = os.fork()
+    if not child:
+        _test_and_exit(copy, tests, log)
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return {0: "UNDETECTED", 1: "detected", 2: "detected"}.get(code, f"detected ({code})")
+        time.sleep(0.1)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "UNDETECTED within the limit"
+
+
+def _test_and_exit(copy: Path, tests: list[str], log: Path) -> None:
+    """Run test files in this process, in the order given, and exit with the code of pytest."""
+
+    class InOrder:
+        """Undoes the order that is best for several workers."""
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            """Sort tests by the files' places in `tests`."""
+            places = {copy / test: place for place, test in enumerate(tests)}
+            items.sort(key=lambda item: places[item.path])
+
+    os.setsid()
+    os.chdir(copy)
+    sys.path[:] = [str(copy), *(path for path in sys.path if path != str(ROOT))]
+    os.environ["PYTHONPATH"] = str(copy)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    options = ["-q", "-x", "-m", "not campaign", "--timeout=60", "-p", "no:cacheprovider"]
+    os._exit(pytest.main([*options, *tests], plugins=[InOrder()]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
