@@ -90,7 +90,6 @@ class Case:
     split: int | None = None
     second_split: int | None = None
     sequence_parallel: bool = False
-    tensor_bubbles: float = 0.0
     context: int = 1
     tight: bool = False
     """Whether memory is so short that some encoder tasks have to recompute."""
@@ -111,7 +110,6 @@ class Case:
             bubbles=self.bubbles,
             llm_schedule=self.llm_schedule,
             sequence_parallel=self.sequence_parallel,
-            tensor_bubbles=self.tensor_bubbles,
             llm={"context": self.context},
             **dict.fromkeys(towers_of(self.composite), own),
             **({"second": second} if self.encoders == 2 else {}),
@@ -177,7 +175,6 @@ CASES = {
         Case(2, 2, tensor=2, split=1, freeze="tower", copies=2),
         Case(1, 1, tensor=4, split=2, slices=2, freeze="llm"),
         Case(1, 1, shard=2, tensor=2, split=1),
-        Case(2, 1, tensor=2, split=1, slices=None, tensor_bubbles=0.5),
         # Two encoders over different numbers of ranks: as many as the LLM and fewer, both fewer.
         Case(2, 1, slices=2, encoders=2, tensor=2, second_split=1),
         Case(2, 2, slices=2, encoders=2, tensor=2, split=1, second_split=2, virtual=2, tight=True),
@@ -193,7 +190,7 @@ CASES = {
         Case(2, 1, shard=2, slices=2, virtual=2, tight=True),
         Case(2, 1, replicate=2, slices=2, copies=1, tight=True),
         Case(2, 2, tensor=2, slices=2, tight=True),
-        Case(2, 1, tensor=2, split=1, slices=None, tensor_bubbles=0.5, tight=True),
+        Case(2, 1, tensor=2, split=1, slices=None, tight=True),
         Case(2, 1, shard=2, context=2, slices=2, tight=True),
     ],
 }  # fmt: skip
@@ -410,8 +407,6 @@ def _compare(
     problems += _gradient_problems(model, gradients, mesh, TOLERANCES.get(case.composite, 1e-5))
     problems += _losses_problems(pipeline, share, loss * targets, mesh)
     build_optimizer(model, module_of, OptimizerConfig()).step()
-    if case.tensor_bubbles and not plan.fillers:
-        problems.append("no fillers")
     # The limit counts pixels as bytes, which is what loaders give.
     pixels = sum(e.pixels.nbytes - e.pixels.numel() for m in share for e in m.encoders.values())
     problems += _memory_problems(model, plan, tuning, counter.peak_bytes - pixels)

@@ -22,14 +22,15 @@ from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.parallel.mesh import ParallelMesh, build_mesh, encoder_meshes, start_process_group
+from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
-from torchmm.parallel.tensor.bubbles import TensorBubbles
 from torchmm.parallel.tensor.collectives import Exchange
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.schedules.fillers import encoder_stages
+from torchmm.pipelining.run import ahead
+from torchmm.pipelining.run.ahead import UNLIMITED, Ahead
+from torchmm.pipelining.schedules.colocated import encoder_stages
 from torchmm.pipelining.schedules.launches import with_launches
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -74,25 +75,6 @@ def test_launched_pieces_equal_one_process(ranks):
 
 
 @pytest.mark.slow
-def test_split_encoders_have_communicators_of_their_own():
-    for of_llm, of_encoder, plain in run_distributed(_groups, 4):
-        assert of_llm != of_encoder
-        assert plain is None
-
-
-def _groups() -> tuple[str, str, None]:
-    start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
-    config, mesh = _pieces(CASES[4][0])
-    own = encoder_meshes(config, mesh, ["vision"])["vision"]
-    assert own.tensor.mesh.tolist() == mesh.own.tensor.mesh.tolist()
-    assert own.fsdp.size() == 2
-    plain = build_mesh(CASES[4][0].parallel, CPU).bubbles
-    groups = [m.tensor.get_group().group_name for m in (mesh.own, own)]
-    assert plain is None
-    return groups[0], groups[1], plain
-
-
-@pytest.mark.slow
 def test_a_sum_that_is_left_out_is_noticed():
     """Negative control: gradients of what ranks share are not added up."""
     case = CASES[2][0]
@@ -108,38 +90,40 @@ def test_launches_of_what_is_not_there_are_refused():
     assert any("needs" in each and "which is not there" in each for each in found), found
 
 
-class Counted(TensorBubbles):
-    """Counts the pieces that ran during collectives."""
+class Counted(Ahead):
+    """Counts the pieces that run during collectives."""
 
     ran = 0
 
-    def fill(self) -> None:
-        if self.turns is not None:
-            self.ran += self.turns.launch(next(self._counts, 0))
+    def _switch(self, pieces: int) -> None:
+        super()._switch(pieces)
+        if pieces != UNLIMITED:
+            Counted.ran += pieces - max(0, self._left)
 
 
 def _compare_all(cases: list[Case], broken: bool = False) -> list[tuple[Case, list[str], int, int]]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
+    ahead.Ahead = Counted  # type: ignore[misc]
     if broken:
         Exchange.sum = lambda self, x: x  # type: ignore[method-assign]
     found = []
     for case in cases:
         config, mesh = _pieces(case)
         plans: list[PipelinePlan] = []
+        Counted.ran = 0
         problems, *_ = _compare(case, config, mesh, partial(_launch, plans, config))
         planned = sum(
             sum(plans[0].launches[llm].pieces)
             for llm in plans[0].actions[mesh.pipeline_rank]
             if llm in plans[0].launches
         )
-        assert isinstance(mesh.bubbles, Counted)
-        found.append((case, problems, planned, mesh.bubbles.ran))
+        found.append((case, problems, planned, Counted.ran))
     return found
 
 
 def _pieces(case: Case) -> tuple[ParallelConfig, ParallelMesh]:
-    config = case.parallel.model_copy(update={"bubble_pieces": True})
-    return config, replace(build_mesh(config, CPU), bubbles=Counted())
+    config = case.parallel.model_copy(update={"tensor_bubbles": 0.3})
+    return config, build_mesh(config, CPU)
 
 
 def costs_of(plan: PipelinePlan, config: ParallelConfig) -> PlanCosts:
@@ -166,9 +150,7 @@ def costs_of(plan: PipelinePlan, config: ParallelConfig) -> PlanCosts:
 def _launch(plans: list[PipelinePlan], config: ParallelConfig, plan: PipelinePlan) -> PipelinePlan:
     """The plan with launches; the first one that is made is looked at."""
     costs = costs_of(plan, config)
-    found = with_launches(
-        replace(plan, fillers={}), plan_launches(replace(plan, fillers={}), costs)
-    )
+    found = with_launches(plan, plan_launches(plan, costs))
     validate_plan(found).raise_for_problems()
     assert simulate(found, costs).makespan_ms <= simulate(plan, costs).makespan_ms
     plans.append(found)

@@ -15,11 +15,8 @@ from typing import NamedTuple, Protocol
 
 from torchmm.balance.bubbles.choice import (
     BubbleChoice,
-    Inside,
-    InTensorBubbles,
     StepOrder,
     bubble_choices,
-    llm_tensor_ms,
 )
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.compiled import Uint32s
@@ -124,15 +121,11 @@ def plan_optimus(
         ValueError: the layout is not colocated.
     """
     costs = relative_costs(graph, durations).costs
-    if config.tensor_bubbles:
-        tensor_ms = llm_tensor_ms(graph, costs, config.tensor_bubbles)
-        costs = replace(costs, tensor_ms=tensor_ms)
     planned = optimus(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
         granularity=config.bubbles,
-        inside=config.fills_layers,
     )
     return planned.graph, planned.order
 
@@ -230,7 +223,7 @@ class PlannedOrder:
     Attributes:
         step: how to run it.
         planner: what it comes from: of searched schedules see `SearchedOrder`; "optimus coarse",
-            "optimus fine", "optimus filled" or "optimus launched".
+            "optimus fine" or "optimus launched".
         predicted_ms: of the step; of searched ones without gathers and reductions of parameters.
         gain_over_natural: how much longer the natural order, or the best coarse one, would take, as
             a share; None where nothing is known, or that does not fit into memory.
@@ -277,16 +270,13 @@ def optimus_orders(
         ValueError: the layout is not colocated.
         SimulationError: a cost is missing or no number.
     """
-    inside: list[Inside] = ["filled"] if config.fills_layers else []
-    if config.bubble_pieces:
-        inside.append("launched")
     for best in bubble_choices(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
         granularity=config.bubbles,
         sharding=sharding,
-        inside=InTensorBubbles(config.tensor_bubbles, inside),
+        tensor_share=config.tensor_bubbles,
         evaluations=_assignments(config, evaluations),
         tuner=tuner,
     ):

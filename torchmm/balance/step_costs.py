@@ -11,16 +11,16 @@ from torchmm.pipelining.plan.graph import Message, Task
 
 
 class Piece(NamedTuple):
-    """What an encoder's layer does without a stop."""
+    """Part of an encoder layer between two stops."""
 
     share: float
-    """Of the layer's computation."""
+    """Fraction of the layer's computation."""
     sends: bool
-    """Whether it ends with the begin of a collective."""
+    """Whether it ends with the start of a collective."""
 
 
 class LayerPieces(NamedTuple):
-    """Those of an encoder's layer."""
+    """Pieces of an encoder layer."""
 
     forward: tuple[Piece, ...]
     backward: tuple[Piece, ...]
@@ -51,12 +51,11 @@ class PlanCosts:
         update_bytes: by rank: what the optimizer's update has in use, after all tasks; none where
             missing.
         memory_limit_bytes: of every rank; None: unlimited.
-        runs_beside: whether fillers run at the same time as the LLM actions that they fill, as on
-            GPUs; if not, before them.
+        runs_beside: whether the device computes while it communicates, as GPUs do.
         flops: model FLOPs of every action in `compute_ms`, recomputation left out, on all ranks of
             a tensor-parallel group together; of a mirror, its share.
-        pieces: by encoder: those of its layers, which an LLM action may launch.
-        collectives: tensor-parallel ones of an LLM layer's forward and backward, at which it may.
+        pieces: by encoder: pieces of a layer, which may run during collectives of the LLM.
+        collectives: number of these collectives in an LLM layer's forward and backward.
     """
 
     compute_ms: Mapping[Action, float]

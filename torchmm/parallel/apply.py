@@ -86,11 +86,11 @@ def parallelize(
         if overlaps and module.keeps_slices and module.overlaps and module.name not in chosen:
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
-        apply_tensor_parallel(
-            module, own.tensor, parallel.sequence_parallel, overlap, mesh.meanwhile(module.kind)
-        )
-        if mesh.bubbles is not None and module.kind == "encoder":
-            stop_in_layers(module, mesh.bubbles.pause, sends=own.sizes.tensor > 1)
+        hooks = mesh.layer_hooks
+        between = None if hooks is None else hooks.between(module.kind)
+        apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap, between)
+        if between is not None and module.kind == "encoder":
+            stop_in_layers(module, between, sends=own.sizes.tensor > 1)
         expert = own.expert if module.kind == "llm" else None
         if expert is not None:
             apply_expert_parallel(module, expert)

@@ -128,21 +128,13 @@ class StepSharding:
         self._reducing: list | None = None
         """What a reduction that runs has in use."""
 
-    def unshard(self, *, complete: bool = False) -> None:
-        """Starts gathering all parameters; the first forward of each unit waits for its own.
-
-        Args:
-            complete: let the current stream wait for all of them. Needed where forwards run on
-                another stream: FSDP frees what it gathered from, memory of this stream, when the
-                forward's stream has waited, of which this one knows nothing.
-        """
+    def unshard(self) -> None:
+        """Start gathering all parameters. The first forward of each unit waits for its own."""
         if not self._prepared:
             self._prepare()
         # All at once: FSDP's own prefetching follows the order of forwards, which plans choose.
         handles = (unit.unshard(async_op=True) for unit in self._units)
         self._pending = [handle for handle in handles if handle is not None]
-        if complete:
-            self._wait()
 
     def accumulate_gradients(self) -> None:
         """Adds what `stage_backward_weight` left on the gathered parameters to the step's sums."""

@@ -28,7 +28,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -38,9 +38,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchmm.common.errors import ConfigError, PeerError
 from torchmm.common.log import working
+from torchmm.parallel import torch_private
 from torchmm.parallel.gather import exchange_device
-from torchmm.parallel.tensor.bubbles import Meanwhile, TensorBubbles
-from torchmm.parallel.tensor.groups import with_own_groups
+from torchmm.parallel.tensor.collectives import LayerHooks
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes
 from torchmm.recipe.sizes import AXES, MeshSizes, replica_groups
@@ -138,13 +138,6 @@ class ModuleMesh:
         mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=AXES)
         return ModuleMesh(mesh)
 
-    def with_own_groups(self, config: ParallelConfig, launched: bool) -> ModuleMesh:
-        """The mesh with communicators of its own for tensor parallelism (`groups`). Collective."""
-        if self.sizes.tensor == 1:
-            return self
-        timeout = timedelta(seconds=config.timeout_s)
-        return replace(self, mesh=with_own_groups(self.mesh, timeout, launched))
-
 
 @dataclass(frozen=True)
 class ParallelMesh:
@@ -158,14 +151,8 @@ class ParallelMesh:
     tensor-parallel or share rows: what all of them do is one rank's work in the plan."""
     units: Mapping[str, MeshSizes] = field(default_factory=dict)
     """Sizes by module, in the order of their ranks, where modules have ranks of their own."""
-    bubbles: TensorBubbles | None = None
-    """Where the LLM's collectives launch pieces of encoders' work; None: they launch none."""
-
-    def meanwhile(self, kind: str) -> Meanwhile | None:
-        """What to do between the begin of a collective of a kind of module and the wait for it."""
-        if self.bubbles is None:
-            return None
-        return {"llm": self.bubbles.fill, "encoder": self.bubbles.pause}.get(kind)
+    layer_hooks: LayerHooks | None = None
+    """Hooks of layers that stop during collectives of the LLM. If None, layers do not stop."""
 
     @property
     def rank(self) -> int:
@@ -441,8 +428,7 @@ def encoder_meshes(
     for name in encoders:
         sizes = encoder_mesh_sizes(config, name, mesh.own.sizes)
         if sizes not in made:
-            own = mesh.own.colocated(sizes)
-            made[sizes] = own if mesh.bubbles is None else own.with_own_groups(config, True)
+            made[sizes] = mesh.own.colocated(sizes)
         found[name] = made[sizes]
     return found
 
@@ -454,7 +440,14 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
         ConfigError: the sizes do not multiply to the number of ranks.
     """
     sizes = resolve_sizes(config, dist.get_world_size())
-    mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
+    layer_hooks = LayerHooks() if config.tensor_bubbles else None
+    options = {}
+    if layer_hooks is not None and device.type == "cuda":
+        # A piece that is launched after the start of a collective must not delay its kernel.
+        options[TENSOR] = torch_private.high_priority(timedelta(seconds=config.timeout_s))
+    mesh = init_device_mesh(
+        device.type, tuple(sizes), mesh_dim_names=AXES, backend_override=options or None
+    )
     experts = _divide_shards(mesh, config.expert, (EXPERT_SHARD, EXPERT))
     contexts = _divide_shards(mesh, config.context, (CONTEXT_SHARD, CONTEXT))
     # Groups that share rows are neighbouring shards, so shares follow each other in their ranks.
@@ -462,11 +455,7 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     group_size = config.context * sizes.tensor // config.mirrors
     shares = ranks.reshape(sizes.data_parallel // config.context, -1, group_size)
     own = ModuleMesh(mesh, experts, contexts)
-    bubbles = None
-    if config.bubble_pieces:
-        own = own.with_own_groups(config, launched=False)
-        bubbles = TensorBubbles()
-    return ParallelMesh(device, own, shares.tolist(), bubbles=bubbles)
+    return ParallelMesh(device, own, shares.tolist(), layer_hooks=layer_hooks)
 
 
 def _divide_shards(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> DeviceMesh | None:

@@ -43,7 +43,7 @@ from torchmm.parallel.health.peers import is_peer_trouble
 HARDWARE_QUEUES = 32
 """As many as CUDA has."""
 _OTHER_STREAMS = 8
-"""Of a rank, besides those of its channels: computing, fillers, FSDP2's, other communicators."""
+"""Of a rank, besides those of its channels: computing, FSDP2's, other communicators."""
 _QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 

@@ -61,6 +61,7 @@ __all__ = [
     "fused_multiply_add",
     "group_named",
     "has_dynamic_sizes",
+    "high_priority",
     "initialize_fsdp",
     "is_view",
     "local_tensors",
@@ -309,6 +310,13 @@ def new_patient_group(timeout: timedelta) -> ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=meeting)
     _set_pg_timeout(timeout, group)
     return group
+
+
+def high_priority(timeout: timedelta) -> dist.Backend.Options:
+    """Return NCCL options of groups whose kernels are scheduled before others that are ready."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
 
 
 def group_named(name: str) -> ProcessGroup:

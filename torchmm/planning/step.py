@@ -53,7 +53,6 @@ from torchmm.pipelining.schedules.disaggregated import (
     disaggregated_layout,
     disaggregated_order,
 )
-from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
 from torchmm.pipelining.schedules.launches import with_launches
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 from torchmm.pipelining.schedules.names import order_named, schedule_layout
@@ -344,9 +343,7 @@ def plan_step(
 
     def lowered(order: ComputeOrder) -> PipelinePlan:
         plan = lower_plan(order, graph, specs(graph), sharding, training, reduces_early=early)
-        if step is not None and step.fills:
-            plan = fill_tensor_bubbles(plan, costs, config.tensor_bubbles)
-        elif step is not None and step.launches:
+        if step is not None:
             plan = with_launches(plan, step.launches)
         validate_plan(plan).raise_for_problems()
         if tuning is not None and training:
@@ -360,7 +357,7 @@ def plan_step(
 
 def _by_work(config: ParallelConfig, graph: StageGraph, costs: Durations) -> StepOrder:
     """The recipe's schedule, by FLOPs."""
-    return StepOrder(*order_step(graph, config, costs), fills=config.fills_layers)
+    return StepOrder(*order_step(graph, config, costs))
 
 
 def _first_that_fits(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from torchmm.recipe.recipe import Recipe
@@ -57,11 +58,29 @@ Problems = Iterator[Problem]
 """What a check finds."""
 
 
-_REMOVED_KEYS = {
+REMOVED_KEYS = {
     "data.reorder_window": "is no longer supported; delete the key: `data.reorder` arranges the "
     "sequences of each step",
+    "parallel.bubble_pieces": "is no longer supported; delete the key: `parallel.tensor_bubbles` "
+    "> 0 alone lets encoder layers run in pieces during communication of the LLM",
 }
-"""Keys of earlier versions, with the replacement."""
+"""Keys of earlier versions, with the replacement. Recipes that a run has stored may have them
+(`without_removed_keys`)."""
+
+
+def without_removed_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe that a run or a checkpoint has stored without keys of earlier versions."""
+    kept = deepcopy(dict(tables))
+    for key in REMOVED_KEYS:
+        *sections, name = key.split(".")
+        table: Any = kept
+        for section in sections:
+            table = table.get(section) if isinstance(table, dict) else None
+        if isinstance(table, dict) and name in table:
+            removed = table.pop(name)
+            if key == "parallel.bubble_pieces" and not removed:
+                table["tensor_bubbles"] = 0.0  # without pieces, layers may be compiled
+    return kept
 
 
 def explain_error(item: Any) -> Problem:
@@ -194,7 +213,7 @@ def _is_declared(loc: Loc) -> bool:
 
 def _explain_unknown(loc: Loc, value: Any) -> Problem:
     key = dotted(loc)
-    if (text := _REMOVED_KEYS.get(without_indices(key))) is not None:
+    if (text := REMOVED_KEYS.get(without_indices(key))) is not None:
         return Problem(key, value, text)
     parent = dotted(loc[:-1])
     name = str(loc[-1])

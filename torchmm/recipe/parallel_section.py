@@ -104,13 +104,9 @@ class ParallelConfig(Section):
     """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": only
     before its first action and after its last."""
     tensor_bubbles: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the LLM's actions in which tensor-parallel communication leaves ranks idle, which
-    "optimus" fills with encoder layers: on CUDA concurrently with the LLM's, on the CPU before
-    them."""
-    bubble_pieces: bool = False
-    """Also run encoder layers in pieces, groups of kernels that are launched at the LLM's
-    tensor-parallel collectives, if simulated steps with them are shorter; for split encoders, too.
-    Needs `tensor_bubbles`."""
+    """Fraction of the LLM's actions in which tensor-parallel communication leaves ranks idle.
+    "optimus" runs encoder layers in pieces (groups of kernels) during this communication, if the
+    simulated step becomes shorter. Layers are then not compiled. 0: encoders never run there."""
     search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
     """With a pipeline: how far measured times may drift from those used for planning (0.1: 10 %)
@@ -219,11 +215,6 @@ class ParallelConfig(Section):
     def bounds_encoders(self) -> bool:
         """Whether encoders recompute in tasks that would not fit into memory otherwise."""
         return self.schedule == "optimus"
-
-    @property
-    def fills_layers(self) -> bool:
-        """Whether whole encoder layers may run beside LLM actions: if they communicate nothing."""
-        return self.tensor_bubbles > 0 and self.mirrors == self.tensor
 
     def segments(self, name: str) -> int:
         """Stages of a module per pipeline rank, under a schedule with separated modules."""

@@ -148,49 +148,28 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
 
 
 def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Problems:
-    """Only encoders without tensor parallelism fit into bubbles inside the LLM's layers, if not in
-    pieces."""
-    key = "parallel.tensor_bubbles"
-    if parallel.bubble_pieces:
-        yield from _check_pieces(parallel, encoders)
-    share = parallel.tensor_bubbles
+    """Encoder layers in pieces during the communication of the LLM."""
+    key, share = "parallel.tensor_bubbles", parallel.tensor_bubbles
     if not share:
         return
     if parallel.placement != "colocated" or parallel.tensor == 1:
         text = 'has no use without placement = "colocated" and tensor > 1; remove it'
         yield Problem(key, share, text, ("parallel.placement", "parallel.tensor"))
         return
-    for name in encoders if not parallel.bubble_pieces else ():
-        if parallel.encoder_tensor(name) != 1:
-            text = (
-                f"runs whole layers of {name} during the LLM's communication; set "
-                f"parallel.{name}.tensor = 1, or parallel.bubble_pieces = true"
-            )
-            yield Problem(key, share, text, (f"parallel.{name}.tensor",))
-
-
-def _check_pieces(parallel: ParallelConfig, encoders: list[str]) -> Problems:
-    """Ranks that communicate in a piece have to launch it at one place: so they are a rank of the
-    plan, of every encoder."""
-    sizes = {name: parallel.encoder_tensor(name) for name in encoders}
-    least = min(sizes, key=sizes.__getitem__, default="")
-    for name, size in sizes.items():
-        if parallel.placement == "colocated" and size != sizes[least]:
-            text = (
-                f"differs from parallel.{least}.tensor = {sizes[least]}: ranks that communicate in "
-                "a piece have to launch it together, but those of the larger group run different "
-                "actions of the smaller one's encoder; give all encoders the same, or set "
-                "parallel.bubble_pieces = false"
-            )
-            keys = (f"parallel.{least}.tensor", "parallel.tensor", "parallel.bubble_pieces")
-            yield Problem(f"parallel.{name}.tensor", size, text, keys)
-    key = "parallel.bubble_pieces"
-    if not parallel.tensor_bubbles:
-        text = "needs to know for how long the LLM communicates; set parallel.tensor_bubbles"
-        yield Problem(key, True, text, ("parallel.tensor_bubbles",))
     if parallel.async_tensor_parallel:
-        text = "launches in communication that is waited for; set async_tensor_parallel = false"
-        yield Problem(key, True, text, ("parallel.async_tensor_parallel",))
+        text = "needs collectives that the LLM waits for; set async_tensor_parallel = false"
+        yield Problem(key, share, text, ("parallel.async_tensor_parallel",))
+    sizes = {name: parallel.encoder_tensor(name) for name in encoders}
+    smallest = min(sizes, key=sizes.__getitem__, default="")
+    for name, size in sizes.items():
+        if size != sizes[smallest]:
+            text = (
+                f"differs from parallel.{smallest}.tensor = {sizes[smallest]}: ranks that "
+                "communicate in a piece must run it together, but here they run different actions "
+                "of the other encoder; use the same size, or set parallel.tensor_bubbles = 0"
+            )
+            keys = (f"parallel.{smallest}.tensor", "parallel.tensor", key)
+            yield Problem(f"parallel.{name}.tensor", size, text, keys)
 
 
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:

@@ -35,6 +35,7 @@ from torchmm.recipe.explain import (
     type_below,
     wants_string,
     without_indices,
+    without_removed_keys,
 )
 from torchmm.recipe.placement_sizes import resolve_sizes
 from torchmm.recipe.recipe import Recipe
@@ -120,7 +121,7 @@ def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
     """By dotted key: what a recipe, as tables, sets to other values than the defaults; of another
     version's, which cannot be read any more, all that it has."""
     try:
-        recipe = Recipe.model_validate(tables)
+        recipe = Recipe.model_validate(without_removed_keys(tables))
     except ValueError:
         return dotted_values(tables)
     return dotted_values(recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
@@ -215,6 +216,8 @@ def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
             break
         seen.append(file.resolve())
         content = _read_toml(file, chain[-1][0] if chain else None, problems)
+        if file.name == "recipe.toml" and file.with_name("STATUS.json").is_file():  # of a run
+            content = without_removed_keys(content)
         base = content.pop("base", None)
         chain.append((file, content))
         if base is not None and not isinstance(base, str):

@@ -390,7 +390,7 @@ class CompileConfig(Section):
         is_llm = module.kind == "llm"
         reasons = {
             f"layers run on the {device}": device != "cuda",
-            "layers stop for parallel.bubble_pieces": parallel.bubble_pieces,
+            "layers stop for parallel.tensor_bubbles": parallel.tensor_bubbles > 0,
             "the schedule splits backward passes": parallel.splits_backward,
             "ranks exchange tokens of experts": is_llm and parallel.expert > 1,
             "ranks exchange attention heads": is_llm and parallel.context > 1,

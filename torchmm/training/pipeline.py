@@ -49,6 +49,7 @@ from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout, Task
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.plan.plan import Gathering, MessageSpecs, PipelinePlan
+from torchmm.pipelining.run.ahead import run_ahead
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.pixels import PixelRanks, reading_stages
@@ -140,7 +141,9 @@ class Pipeline:
         listed, and ranks that share rows, were not compared with a cache."""
         self.rotary_limits = model.llm.rotary_limits
         self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
-        self._runtime = runtime(stages, bubbles=mesh.bubbles)
+        hooks = mesh.layer_hooks
+        interleave = None if hooks is None else partial(run_ahead, hooks)
+        self._runtime = runtime(stages, interleave=interleave)
         self._writer = runtime(_writing_stages(stages))
         self._drawer = runtime(_drawing_stages(stages, VelocityStage))
         self._finisher = runtime(_drawing_stages(stages, FinishingStage))

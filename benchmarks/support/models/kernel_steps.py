@@ -107,7 +107,7 @@ def optimus_kernels(
             best = found
     assert best is not None
     placed = place_encoders(graph, best)
-    actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names], kernel=-1)
+    actions = whole_actions(best, [encoder_work(graph, costs, name) for name in names])
     return KernelStep(placed, order_of(actions, placed), best, hidden_ms(best, placed))
 
 

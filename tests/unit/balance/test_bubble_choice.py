@@ -5,48 +5,39 @@ from dataclasses import replace
 import pytest
 from test_optimus import random_step
 
-from torchmm.balance.bubbles.choice import InTensorBubbles, bubble_choices
+from torchmm.balance.bubbles.choice import bubble_choices
 from torchmm.balance.bubbles.optimus import optimus
 from torchmm.balance.order_search.search import Budget
 from torchmm.balance.planners import optimus_orders, plan_by_costs, relative_costs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.lowering import lower_plan
-from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CASES = 40
-SHARE = 0.3
 
 
-def makespan_ms(step, costs, sharding, share=0.0) -> float:
+def makespan_ms(step, costs, sharding) -> float:
     plan = lower_plan(step.order, step.graph, {}, sharding, reduces_early=costs.runs_beside)
-    if share:
-        plan = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, share)
     validate_plan(plan).raise_for_problems()
     return simulate(plan, costs).makespan_ms
 
 
-@pytest.mark.parametrize("share", [0.0, SHARE])
-def test_a_choice_is_never_longer_than_its_coarse_or_unfilled_siblings(share):
+def test_choice_is_not_longer_than_siblings():
     kinds = set()
     for seed in range(CASES):
         graph, costs, schedule = random_step(seed, wires=True)
         costs = replace(costs, runs_beside=seed % 3 > 0)
         sharding = "step" if seed % 2 else "none"
         options = {"llm_schedule": schedule, "sharding": sharding, "evaluations": 6}
-        choices = list(
-            bubble_choices(
-                graph, costs, granularity="fine", inside=InTensorBubbles(share), **options
-            )
-        )
+        choices = list(bubble_choices(graph, costs, granularity="fine", **options))
         best = choices[-1]
         kinds.add(best.bubbles)
         ends = [choice.simulated.makespan_ms for choice in choices]
         assert ends == sorted(ends, reverse=True)
         assert best.played == len(choices) and best.simulated.makespan_ms <= best.coarse_ms
         own = best.simulated.costs
-        found_ms = makespan_ms(best.step, own, sharding, share if best.step.fills else 0)
+        found_ms = makespan_ms(best.step, own, sharding)
         assert found_ms == best.simulated.makespan_ms
         played_ms = {
             kind: makespan_ms(optimus(graph, costs, granularity=kind, **options), own, sharding)
@@ -54,7 +45,6 @@ def test_a_choice_is_never_longer_than_its_coarse_or_unfilled_siblings(share):
         }
         assert found_ms <= min(played_ms.values()) + 1e-9, seed
     assert "fine" in kinds
-    assert ("filled" in kinds) == (share > 0)
 
 
 def test_a_recipe_that_wants_coarse_plans_gets_no_others():

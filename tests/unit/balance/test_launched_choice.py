@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_optimus import random_step
 
-from torchmm.balance.bubbles.choice import InTensorBubbles, bubble_choices, tensor_ms
+from torchmm.balance.bubbles.choice import bubble_choices, tensor_ms
 from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.sizes import TaskSizes
 from torchmm.balance.layer_pieces import layer_collectives, layer_pieces
@@ -22,7 +22,7 @@ SHARE = 0.3
 EVEN = LayerPieces(*(tuple(Piece(1 / 24, False) for _ in range(24)),) * 2)
 
 
-def choices_of(seed: int, pieces: LayerPieces, inside=("launched",), share: float = SHARE):
+def choices_of(seed: int, pieces: LayerPieces, share: float = SHARE):
     graph, costs, schedule = random_step(seed, wires=True)
     encoders = {s.module for s in graph.layout.stages} & {"vision", "audio"}
     costs = replace(
@@ -30,7 +30,7 @@ def choices_of(seed: int, pieces: LayerPieces, inside=("launched",), share: floa
     )
     choices = bubble_choices(
         graph, costs, llm_schedule=schedule, granularity="fine", sharding="step",
-        inside=InTensorBubbles(share, inside), evaluations=6,
+        tensor_share=share, evaluations=6,
     )  # fmt: skip
     return graph, costs, list(choices)
 
@@ -40,7 +40,7 @@ def test_launches_are_taken_where_the_step_is_shorter():
     for seed in range(CASES):
         graph, costs, choices = choices_of(seed, EVEN)
         best = choices[-1]
-        without = choices_of(seed, EVEN, ())[2][-1]
+        without = choices_of(seed, EVEN, 0.0)[2][-1]
         assert best.simulated.makespan_ms <= without.simulated.makespan_ms
         assert bool(best.step.launches) == (best.bubbles == "launched")
         if best.bubbles != "launched":

@@ -68,7 +68,7 @@ def test_auto_compiles_packed_encoders_with_rotary_positions(family: str) -> Non
 def test_auto_skips_layers_that_the_parallelism_interrupts() -> None:
     llm = text_model("llama").llm.describe()
     interrupted = [
-        {"bubble_pieces": True, "tensor_bubbles": 0.5},
+        {"tensor_bubbles": 0.5},
         {"pipeline": 2, "schedule": "zero_bubble"},
         {"expert": 2},
         {"llm": {"context": 2}},

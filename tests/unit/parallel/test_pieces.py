@@ -1,9 +1,12 @@
 """Encoder layers in pieces: the same outputs and gradients, whatever happens in between."""
 
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
+from test_mirrors import graph
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
@@ -11,8 +14,13 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
-from torchmm.parallel.tensor.bubbles import TensorBubbles, Turns
+from torchmm.parallel.tensor.collectives import LayerHooks
 from torchmm.parallel.tensor.pieces import stop_in_layers
+from torchmm.pipelining.plan.actions import Action, ActionType
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.plan import Launch
+from torchmm.pipelining.run.ahead import Ahead
+from torchmm.pipelining.schedules.classic import forward_only
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 
 CPU = torch.device("cpu")
@@ -80,6 +88,26 @@ def gradients(model: MultimodalModel) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def run_in_pieces(
+    hooks: LayerHooks, work: Callable[[], object], llm: Callable[[], object], pieces: Sequence[int]
+) -> None:
+    """Run an encoder action in pieces during the collectives of an LLM action, and then its rest.
+
+    Args:
+        work: the encoder action.
+        llm: the LLM action, which calls `hooks.between("llm")`.
+        pieces: by collective.
+    """
+    step = graph(parts=(1,))
+    encoder, backbone = Action(ActionType.F, 0, 0), Action(ActionType.F, 4, 0)
+    plan = lower_plan(forward_only(step), step, {}, training=False)
+    plan = replace(plan, launches={backbone: Launch((encoder,), tuple(pieces))})
+    ahead = Ahead(plan, {ActionType.F: lambda a: work() if a == encoder else llm()}, hooks, CPU)
+    with ahead.active() as handlers:
+        handlers[ActionType.F](backbone)
+        handlers[ActionType.F](encoder)
+
+
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("tower", TOWERS)
 def test_pieces_are_the_layer_stop_by_stop(tower, recompute):
@@ -87,25 +115,24 @@ def test_pieces_are_the_layer_stop_by_stop(tower, recompute):
     inputs = inputs_of(encoder)
     wanted = run(encoder, inputs)
     model, encoder = build(tower)
-    bubbles = TensorBubbles()
-    stop_in_layers(encoder, bubbles.pause, sends=False)
+    hooks = LayerHooks()
+    stop_in_layers(encoder, hooks.between("encoder"), sends=False)
     apply_activation_checkpoint(encoder, recompute)
     outputs = []
-    turns = bubbles.turns = Turns(lambda: outputs.append(run(encoder, inputs)), CPU)
-
-    def launch(_: torch.Tensor) -> None:
-        turns.launch(1)
-
     launched = 0
-    while not turns.ended:
-        # Somebody else's step in between, backward and all, which must not meet the encoder's.
-        other = torch.ones(3, requires_grad=True)
-        other.register_hook(launch)
-        (other * launched).sum().backward()
-        launched += 1
-        assert bool(outputs) == turns.ended
-        if not turns.ended:
-            assert len(gradients(model)) < len(gradients(whole)), "negative control"
+
+    def llm() -> None:
+        nonlocal launched
+        while not outputs:
+            # A step of other modules in between, with a backward that must not run the encoder's.
+            other = torch.ones(3, requires_grad=True)
+            other.register_hook(lambda _: hooks.between("llm")())
+            (other * launched).sum().backward()
+            launched += 1
+            if not outputs:
+                assert len(gradients(model)) < len(gradients(whole)), "negative control"
+
+    run_in_pieces(hooks, lambda: outputs.append(run(encoder, inputs)), llm, [1] * 1000)
     both = 2 * PIECES * LAYERS
     least = both + {"none": 0, "selective": 1, "full": PIECES * LAYERS // 2}[recompute]
     assert launched >= least + 1
@@ -117,59 +144,58 @@ def test_pieces_are_the_layer_stop_by_stop(tower, recompute):
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_nothing_stops_outside_of_its_thread():
+def test_encoder_outside_thread_does_not_stop():
     _, encoder = build("clip")
     inputs = inputs_of(encoder)
-    bubbles = TensorBubbles()
-    stop_in_layers(encoder, bubbles.pause, sends=False)
+    hooks = LayerHooks()
+    stop_in_layers(encoder, hooks.between("encoder"), sends=False)
     run(encoder, inputs)
-    turns = bubbles.turns = Turns(lambda: None, CPU)
-    run(encoder, inputs)
-    turns.close()
+    run_in_pieces(hooks, lambda: run(encoder, inputs), lambda: run(encoder, inputs), [])
 
 
-def test_pieces_are_counted_and_left_where_they_are():
+def test_thread_runs_planned_pieces_and_ends():
     done: list[int] = []
 
     def work() -> None:
         for piece in range(6):
             done.append(piece)
-            bubbles.pause()
+            hooks.between("encoder")()
 
-    bubbles = TensorBubbles()
-    threads = threading.active_count()
-    turns = bubbles.turns = Turns(work, CPU)
-    bubbles.fill()
-    assert done == [], "nothing was planned"
-    with bubbles.launching([2, 0, 1]):
-        for wanted in (2, 2, 3, 3):  # the fourth collective was not planned
-            bubbles.fill()
+    def llm() -> None:
+        for wanted in (2, 2, 3, 3):  # the fourth collective has no pieces
+            hooks.between("llm")()
             assert done == list(range(wanted))
-    bubbles.fill()
-    assert done == [0, 1, 2]
-    turns.close()
+
+    hooks = LayerHooks()
+    threads = threading.active_count()
+    hooks.between("llm")()
+    run_in_pieces(hooks, work, llm, [2, 0, 1])
+    assert done == list(range(6)), "the rest runs at the place of the action"
     assert threading.active_count() == threads
-    turns.launch(3)
-    assert done == [0, 1, 2]
+    hooks.between("llm")()
+    assert done == list(range(6))
 
 
-def test_errors_come_to_who_launches():
+def test_error_in_piece_reaches_caller():
     def work() -> None:
-        turns.pause()
+        hooks.between("encoder")()
         raise KeyError("torn")
 
-    turns = Turns(work, CPU)
-    turns.launch(1)
+    hooks = LayerHooks()
+    threads = threading.active_count()
     with pytest.raises(KeyError, match="torn"):
-        turns.launch(1)
-    turns.launch(1)  # there is nothing left
-    turns.close()
+        run_in_pieces(hooks, work, lambda: [hooks.between("llm")() for _ in range(2)], [1, 1])
+    assert threading.active_count() == threads
+    with pytest.raises(KeyError, match="torn"):  # from the rest
+        run_in_pieces(hooks, work, hooks.between("llm"), [1])
 
 
-def test_grad_mode_is_the_owners():
+def test_thread_uses_grad_mode_of_caller():
     modes = []
     for enabled in (False, True):
+        hooks = LayerHooks()
         with torch.set_grad_enabled(enabled):
-            turns = Turns(lambda: modes.append(torch.is_grad_enabled()), CPU)
-            turns.launch(1)
+            run_in_pieces(
+                hooks, lambda: modes.append(torch.is_grad_enabled()), hooks.between("llm"), [1]
+            )
     assert modes == [False, True]

@@ -14,7 +14,7 @@ from torchmm.balance.bubbles.optimus import optimus_steps
 from torchmm.balance.simulation.launched import launch_times, timed_pieces
 from torchmm.balance.simulation.simulator import memory_changes, simulate
 from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
-from torchmm.parallel.tensor.bubbles import TensorBubbles
+from torchmm.parallel.tensor.collectives import LayerHooks
 from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -22,7 +22,7 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
 from torchmm.pipelining.plan.plan import Launch, PipelinePlan
 from torchmm.pipelining.run.ahead import Ahead
-from torchmm.pipelining.schedules.fillers import encoder_stages, fill_tensor_bubbles
+from torchmm.pipelining.schedules.colocated import encoder_stages
 from torchmm.pipelining.schedules.launches import with_launches
 
 SHARE = 0.4
@@ -59,7 +59,7 @@ def planned(pipeline: int = 1, mirrors: int = 1, parts=PARTS):
     step = graph(pipeline, mirrors, parts)
     costs = costs_of(step)
     orders = llm_orders(step, costs, "interleaved_1f1b", 64)
-    found = next(optimus_steps(step, costs, orders, "fine", "step", inside=True, behind=True))
+    found = next(optimus_steps(step, costs, orders, "fine", "step", inside=True))
     return lower_plan(found.order, found.graph, {}, sharding="step")
 
 
@@ -176,9 +176,7 @@ def first_launch(plan: PipelinePlan) -> tuple[int, Action, Launch]:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    "mistake", ["skipped", "by an encoder", "negative", "not there", "fillers"]
-)
+@pytest.mark.parametrize("mistake", ["skipped", "by an encoder", "negative", "not there"])
 def test_wrong_launches_are_found(mistake):
     plan = launched(planned(2))
     rank, llm, launch = first_launch(plan)
@@ -189,14 +187,8 @@ def test_wrong_launches_are_found(mistake):
         "by an encoder": {row[0]: launch},
         "negative": {llm: launch._replace(pieces=(-1,))},
         "not there": {llm._replace(microbatch=99): launch},
-        "fillers": {llm: launch},
     }
     wrong = replace(plan, launches=changed[mistake])
-    if mistake == "fillers":
-        costs = costs_of(plan.graph)
-        filled = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, 0.9)
-        assert filled.fillers
-        wrong = replace(wrong, fillers=filled.fillers)
     problems = validate_plan(wrong).problems
     assert problems and {p.kind for p in problems} == {"dependency"}
 
@@ -230,8 +222,9 @@ def test_what_is_not_there_yet_does_not_begin():
 class Handled:
     """Stands for the handlers of a step: encoder actions stop, LLM actions communicate."""
 
-    def __init__(self, bubbles: TensorBubbles, plan: PipelinePlan) -> None:
-        self.bubbles, self.encoders = bubbles, encoder_stages(plan.graph)
+    def __init__(self, hooks: LayerHooks, plan: PipelinePlan) -> None:
+        self.encoders = encoder_stages(plan.graph)
+        self.fill, self.stop = hooks.between("llm"), hooks.between("encoder")
         self.layers = [stage.stop - stage.start for stage in plan.graph.layout.stages]
         self.events: list[tuple[Action, int]] = []
 
@@ -240,11 +233,11 @@ class Handled:
             for piece in range(7):
                 self.events.append((action, piece))
                 if piece < 6:
-                    self.bubbles.pause()
+                    self.stop()
         else:
             for collective in range(4 * self.layers[action.stage]):
                 self.events.append((action, collective))
-                self.bubbles.fill()
+                self.fill()
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -253,11 +246,12 @@ def test_the_runtime_launches_what_the_plan_says(timed):
     encoders = encoder_stages(plan.graph)
     ticks = iter(range(10**6))
     for rank, program in enumerate(plan.actions):
-        bubbles = TensorBubbles()
-        handled = Handled(bubbles, plan)
+        hooks = LayerHooks()
+        handled = Handled(hooks, plan)
         mark = (lambda: next(ticks)) if timed else None
-        ahead = Ahead(plan, dict.fromkeys(ActionType, handled), bubbles, torch.device("cpu"), mark)
-        handlers = ahead.handlers()
+        ahead = Ahead(plan, dict.fromkeys(ActionType, handled), hooks, torch.device("cpu"), mark)
+        context = ahead.active()
+        handlers = context.__enter__()
         row = [action for action in program if action.type in COMPUTE]
         inside: dict[tuple[Action, int], int] = {}
         for action in row:
@@ -273,7 +267,8 @@ def test_the_runtime_launches_what_the_plan_says(timed):
                     collective = event[1]
                 else:
                     inside[action, collective] = inside.get((action, collective), 0) + 1
-        ahead.close()
+        context.__exit__(None, None, None)
+        assert hooks.on_collective is hooks.on_stop is None
         wanted = {
             (llm, i): count
             for llm, launch in plan.launches.items() if llm in program
@@ -298,10 +293,10 @@ def test_an_error_in_a_piece_ends_the_step():
             raise ValueError("torn")
         if action.stage not in encoders:
             for _ in range(4):
-                bubbles.fill()
+                hooks.between("llm")()
 
-    bubbles = TensorBubbles()
-    ahead = Ahead(plan, dict.fromkeys(ActionType, handler), bubbles, torch.device("cpu"), None)
-    with pytest.raises(ValueError, match="torn"):
-        ahead.handlers()[llm.type](llm)
-    ahead.close()
+    hooks = LayerHooks()
+    ahead = Ahead(plan, dict.fromkeys(ActionType, handler), hooks, torch.device("cpu"))
+    with pytest.raises(ValueError, match="torn"), ahead.active() as handlers:
+        handlers[llm.type](llm)
+    assert not ahead._thread.is_alive()

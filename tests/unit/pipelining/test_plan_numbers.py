@@ -15,7 +15,6 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.schedules.colocated import colocated_layout
-from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 
@@ -40,8 +39,7 @@ def test_a_plan_comes_back_as_it_was(pipeline):
         assert decode_plan(encode_plan(plan), plan.graph, lambda graph: {}) == plan
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4])
-def test_replicas_and_fillers_come_back(share):
+def test_replicas_come_back():
     """Of a step whose graph, there, has none yet."""
     vision = ModuleLayers("vision", "encoder", (1.0,) * 2, sub_microbatched=True)
     llm = ModuleLayers("llm", "llm", (1.0,) * 4)
@@ -50,9 +48,6 @@ def test_replicas_and_fillers_come_back(share):
     durations = {Action(kind, *task): 1.0 for task in graph.tasks() for kind in COMPUTE}
     found = optimus(graph, PlanCosts(durations), evaluations=20)
     plan = lower_plan(found.order, found.graph, {}, sharding="step")
-    if share:
-        plan = fill_tensor_bubbles(plan, durations.__getitem__, share)
-        assert any(plan.fillers.values())
     assert len(set(plan.graph.replica.values())) > 1
     assert decode_plan(encode_plan(plan), graph, lambda graph: {}) == plan
 

@@ -1,14 +1,14 @@
-"""Which of Optimus' schedules a step gets: the simulator plays all of them, the fastest one runs.
+"""Choose one of the schedules of Optimus for a step: simulate all of them, run the fastest.
 
-The bubble scheduler promises times under simplifications: messages never wait for each other, and
-what runs inside the LLM's actions never has to run in front of them. So a fine schedule may take
-longer than a coarse one, and one with fillers longer than one without. Each candidate is therefore
-lowered and simulated with all costs, transfers, gathers and reductions among them:
+The bubble scheduler predicts times under simplifications: messages never wait for each other, and
+all planned pieces fit into the LLM's actions. So a fine schedule may take longer than a coarse one.
+Each candidate is therefore lowered and simulated with all costs, including transfers, gathers and
+reductions:
 
-    coarse, fine, fine with fillers, with launches      x      orders of the LLM (`llm_orders`)
+    coarse, fine, launched (fine, with pieces in TP bubbles)   x   orders of the LLM (`llm_orders`)
 
-Coarse ones come first: they need the least time to plan, and whatever comes after is not longer.
-Launches (`launches`) have to be shorter than all others to be taken.
+Coarse candidates come first, because they need the least planning time. Launched ones (`launches`)
+are taken only if they are shorter than all others.
 
 **Memory.** Encoders run ahead of the LLM, and backwards that fit into no bubble come after it;
 until then their activations are kept. Where a candidate needs more than there is, its layers are
@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import tee
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torchmm.balance.bubbles.launches import plan_launches
 from torchmm.balance.bubbles.llm_orders import llm_orders
@@ -41,25 +41,14 @@ from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering, Launch
-from torchmm.pipelining.schedules.fillers import encoder_stages, fill_tensor_bubbles
+from torchmm.pipelining.schedules.colocated import encoder_stages
 from torchmm.pipelining.schedules.launches import with_launches
 
 ROUNDS = 3
 """In which encoders are placed once more with the times of what is recomputed."""
 
-Inside = Literal["filled", "launched"]
-"""How encoders may run inside LLM actions: whole actions beside them, or in pieces, launched at
-their collectives."""
-Bubbles = Literal["coarse", "fine"] | Inside
-"""Where encoders may run: before and after the LLM; also between its actions; also inside them."""
-
-
-class InTensorBubbles(NamedTuple):
-    """Encoders inside LLM actions."""
-
-    share: float
-    """Of LLM actions, in which they communicate and encoders may run."""
-    kinds: Sequence[Inside] = ("filled",)
+Bubbles = Literal["coarse", "fine", "launched"]
+"""Where encoders run: before and after the LLM; also between its actions; also inside them."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +58,6 @@ class StepOrder:
     graph: StageGraph
     """With the replica that runs each task."""
     order: ComputeOrder
-    fills: bool = False
-    """Whether encoders' actions fill LLM actions (`fill_tensor_bubbles`)."""
     launches: Mapping[Action, Launch] = field(default_factory=dict)
     """What LLM actions launch (`with_launches`)."""
 
@@ -101,7 +88,7 @@ def bubble_choices(
     llm_schedule: str,
     granularity: Granularity,
     sharding: Gathering,
-    inside: InTensorBubbles | None = None,
+    tensor_share: float = 0.0,
     evaluations: int = 256,
     tuner: Tuner | None = None,
 ) -> Iterator[BubbleChoice]:
@@ -115,7 +102,8 @@ def bubble_choices(
         evaluations: see `optimus`.
         granularity: "coarse": no other candidates.
         sharding: as the plan will be lowered.
-        inside: how encoders may run inside of LLM actions; None: they may not.
+        tensor_share: fraction of LLM actions in which they communicate, and encoders may run in
+            pieces; 0: they may not.
         tuner: of the step: candidates that do not fit are tuned before they are compared.
 
     Raises:
@@ -123,15 +111,22 @@ def bubble_choices(
         ValueError: the layout is not colocated, or does not suit the LLM's schedule.
     """
     kinds: Sequence[Bubbles] = ("coarse", "fine") if granularity == "fine" else ("coarse",)
-    share = 0.0
-    if inside is not None and inside.share:
-        share = inside.share
-        kinds = (*kinds, *inside.kinds)
-        costs = replace(costs, tensor_ms=tensor_ms(graph, costs, share))
+    if tensor_share:
+        kinds = (*kinds, "launched")
+        costs = replace(costs, tensor_ms=tensor_ms(graph, costs, tensor_share))
     if tuner is not None:
         costs = replace(costs, memory_limit_bytes=tuner.tuning.memory_limit_bytes)
-    compared = _Compared(costs, sharding, share, tuner)
-    steps = partial(_candidates, graph, sharding=sharding, evaluations=evaluations)
+    compared = _Compared(costs, sharding, tuner)
+
+    def steps(
+        costs: PlanCosts, orders: Iterable[ComputeOrder], kind: Bubbles
+    ) -> Iterator[OptimusStep]:
+        granularity: Granularity = "coarse" if kind == "coarse" else "fine"
+        inside = kind == "launched"
+        return optimus_steps(
+            graph, costs, orders, granularity, sharding, evaluations=evaluations, inside=inside
+        )
+
     orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
     for kind, own in zip(kinds, orders, strict=True):
         for found in steps(costs, own, kind):
@@ -150,36 +145,6 @@ def bubble_choices(
             return
 
 
-def _granularity(kind: Bubbles) -> Granularity:
-    return "coarse" if kind == "coarse" else "fine"
-
-
-def _candidates(
-    graph: StageGraph,
-    costs: PlanCosts,
-    orders: Iterable[ComputeOrder],
-    kind: Bubbles,
-    *,
-    sharding: Gathering,
-    evaluations: int,
-) -> Iterator[OptimusStep]:
-    """Orders of one kind. What is launched is so from orders without and with a place for it."""
-    steps = partial(
-        optimus_steps,
-        graph,
-        costs,
-        granularity=_granularity(kind),
-        sharding=sharding,
-        evaluations=evaluations,
-    )
-    if kind != "launched":
-        yield from steps(orders, inside=kind == "filled")
-        return
-    between, inside = tee(orders)
-    yield from steps(between)
-    yield from steps(inside, inside=True, behind=True)
-
-
 _Key = tuple[int, float]
 """How many bytes more than there are a step needs, and how long it takes."""
 
@@ -196,10 +161,8 @@ class _Compared:
     found: OptimusStep
     recomputing_shows: bool
 
-    def __init__(
-        self, costs: PlanCosts, sharding: Gathering, tensor_share: float, tuner: Tuner | None
-    ) -> None:
-        self._costs, self._sharding, self._share = costs, sharding, tensor_share
+    def __init__(self, costs: PlanCosts, sharding: Gathering, tuner: Tuner | None) -> None:
+        self._costs, self._sharding = costs, sharding
         self._tuner = tuner
         self.best: BubbleChoice | None = None
         self._coarse: _Key | None = None
@@ -219,8 +182,7 @@ class _Compared:
         if best is None or _is_better(key, _key(best.simulated), kind):
             self.found = found
             self.recomputing_shows = step.makespan_ms > kept.makespan_ms
-            launches = kept.plan.launches
-            made = StepOrder(found.graph, found.order, kind == "filled", launches)
+            made = StepOrder(found.graph, found.order, kept.plan.launches)
             best = BubbleChoice(made, kind, step, inf, 0)
         assert self._coarse is not None  # they come first
         missing, coarse_ms = self._coarse
@@ -236,9 +198,7 @@ class _Compared:
         specs = {} if tuner is None else tuner.specs
         early = costs.runs_beside
         plan = lower_plan(found.order, found.graph, specs, self._sharding, reduces_early=early)
-        if kind == "filled":
-            plan = fill_tensor_bubbles(plan, costs.compute_ms.__getitem__, self._share)
-        elif kind == "launched":
+        if kind == "launched":
             plan = with_launches(plan, plan_launches(plan, costs))
         book = RuleBook(plan)
         step = simulate(plan, costs, book)
@@ -273,11 +233,7 @@ def _key(step: SimulatedStep) -> _Key:
 
 
 def tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict[Action, float]:
-    """Communication of all actions: of the LLM's a share, of encoders' what costs say."""
-    return {**costs.tensor_ms, **llm_tensor_ms(graph, costs, share)}
-
-
-def llm_tensor_ms(graph: StageGraph, costs: PlanCosts, share: float) -> dict[Action, float]:
-    """Time of each LLM action in which its ranks only communicate: a share of it."""
+    """Return the communication time of all actions: of the LLM a share, of encoders their costs."""
     encoders = encoder_stages(graph)
-    return {a: share * ms for a, ms in costs.compute_ms.items() if a.stage not in encoders}
+    of_llm = {a: share * ms for a, ms in costs.compute_ms.items() if a.stage not in encoders}
+    return {**costs.tensor_ms, **of_llm}

@@ -7,11 +7,10 @@ is not longer than what the scheduler promises. Where they do, it can be: messag
 wait for each other and for receives, which the scheduler leaves out.
 
 A plan places whole actions: slicing encoder stages makes them small enough for bubbles between LLM
-actions. Those inside an LLM action (tensor parallelism) count as one, at its begin. Encoder actions
-are placed in pieces, as groups of their kernels, so that they go through several of them; in the
-order they stand directly in front of the LLM action in which their first piece is, for it and those
-after it to be filled (`torchmm.pipelining.schedules.fillers`). There a step may take longer than
-promised: what does not fit alongside LLM actions runs in front of them.
+actions. Bubbles inside an LLM action (tensor parallelism) count as one, at its begin. If encoders
+may use them, their actions are placed in pieces, as groups of their kernels. In the order, an
+action comes after the LLM action that its last piece is in, which then launches the pieces
+(`launches`). Pieces that do not fit run after it, so the step may take longer than promised.
 
 The LLM's own order is one of a few (`llm_orders`); all are tried and the shortest step is kept.
 """
@@ -65,7 +64,6 @@ def optimus(
     granularity: Granularity = "fine",
     sharding: Gathering = "none",
     evaluations: int = 256,
-    inside: bool = False,
 ) -> OptimusStep:
     """The shortest step found, by what its schedule promises.
 
@@ -77,16 +75,13 @@ def optimus(
         granularity: coarse: encoders before and after the LLM only.
         sharding: as the plan will be lowered.
         evaluations: as for `fill_bubbles`, and of each search of the LLM's order.
-        inside: whether encoders may run while an LLM action communicates, for its `tensor_ms`.
 
     Raises:
         SimulationError: a cost is missing or no duration.
         ValueError: the layout is not colocated, or does not suit the LLM's schedule.
     """
     orders = llm_orders(graph, costs, llm_schedule, evaluations)
-    found = optimus_steps(
-        graph, costs, orders, granularity, sharding, evaluations=evaluations, inside=inside
-    )
+    found = optimus_steps(graph, costs, orders, granularity, sharding, evaluations=evaluations)
     return min(found, key=lambda step: step.schedule.total_ms)
 
 
@@ -99,13 +94,11 @@ def optimus_steps(
     *,
     evaluations: int = 256,
     inside: bool = False,
-    behind: bool = False,
 ) -> Iterator[OptimusStep]:
-    """A step for each of some orders of the LLM (`llm_orders`); as `optimus`.
+    """Yield a step for each of some orders of the LLM (`llm_orders`); as `optimus`.
 
     Args:
-        behind: whether encoder actions inside of LLM actions stand behind that of their last piece,
-            to be launched by it and those before (`launches`); in front of that of their first.
+        inside: whether encoders may run while an LLM action communicates, for its `tensor_ms`.
     """
     encoders = encoder_names(graph.layout)
     works = [encoder_work(graph, costs, name) for name in encoders]
@@ -126,24 +119,21 @@ def optimus_steps(
         )
         found = fill_bubbles(timeline, placed_works, granularity, evaluations=evaluations)
         if inside:
-            found = whole_actions(found, works, kernel=-1 if behind else 0)
+            found = whole_actions(found, works)
         placed = place_encoders(graph, found)
-        yield OptimusStep(placed, order_of(found, placed, behind), found)
+        yield OptimusStep(placed, order_of(found, placed, behind=inside), found)
 
 
-def whole_actions(
-    schedule: BubbleSchedule, works: Sequence[EncoderWork], kernel: int
-) -> BubbleSchedule:
-    """The schedule with actions in place of kernels: each starts when one of its kernels does.
+def whole_actions(schedule: BubbleSchedule, works: Sequence[EncoderWork]) -> BubbleSchedule:
+    """Return the schedule with actions instead of kernels: each starts when its last kernel does.
 
     Args:
         schedule: of works whose actions are cut into kernels (`in_pieces`).
-        works: the same encoders' `encoder_work`s.
-        kernel: 0: the first, -1: the last.
+        works: the `encoder_work`s of the same encoders.
     """
 
     def chosen(start_ps: Int64s, ms_NSK: Array) -> Int64s:
-        return start_ps.reshape(*ms_NSK.shape, -1)[..., kernel]
+        return start_ps.reshape(*ms_NSK.shape, -1)[..., -1]
 
     forward = zip(schedule.forward_start_ps, works, strict=True)
     backward = zip(schedule.backward_start_ps, works, strict=True)

@@ -10,9 +10,6 @@
   taken to come as this plan's do. Where the device can (`PlanCosts.runs_beside`), a rank's
   reductions have a queue of their own and nothing but the end of the step waits for them; elsewhere
   the rank waits.
-- Where the device can (`PlanCosts.runs_beside`), fillers have a queue of their own, the side queue
-  (`torchmm.pipelining.run.runtime`). They compute while the LLM actions they fill communicate, so
-  they take longer by the ratio of both; LLM actions take no longer for it.
 - Mirrors communicate inside of their actions: these begin when all of them have come to it.
 - What LLM actions launch takes time from encoder actions in their own places (`launched`).
 
@@ -25,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 from typing import NamedTuple
 
 from torchmm.balance.picoseconds import SimulationError
@@ -36,7 +32,6 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.plan.transfers import RECV, SEND, WAIT, WAIT_SEND
-from torchmm.pipelining.schedules.fillers import encoder_stages, filled
 
 NONE = -1
 TransferKey = tuple[Message, bool]
@@ -45,9 +40,6 @@ TransferKey = tuple[Message, bool]
 _POSTS = (*SEND, *RECV)
 _WAITS = (*WAIT, *WAIT_SEND)
 _BACKWARD = (SEND[1], RECV[1], WAIT[1], WAIT_SEND[1])
-_COMPUTED_BY = {
-    SEND[0]: ActionType.F, WAIT[0]: ActionType.F, SEND[1]: ActionType.B, WAIT[1]: ActionType.B,
-}  # fmt: skip
 _AT_SOURCE = (SEND[0], WAIT_SEND[0], RECV[1], WAIT[1])
 """Transfers seen from the stage that makes the message, which is where its gradient goes."""
 
@@ -89,10 +81,8 @@ class PlanGraph:
     actions: list[PlanAction]
     compute: dict[Action, int]
     transfers: dict[TransferKey, int]
-    stretch: Mapping[Action, float]
-    """By filler with a queue of its own: by how much longer it takes there."""
     shift_ms: Mapping[Action, float]
-    """By action that launches or is launched: how much longer it takes in its place."""
+    """Change of the duration of an action that launches pieces, or whose pieces are launched."""
 
 
 def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
@@ -123,25 +113,12 @@ class _Builder:
     reduce it are there; by action of the first of mirrors: at which all of them are."""
     actions: list[PlanAction] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    stretch: dict[Action, float] = field(default_factory=dict)
     reductions: dict[tuple[int, int], int] = field(default_factory=dict)
     """By rank and stage."""
-    encoders: frozenset[int] = frozenset()
-    """Stages on the side queue; known where that is used."""
-    first: set[Action] = field(default_factory=set)
-    """Of the fillers of one place each."""
     shift_ms: Mapping[Action, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shift_ms = launch_times(self.plan, self.costs).shift_ms
-        for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
-            tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
-            whole_ms = sum(self.costs.compute_ms.get(action, 0.0) for action in llm)
-            if tensor_ms > 0 and whole_ms < inf:
-                self.stretch |= dict.fromkeys(fillers, whole_ms / tensor_ms)
-                self.first.add(fillers[0])
-        if self.stretch:
-            self.encoders = encoder_stages(self.plan.graph)
 
     def add_transfers(self) -> None:
         """First of all, since receives may stand before their sends; in the order of sending."""
@@ -158,37 +135,28 @@ class _Builder:
     def add_program(self, rank: int) -> None:
         """The actions of one rank."""
         previous = NONE  # the last operator of the program
-        side: list[int] = []  # the last one on the side queue, until the program waits for it
         for action in self.plan.actions[rank]:
             kind = action.type
-            aside = self._is_aside(action)
-            before = side[-1] if aside and side else previous
             if kind in _POSTS:
-                for transfer in self._transfer(rank, action) if before != NONE else ():
-                    self.graph.add_edge(before, transfer)
-                self.actions.append(PlanAction(rank, action, before, before, True))
+                for transfer in self._transfer(rank, action) if previous != NONE else ():
+                    self.graph.add_edge(previous, transfer)
+                self.actions.append(PlanAction(rank, action, previous, previous, True))
                 continue
             if kind is ActionType.UNSHARD:
                 node = self._add_gather(rank, action, previous)
                 self.actions.append(PlanAction(rank, action, node, NONE, False))
                 continue
-            if side and self._joins(action, aside):
-                previous = self.graph.add(("rank", rank), 0.0, side, "main waits for side")
-                side = []
             if kind is ActionType.REDUCE_GRAD:
                 node = self._add_reduction(rank, action, previous)
                 self.actions.append(PlanAction(rank, action, node, previous, True))
                 previous = previous if self.costs.runs_beside else node
                 continue
-            node = self._add_action(rank, action, previous, aside)
-            if aside:
-                side = [node]
-            else:
-                previous = node
+            node = self._add_action(rank, action, previous)
             waits = kind in _WAITS or kind is ActionType.REDUCE_TIED
-            self.actions.append(PlanAction(rank, action, node, before, waits))
+            self.actions.append(PlanAction(rank, action, node, previous, waits))
+            previous = node
 
-    def _add_action(self, rank: int, action: Action, previous: int, aside: bool) -> int:
+    def _add_action(self, rank: int, action: Action, previous: int) -> int:
         """The operator of a computation or a wait."""
         after = self._needs(rank, action, previous)
         if action.type is not ActionType.REDUCE_TIED and action.type not in _WAITS:
@@ -196,14 +164,13 @@ class _Builder:
             after += [gather] if gather != NONE else []
         alike = self.plan.graph.layout.mirrored[action.stage]
         meets = action.type in COMPUTE and len(alike) > 1
-        if (aside or meets) and previous != NONE:
+        if meets and previous != NONE:
             after.append(previous)
         if meets:
             key = action._replace(stage=alike[0])
             after = [self._meet(key, after, f"all mirrors of {action}")]
-        queue = ("side" if aside else "rank", rank)
         name = f"{action} on rank {rank}"
-        node = self.graph.add(queue, self._duration_ms(rank, action), after, name)
+        node = self.graph.add(("rank", rank), self._duration_ms(rank, action), after, name)
         if action.type in COMPUTE:
             self.compute[action] = node
         return node
@@ -219,19 +186,6 @@ class _Builder:
         node = self.graph.add(queue, duration_ms, after, f"{action} on rank {rank}")
         self.reductions[rank, action.stage] = node
         return node
-
-    def _is_aside(self, action: Action) -> bool:
-        """Whether it runs on the side queue: a filler, its waits and sends."""
-        kind = _COMPUTED_BY.get(action.type, action.type)
-        return bool(self.stretch) and Action(kind, *action[1:4]) in self.stretch
-
-    def _joins(self, action: Action, aside: bool) -> bool:
-        """Whether the program waits for the side queue before an action (`SideStream`)."""
-        if aside:
-            return action in self.first
-        if action.type is ActionType.REDUCE_GRAD and action.stage not in self.encoders:
-            return False
-        return not (action.type in _WAITS or action in self.plan.fillers)
 
     def _needs(self, rank: int, action: Action, previous: int) -> list[int]:
         """What an action waits for besides the one before it."""
@@ -274,7 +228,7 @@ class _Builder:
                     f"{action} on rank {rank} has no duration; compute the costs from the graph "
                     "of this plan"
                 )
-            own_ms = self.stretch.get(action, 1.0) * (duration_ms or 0.0)
+            own_ms = duration_ms or 0.0
             return max(0.0, own_ms + self.shift_ms[action]) if action in self.shift_ms else own_ms
         if action.type is ActionType.REDUCE_TIED:
             return self.costs.tied_ms.get(action.stage, 0.0)
@@ -287,6 +241,4 @@ class _Builder:
             raise SimulationError([*self.problems, *error.problems]) from None
         if self.problems:
             raise SimulationError(self.problems)
-        return PlanGraph(
-            graph, self.actions, self.compute, self.transfers, self.stretch, self.shift_ms
-        )
+        return PlanGraph(graph, self.actions, self.compute, self.transfers, self.shift_ms)

@@ -33,7 +33,6 @@ from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Task
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
-from torchmm.pipelining.schedules.fillers import filled
 from torchmm.pipelining.view.timeline import Bubble, Timeline, analyze_timeline
 
 
@@ -114,7 +113,7 @@ class SimulatedStep:
         timeline = analyze_timeline(self.records, self.plan.graph.layout)
         busy_ms = list(timeline.busy_ms)
         bubbles = list(timeline.bubbles)
-        covered = self._filled_share()
+        covered = launch_times(self.plan, self.costs).covered
         for rank, action, start_ms, end_ms in self.records:
             tensor_ms = min(self.costs.tensor_ms.get(action, 0.0), end_ms - start_ms)
             tensor_ms *= 1 - covered.get(action, 0.0)
@@ -122,15 +121,6 @@ class SimulatedStep:
                 busy_ms[rank] -= tensor_ms
                 bubbles.append(Bubble(rank, "tp", end_ms - tensor_ms, end_ms))
         return replace(timeline, busy_ms=tuple(busy_ms), bubbles=tuple(bubbles))
-
-    def _filled_share(self) -> dict[Action, float]:
-        """By LLM action: the share of its communication during which fillers compute."""
-        shares: dict[Action, float] = {}
-        for llm, fillers in filled(self.plan) if self.costs.runs_beside else ():
-            tensor_ms = sum(self.costs.tensor_ms.get(action, 0.0) for action in llm)
-            busy_ms = sum(self.costs.compute_ms[action] for action in fillers)
-            shares |= dict.fromkeys(llm, min(1.0, busy_ms / tensor_ms) if tensor_ms else 0.0)
-        return shares | launch_times(self.plan, self.costs).covered
 
 
 def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None) -> SimulatedStep:
@@ -211,9 +201,8 @@ class PlanSimulation:
         unknown = [f"the plan has no {key}" for new, own in given for key in new if key not in own]
         if unknown:
             raise SimulationError(unknown)
-        stretch = nodes.stretch
         shift_ms = nodes.shift_ms
-        changed = {nodes.compute[a]: ms * stretch.get(a, 1.0) for a, ms in compute_ms.items()}
+        changed = {nodes.compute[a]: ms for a, ms in compute_ms.items()}
         for action in compute_ms.keys() & shift_ms.keys():
             node = nodes.compute[action]
             changed[node] = max(0.0, changed[node] + shift_ms[action])
@@ -296,14 +285,15 @@ def memory_changes(
 def _allocate_ahead(
     plan: PipelinePlan, rank: int, book: RuleBook, memory: MemoryModel, rows: Int64s
 ) -> None:
-    """Counts what launched actions allocate where they begin."""
-    program = plan.actions[rank]
-    at = {action: place for place, action in enumerate(program)} if plan.launches else {}
-    for llm in program if plan.launches else ():
-        for begun in plan.launches[llm].begins if llm in plan.launches else ():
-            allocated, _ = book.bytes_of(rank, begun, memory)
-            rows[at[begun], 0] -= allocated
-            rows[at[llm], 0] += allocated
+    """Count the allocations of actions that start early where they start."""
+    if not plan.launches:
+        return
+    places = {action: place for place, action in enumerate(plan.actions[rank])}
+    for llm in places.keys() & plan.launches.keys():
+        for action in plan.launches[llm].begins:
+            allocated, _ = book.bytes_of(rank, action, memory)
+            rows[places[action], 0] -= allocated
+            rows[places[llm], 0] += allocated
 
 
 def _passing_bytes(plan: PipelinePlan, costs: PlanCosts, action: Action) -> int:

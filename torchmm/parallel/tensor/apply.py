@@ -34,8 +34,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.layers import DeltaSizes, LayerDescription
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
-from torchmm.parallel.tensor.bubbles import Meanwhile
-from torchmm.parallel.tensor.collectives import Exchange, replicated, shared
+from torchmm.parallel.tensor.collectives import Exchange, Hook, replicated, shared
 from torchmm.parallel.tensor.linears import LocalColumn, LocalRow, compute_locally
 from torchmm.parallel.tensor.low_rank import split_lora
 from torchmm.parallel.tensor.overlap_linear import Overlap
@@ -67,7 +66,7 @@ def apply_tensor_parallel(
     mesh: DeviceMesh,
     sequence_parallel: bool = False,
     overlap: Overlap | None = None,
-    meanwhile: Meanwhile | None = None,
+    meanwhile: Hook | None = None,
 ) -> None:
     """Splits `module` over the 1-D `mesh`, in place; parameters may be on the meta device.
 

@@ -1,8 +1,8 @@
-"""Collectives around a layer's tensor-parallel regions, during which something else may be done.
+"""Collectives around a layer's tensor-parallel regions, with a hook between start and wait.
 
-The same sums, gathers and scatters as those of DTensors in `sequence` and `linears`, forward and
-backward, but begun, then left alone, then waited for. DTensor's own `async_op` waits inside where
-what is gathered is not the first dimension, and in the backward of a conversion.
+They give the same sums, gathers and scatters as the DTensors in `sequence` and `linears`, forward
+and backward. DTensor's own `async_op` waits at once if the gathered dimension is not the first one,
+and in the backward of a conversion.
 
 Shape legend: S rows of a rank's slice, N = ranks x S rows of all slices, D features; any dimensions
 before.
@@ -21,17 +21,43 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from torchmm.parallel import torch_private
-from torchmm.parallel.tensor.bubbles import Meanwhile
+
+Hook = Callable[[], None]
+
+
+class LayerHooks:
+    """Hooks that the layers of this rank call, and that a step may set.
+
+    Attributes:
+        on_collective: called between the start of each collective of the LLM and the wait for it.
+        on_stop: called where an encoder layer may stop (`torchmm.parallel.tensor.pieces`).
+    """
+
+    on_collective: Hook | None = None
+    on_stop: Hook | None = None
+
+    def between(self, kind: str) -> Hook | None:
+        """Return what a kind of module calls between the start of a collective and the wait."""
+        # A collective of a split encoder ends a piece, and continues during the LLM's computation.
+        return {"llm": self._collective, "encoder": self._stop}.get(kind)
+
+    def _collective(self) -> None:
+        if self.on_collective is not None:
+            self.on_collective()
+
+    def _stop(self) -> None:
+        if self.on_stop is not None:
+            self.on_stop()
 
 
 class Exchange(NamedTuple):
-    """How the ranks of one tensor-parallel group communicate."""
+    """Collectives of one tensor-parallel group."""
 
     group: ProcessGroup
-    meanwhile: Meanwhile
+    meanwhile: Hook
 
     def sum(self, x: Tensor) -> Tensor:
-        """Of all ranks' tensors."""
+        """Return the sum over the ranks."""
         return self._wait(torch_private.start_all_reduce(x.contiguous(), self.group))
 
     def gather(self, x: Tensor) -> Tensor:

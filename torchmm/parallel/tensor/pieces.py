@@ -1,17 +1,13 @@
-"""Where an encoder's layers may stop, so that they run in pieces
-(`torchmm.parallel.tensor.bubbles`).
+"""Places where encoder layers may stop, so that they run in pieces (Optimus §4.2).
 
-An attention and a feed-forward part each stop
+Attention and MLP each stop after their last column-wise matmul (query, key and value; gate and up),
+before their row-wise matmul, and after it. If layers are split over ranks, they stop at the start
+of each of their collectives instead of after the row-wise matmul. Backward passes stop when the
+gradients of the same tensors are ready. So a layer has six pieces, and eight with sequence
+parallelism (`torchmm.balance.layer_pieces` has their durations).
 
-- behind their last column-wise product (queries, keys and values; gate and up),
-- in front of their row-wise product (behind attention, or the activation function),
-- behind it, where nothing is sent, and otherwise at the begin of each of their collectives.
-
-In backward they stop at the same tensors, when their gradients are there. So a layer is six pieces,
-and eight where it gathers and scatters a sequence; `torchmm.balance.layer_pieces` says how long
-they are. Found from the tensor-parallel plan of the family: what is split over ranks in the same
-way has the same parts. A part that the plan says nothing of does not stop, and is one piece with
-what comes after.
+The places follow from the tensor-parallel plan of the family. Parts that are not in this plan are
+one piece with the part after them.
 """
 
 from __future__ import annotations
@@ -21,15 +17,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchmm.models.layered import LayeredModule
-from torchmm.parallel.tensor.bubbles import Meanwhile
+from torchmm.parallel.tensor.collectives import Hook
 
 
-def stop_in_layers(module: LayeredModule, pause: Meanwhile, sends: bool) -> None:
-    """Lets the module's layers stop.
+def stop_in_layers(module: LayeredModule, stop: Hook, sends: bool) -> None:
+    """Call a hook at each place where a layer of the module may stop.
 
     Args:
-        pause: called at the end of each piece.
-        sends: whether the layers are split over ranks, so that their collectives stop them too.
+        sends: Whether layers are split over ranks, so that their collectives call the hook too.
     """
     plan = module.tensor_parallel_plan()
     rows = {
@@ -40,39 +35,36 @@ def stop_in_layers(module: LayeredModule, pause: Meanwhile, sends: bool) -> None
             continue
         for scope in module.matching(pattern):
             linears = [part for part in scope.modules() if isinstance(part, nn.Linear)]
-            columns = [linear for linear in linears if linear not in rows]
-            own_rows = [linear for linear in linears if linear in rows]
-            _stop_in(scope, columns, own_rows, pause, sends)
+            if own_rows := [linear for linear in linears if linear in rows]:
+                columns = [linear for linear in linears if linear not in rows]
+                _stop_in_scope(scope, columns, own_rows, stop, sends)
 
 
-def _stop_in(
-    scope: nn.Module, columns: list[nn.Linear], rows: list[nn.Linear], pause: Meanwhile, sends: bool
+def _stop_in_scope(
+    scope: nn.Module, columns: list[nn.Linear], rows: list[nn.Linear], stop: Hook, sends: bool
 ) -> None:
     left = 0
 
-    def begin(*_: Any) -> None:
+    def start(*_: Any) -> None:
         nonlocal left
-        left = len(columns)  # anew: what is run again in backward may end early
+        left = len(columns)  # set here, because recomputation may end before the last one
 
-    def behind_column(_: nn.Module, __: Any, product: Tensor) -> None:
+    def after_column(_: nn.Module, __: Any, product: Tensor) -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            _stop(product, pause)
+            at(product)
 
-    if not rows:
-        return
-    scope.register_forward_pre_hook(begin)
+    def at(x: Tensor) -> None:
+        """Stop now, and in backward when the gradient of the tensor is ready."""
+        stop()
+        if x.requires_grad:
+            x.register_hook(lambda _: stop())
+
+    scope.register_forward_pre_hook(start)
     for linear in columns:
-        linear.register_forward_hook(behind_column)
+        linear.register_forward_hook(after_column)
     for linear in rows:
-        linear.register_forward_pre_hook(lambda _, args: _stop(args[0], pause))
+        linear.register_forward_pre_hook(lambda _, args: at(args[0]))
         if not sends:
-            linear.register_forward_hook(lambda _, __, product: _stop(product, pause))
-
-
-def _stop(x: Tensor, pause: Meanwhile) -> None:
-    """Where this tensor is there, and where its gradient is."""
-    pause()
-    if x.requires_grad:
-        x.register_hook(lambda _: pause())
+            linear.register_forward_hook(lambda _, __, product: at(product))

@@ -19,7 +19,6 @@ from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.checks.scan import Played, Scan, play
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
-from torchmm.pipelining.schedules.fillers import filler_problems
 from torchmm.pipelining.schedules.launches import launch_problems
 
 COLLECTIVES = (ActionType.UNSHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED)
@@ -44,7 +43,6 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
         *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan, book)),
         *_crossed(plan, book, played),
         *_mirrors(plan),
-        *filler_problems(plan),
         *launch_problems(plan, book),
         *_channels(plan, book, scan),
         *_deadlocks(plan, book, scan, played),

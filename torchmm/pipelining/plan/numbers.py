@@ -20,7 +20,7 @@ from typing import get_args, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import Launch, LayerMode, MessageSpecs, PipelinePlan
 
@@ -34,9 +34,8 @@ _FIELDS = len(Action._fields)
 def encode_plan(plan: PipelinePlan) -> Int32s:
     """All of a training plan but its graph's tasks and specs.
 
-    Numbers of actions by rank; the actions; which replica of a module runs which task; places of
-    LLM actions that are filled, and by how many actions in front of them; what is launched, see
-    `_launches`; for each task that recomputes, its place and the modes of its layers.
+    Numbers of actions by rank; the actions; which replica of a module runs which task; the
+    launches (`_launches`); for each task that recomputes, its place and the modes of its layers.
     """
     numbers = [len(plan.actions), *map(len, plan.actions)]
     for program in plan.actions:
@@ -48,11 +47,6 @@ def encode_plan(plan: PipelinePlan) -> Int32s:
     numbers.append(len(replicas))
     for replica in replicas:
         numbers += replica
-    numbers.append(len(plan.fillers))
-    for rank, program in enumerate(plan.actions if plan.fillers else ()):
-        for position, action in enumerate(program):
-            if action in plan.fillers:
-                numbers += (rank, position, len(plan.fillers[action]))
     launches = _launches(plan)
     numbers += (len(launches), *launches)
     for task, modes in plan.recompute.items():
@@ -86,13 +80,9 @@ def decode_plan(
     modules = _modules(graph)
     replica = {(modules[m], microbatch, part): n for m, microbatch, part, n in found.rows(4)}
     graph = replace(graph, replica=replica) if replica or graph.replica else graph
-    fillers = {
-        rows[rank][position]: _in_front(rows[rank], position, count)
-        for rank, position, count in found.rows(3)
-    }
     launches = _read_launches([n for row in found.rows(1) for n in row], rows)
     recompute = _recompute(values, found.at, graph)
-    return PipelinePlan(graph, rows, specs(graph), True, recompute, fillers, launches)
+    return PipelinePlan(graph, rows, specs(graph), True, recompute, launches)
 
 
 class _Programs(Sequence[tuple[Action, ...]]):
@@ -132,8 +122,8 @@ class _Programs(Sequence[tuple[Action, ...]]):
 
 
 def _launches(plan: PipelinePlan) -> list[int]:
-    """By LLM action that launches any: its rank and place, how many actions begin in it and at how
-    many collectives, the places of those and the pieces at these."""
+    """Return for each launch: rank, place, the number of actions that begin and of collectives,
+    the places of these actions, and the pieces by collective."""
     numbers: list[int] = []
     for rank, program in enumerate(plan.actions if plan.launches else ()):
         at = {action: position for position, action in enumerate(program)}
@@ -175,12 +165,6 @@ class _Reader:
 
 def _modules(graph: StageGraph) -> list[str]:
     return [*dict.fromkeys(stage.module for stage in graph.layout.stages)]
-
-
-def _in_front(row: Sequence[Action], position: int, count: int) -> tuple[Action, ...]:
-    """The last so many compute actions before a position."""
-    before = [action for action in row[:position] if action.type in COMPUTE]
-    return tuple(before[len(before) - count :])
 
 
 def _recompute(values: list[int], at: int, graph: StageGraph) -> dict[Task, tuple[LayerMode, ...]]:

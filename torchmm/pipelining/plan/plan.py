@@ -71,14 +71,12 @@ LayerMode = Literal["none", "selective", "full", "offload"]
 
 
 class Launch(NamedTuple):
-    """What an LLM action launches while it communicates."""
+    """Pieces of encoder actions that run during the collectives of an LLM action."""
 
     begins: tuple[Action, ...]
-    """Encoder actions behind it, in the order of its rank, that may begin in it, when those before
-    them are done."""
+    """Encoder actions that may start in it, in the order of the rank."""
     pieces: tuple[int, ...]
-    """By tensor-parallel collective of the action: of how many pieces of encoder actions it is made
-    use of; collectives beyond are not."""
+    """Number of pieces by tensor-parallel collective of the action."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +92,8 @@ class PipelinePlan:
         recompute: by task: the mode of each of its stage's layers, in order; tasks that are not in
             it run as their module always does. For modules that are built so that tasks may choose
             (`apply_activation_checkpoint`, "tuned").
-        fillers: by LLM action: encoder actions, directly in front of it in the order of its rank,
-            that may run alongside it, below its tensor-parallel communication (`fillers`); empty:
-            it runs alongside those of the LLM action before it.
-        launches: by LLM action: pieces of encoder actions, which come later in the order of its
-            rank, that run during its tensor-parallel communication (`launches`). What is left of
-            an action runs in its own place.
+        launches: by LLM action: pieces of later encoder actions that run during its
+            tensor-parallel collectives (`launches`). The rest of such an action runs at its place.
     """
 
     graph: StageGraph
@@ -107,7 +101,6 @@ class PipelinePlan:
     specs: MessageSpecs = field(default_factory=dict)
     training: bool = True
     recompute: Mapping[Task, tuple[LayerMode, ...]] = field(default_factory=dict)
-    fillers: Mapping[Action, tuple[Action, ...]] = field(default_factory=dict)
     launches: Mapping[Action, Launch] = field(default_factory=dict)
 
     def recomputes(self, task: Task) -> bool:

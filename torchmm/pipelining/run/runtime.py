@@ -12,34 +12,16 @@ Memory: what a forward keeps is released in its B or W, a sent tensor in its WAI
 Rejected: `torch.distributed.pipelining`'s runtime and stages: one number of microbatches and one
 shape for all, a backward for every forward, a line of stages, losses by order of execution.
 
-On CUDA, encoders that fill bubbles run on a stream of their own (`SideStream`). Everything of
-encoder stages goes to the side stream, all else stays on the stream of the caller: autograd runs
-backwards on the stream of their forwards, and memory of encoders comes from and goes back to the
-side stream's pool. The two wait for each other, as if there were one stream, with one
-exception: an LLM action with fillers does not wait for them.
-
-- The side stream waits for the main one before each of its actions: what that made, or released,
-  is complete.
-- The main stream waits for the side stream before each of its actions but transfers and reductions
-  of gradients of its own; if the action has fillers, or runs alongside those of one before it, this
-  was before the first of them.
-
 Reductions of gradients have streams of their own, too (`StepSharding`): the main stream goes on
 beside them and waits for them at the end of the step.
-
-Of what encoders read, only gradients that the LLM's stage on the same rank hands over have main
-memory that is released in the step; `StepState` records their use.
-
-What is missing: streams of different priority (the encoder's kernels may delay the LLM's), and a
-communicator of the encoders' own: their messages queue with the LLM's.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -50,76 +32,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from torchmm.parallel.p2p import P2PChannels
-from torchmm.parallel.tensor.bubbles import TensorBubbles
-from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
-from torchmm.pipelining.run.ahead import Ahead, Span
 from torchmm.pipelining.run.stage import PipelineStage
 from torchmm.pipelining.run.step_state import StepState
-from torchmm.pipelining.schedules.fillers import encoder_stages
 
-TOGETHER = (
-    ActionType.UNSHARD, ActionType.RESHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED,
-)  # fmt: skip
-"""Begun from the main stream, of encoders too."""
-
-
-class CudaStreams:
-    """A main stream, the current one, and a side stream of a device.
-
-    To be kept: memory belongs to the stream that allocated it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._side = torch.cuda.Stream(device)
-
-    def main_waits(self) -> None:
-        """The main stream waits for all that is on the side stream."""
-        torch.cuda.current_stream().wait_stream(self._side)
-
-    def side_waits(self) -> None:
-        """The reverse."""
-        self._side.wait_stream(torch.cuda.current_stream())
-
-    def on_side(self) -> AbstractContextManager:
-        """What is begun inside goes to the side stream."""
-        return torch.cuda.stream(self._side)
-
-
-class SideStream:
-    """One step of one rank."""
-
-    def __init__(self, plan: PipelinePlan, streams: CudaStreams) -> None:
-        self._streams = streams
-        self._encoders = encoder_stages(plan.graph)
-        self._filled: Mapping[Action, tuple[Action, ...]] = plan.fillers
-        self._first = {fillers[0] for fillers in plan.fillers.values() if fillers}
-        self._pending = False
-        """Whether the side stream has work that the main one has not waited for."""
-
-    @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
-        """Chooses the stream of an action, and lets one wait for the other where it must."""
-        if action.stage in self._encoders and action.type not in TOGETHER:
-            if action in self._first:
-                self.join()
-            self._streams.side_waits()
-            self._pending = True
-            with self._streams.on_side():
-                yield
-            return
-        reduces_llm = action.type is ActionType.REDUCE_GRAD and action.stage not in self._encoders
-        transfer = action.type not in (*COMPUTE, *TOGETHER)
-        if not (transfer or reduces_llm or action in self._filled):
-            self.join()
-        yield
-
-    def join(self) -> None:
-        """Lets the main stream wait for all encoder work so far."""
-        if self._pending:
-            self._streams.main_waits()
-            self._pending = False
+Handlers = Mapping[ActionType, Callable[[Action], Any]]
+"""Functions that run each type of action."""
+Interleave = Callable[
+    [PipelinePlan, Handlers, torch.device, "_Clock | None"], AbstractContextManager[Handlers]
+]
+"""Hook around a step: return a context with handlers that run more during some actions. Times of
+this work are added to `_Clock.spans`."""
 
 
 @dataclass
@@ -168,8 +93,7 @@ class PipelineRuntime:
         stages: this rank's, by index.
         channels: to the other ranks; None where the plan has only one.
         device: where the stages compute; None: the channels' device, or the CPU without any.
-        bubbles: to which its stages were tied when they were split; None: what plans launch ahead
-            runs in its place.
+        interleave: hook around each step. If None, every action runs at its place.
     """
 
     def __init__(
@@ -178,14 +102,13 @@ class PipelineRuntime:
         stages: Mapping[int, PipelineStage],
         channels: P2PChannels | None,
         device: torch.device | None = None,
-        bubbles: TensorBubbles | None = None,
+        interleave: Interleave | None = None,
     ) -> None:
         self.plan_rank = plan_rank
         self.stages = dict(stages)
         self.channels = channels
         self.device = device or (channels.device if channels else torch.device("cpu"))
-        self._bubbles = bubbles
-        self._streams: CudaStreams | None = None
+        self._interleave = interleave
 
     def step(
         self,
@@ -198,9 +121,7 @@ class PipelineRuntime:
     ) -> StepResult:
         """Runs one step and, if the plan is a training plan, adds gradients to parameters.
 
-        Afterwards every trained parameter has a gradient, zero where no microbatch used it. On
-        CUDA, fillers run alongside their actions, elsewhere before them; what actions launch runs
-        while they communicate.
+        Afterwards every trained parameter has a gradient, zero where no microbatch used it.
 
         Args:
             plan: valid (see `validate_plan`), of the same step on all its ranks.
@@ -223,22 +144,21 @@ class PipelineRuntime:
         state.begin()
         actions = plan.actions[self.plan_rank]
         clock = _Clock(self.device, self.plan_rank) if record else None
-        side = self._side_stream(plan)
         begin_s = time.perf_counter()
         with (
             closing(state),
             torch.set_grad_enabled(plan.training),
-            self._ahead(plan, state, clock) as handlers,
+            self._handlers(plan, state, clock) as handlers,
         ):
             action: Action | None = None
             try:
-                if clock is None and not annotate and side is None:
+                if clock is None and not annotate:
                     for action in actions:
                         handlers[action.type](action)
                 else:
                     for action in actions:
                         named = record_function(str(action)) if annotate else nullcontext()
-                        with named, side.around(action) if side else nullcontext():
+                        with named:
                             if clock is None:
                                 handlers[action.type](action)
                             else:
@@ -246,36 +166,18 @@ class PipelineRuntime:
             except (RuntimeError, ValueError) as error:
                 error.add_note(f"in action {action} of the plan's rank {self.plan_rank}")
                 raise
-            if side is not None:
-                side.join()
             state.finish()
         if clock is not None:
             clock.stop()
         return StepResult(state.losses, clock, begin_s)
 
-    @contextmanager
-    def _ahead(
+    def _handlers(
         self, plan: PipelinePlan, state: StepState, clock: _Clock | None
-    ) -> Iterator[Mapping[ActionType, Callable[[Action], Any]]]:
-        """What runs each kind of action, those included that LLM actions launch."""
-        handlers = state.handlers()
-        if self._bubbles is None or not plan.launches:
-            yield handlers
-            return
-        mark = None if clock is None else clock.mark
-        ahead = Ahead(plan, handlers, self._bubbles, self.device, mark)
-        try:
-            yield ahead.handlers()
-        finally:
-            ahead.close()
-            if clock is not None:
-                clock.spans = ahead.spans
-
-    def _side_stream(self, plan: PipelinePlan) -> SideStream | None:
-        if self.device.type != "cuda" or not plan.fillers:
-            return None
-        self._streams = self._streams or CudaStreams(self.device)
-        return SideStream(plan, self._streams)
+    ) -> AbstractContextManager[Handlers]:
+        """Return what runs each type of action during the step."""
+        if self._interleave is None:
+            return nullcontext(state.handlers())
+        return self._interleave(plan, state.handlers(), self.device, clock)
 
     def _check(self, plan: PipelinePlan, microbatches: int) -> None:
         layout = plan.graph.layout
@@ -327,8 +229,8 @@ class _Clock:
         self._marks: list[tuple[Action, Any, Any]] = []
         self._joined: list[torch.cuda.Event] = []
         """Ends of actions on streams other than the current one, such as reductions."""
-        self.spans: list[Span] = []
-        """What ran inside of actions."""
+        self.spans: list[tuple[Action, Action, Any, Any]] = []
+        """Action, other action that ran during it, begin and end of that."""
         self._begin = self._end = self.mark()
 
     def stop(self) -> None:
@@ -357,10 +259,10 @@ class _Clock:
             self._end.synchronize()
         earlier_ms: dict[Action, float] = defaultdict(float)
         within_ms: dict[Action, float] = defaultdict(float)
-        for llm, encoder, begin, end in self.spans:
+        for outer, inner, begin, end in self.spans:
             span_ms = self._since_ms(end) - self._since_ms(begin)
-            earlier_ms[encoder] += span_ms
-            within_ms[llm] += span_ms
+            earlier_ms[inner] += span_ms
+            within_ms[outer] += span_ms
         return [
             ActionRecord(
                 self._rank,

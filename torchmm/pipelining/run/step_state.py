@@ -61,7 +61,6 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import Message, Task
 from torchmm.pipelining.plan.plan import PipelinePlan, TensorSpec
 from torchmm.pipelining.run.stage import PipelineStage
-from torchmm.pipelining.schedules.fillers import encoder_stages
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -142,8 +141,6 @@ class StepState:
         """Inputs of layers in the host's memory."""
         self._offloading = {t for t, modes in plan.recompute.items() if "offload" in modes}
         self._next_waiting = _next_offloaded(plan, plan_rank, self._offloading)
-        self._beside = encoder_stages(plan.graph) if plan.fillers else frozenset()
-        """Stages that run on a side stream."""
         self._halves = any(a.type is ActionType.I for a in plan.actions[plan_rank])
         # Stages that are here and nowhere else: no need to ask where each of their tasks runs.
         self._here = {s.index for s in self._graph.layout.stages if s.ranks == (plan_rank,)}
@@ -357,8 +354,6 @@ class StepState:
                 if root is not None:
                     roots.append(root)
                     gradients.append(gradient)
-                    if self._plan.fillers and gradient.is_cuda:  # may be of another stream
-                        gradient.record_stream(torch.cuda.current_stream())
         if kept.loss is not None and kept.loss.requires_grad:
             roots.append(kept.loss)
             gradients.append(torch.full_like(kept.loss, self._loss_scales[action.stage]))
@@ -423,8 +418,7 @@ class StepState:
     # Sharded parameters.
 
     def _unshard(self, action: Action) -> None:
-        complete = action.stage in self._beside
-        self._drive(partial(StepSharding.unshard, complete=complete), action)
+        self._drive(StepSharding.unshard, action)
 
     def _drive(
         self, collective: Callable[[StepSharding], torch.cuda.Event | None], action: Action

@@ -170,6 +170,12 @@ def encoder_names(layout: StageLayout) -> list[str]:
     return names[: names.index(LLM)]
 
 
+def encoder_stages(graph: StageGraph) -> frozenset[int]:
+    """Return the indices of the stages before the LLM."""
+    encoders = set(encoder_names(graph.layout))
+    return frozenset(stage.index for stage in graph.layout.stages if stage.module in encoders)
+
+
 def backbone_order(
     graph: StageGraph,
     schedule: Callable[[StageGraph], ComputeOrder],

@@ -1,21 +1,16 @@
-"""Encoder actions that run ahead of their places, in pieces, while LLM actions communicate.
+"""Encoder actions that run in pieces during the LLM's tensor-parallel collectives (Optimus §4.2).
 
-While a tensor-parallel collective is under way, a rank of the LLM computes nothing (a TP bubble,
-Optimus §2.2), for less time than a layer of an encoder takes. A plan may therefore say what an LLM
-action *launches* at each of its collectives: so many pieces (`torchmm.parallel.tensor.pieces`) of
-the encoder actions that come next on its rank (§3.1, decision 3). Nothing else changes: encoder
-actions keep their order and their places, at which what is left of them runs, and from which their
-results are sent. So a plan with launches is also an order like any other, and one whose launches
-are left out is the same plan, a bit slower.
+During such a collective, a rank computes nothing, but for less time than an encoder layer takes. A
+plan may therefore give each LLM action a `Launch`: the encoder actions that may start in it, and
+the number of pieces (`torchmm.parallel.tensor.pieces`) that run during each of its collectives.
 
-An action begins ahead only if all it needs is there before the LLM action that launches it: waits
-for its inputs move in front of that one. Peers notice nothing, as receives stay where they are.
+The compute order stays the same. The rest of an encoder action runs at its place in the program,
+and its results are sent from there. An action may start in an LLM action only if all its inputs
+have arrived. `with_launches` therefore moves the waits for these inputs before the LLM action.
+Receives stay where they are, so other ranks are not affected.
 
-All tensor-parallel ranks of a group are one rank of the plan, so they launch the same pieces at the
-same collectives, and those of a split encoder meet in its own collectives.
-
-Other than `fillers`, whole actions on a stream of their own, which the device mixes with the LLM's
-as it likes. A plan has the one or the other.
+The tensor-parallel ranks of a group are one rank of the plan. They run the same pieces during the
+same collectives, so collectives of the encoder match too.
 """
 
 from __future__ import annotations
@@ -28,82 +23,77 @@ from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.plan import Launch, PipelinePlan
 from torchmm.pipelining.plan.transfers import RECV, WAIT
-from torchmm.pipelining.schedules.fillers import encoder_stages
+from torchmm.pipelining.schedules.colocated import encoder_stages
 
 
 def with_launches(plan: PipelinePlan, launches: Mapping[Action, Launch]) -> PipelinePlan:
-    """The plan with these launches, as far as what they begin can begin there.
+    """Return a plan without launches with the given ones.
 
-    Args:
-        plan: without any.
-        launches: by LLM action.
+    An action whose inputs are received too late does not start early, and neither do the encoder
+    actions between the LLM action and its place.
     """
+    if not launches:
+        return plan
     book = RuleBook(plan)
     programs = []
     kept: dict[Action, Launch] = {}
     for rank, program in enumerate(plan.actions):
-        row = list(program)
-        held = -1  # an action's place, until which none behind it may begin ahead
+        moved = list(program)
+        blocked_until = -1  # place of an action that cannot start early
         for llm in program:
             if llm not in launches:
                 continue
-            begins, pieces = launches[llm]
-            begun: list[Action] = []
-            for action in begins:
-                at = row.index(llm)
-                if at < held or not _moves_waits(row, at, action, book, rank):
-                    held = max(held, row.index(action))
+            starting: list[Action] = []
+            for action in launches[llm].begins:
+                place = moved.index(llm)
+                if place < blocked_until or not _move_waits(moved, place, action, book, rank):
+                    blocked_until = max(blocked_until, moved.index(action))
                     break
-                begun.append(action)
-            kept[llm] = Launch(tuple(begun), pieces)
-        programs.append(tuple(row))
+                starting.append(action)
+            kept[llm] = Launch(tuple(starting), launches[llm].pieces)
+        programs.append(tuple(moved))
     return replace(plan, actions=tuple(programs), launches=kept)
 
 
-def _moves_waits(row: list[Action], at: int, action: Action, book: RuleBook, rank: int) -> bool:
-    """Moves the waits for an action's inputs in front of a place, if they are received by then."""
-    waits = [a for a in row[at:] if a.type in WAIT and _gives_to(a, action, book, rank)]
-    received = set(row[:at])
+def _move_waits(
+    program: list[Action], place: int, action: Action, book: RuleBook, rank: int
+) -> bool:
+    """Move the waits for the inputs of an action to a place; return False if that is impossible."""
+    rules = book.rules[rank]
+    needs = set(rules[action].needs)
+    waits = [a for a in program[place:] if a.type in WAIT and needs & set(rules[a].gives)]
+    received = set(program[:place])
     if any(wait._replace(type=RECV[WAIT.index(wait.type)]) not in received for wait in waits):
         return False
     for wait in waits:
-        row.remove(wait)
-    row[at:at] = waits
+        program.remove(wait)
+    program[place:place] = waits
     return True
 
 
-def _gives_to(wait: Action, action: Action, book: RuleBook, rank: int) -> bool:
-    rules = book.rules[rank]
-    return not set(rules[wait].gives).isdisjoint(rules[action].needs)
-
-
 def launch_problems(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
-    """Launches of what is not there yet, out of turn, or of and by the wrong actions."""
+    """Yield launches by actions that are not the LLM's, of the wrong actions, or too early."""
     if not plan.launches:
         return
     encoders = encoder_stages(plan.graph)
-    left = set(plan.launches)
+    unknown = set(plan.launches)
     for rank, program in enumerate(plan.actions):
-        at = {action: i for i, action in enumerate(program)}
-        order = [a for a in program if a.type in COMPUTE and a.stage in encoders]
-        begun: set[Action] = set()
-        for position, llm in enumerate(program):
-            if llm not in left:
+        waiting = [a for a in reversed(program) if a.type in COMPUTE and a.stage in encoders]
+        started: set[Action] = set()
+        for place, llm in enumerate(program):
+            if waiting and llm == waiting[-1]:
+                waiting.pop()
+            if llm not in unknown:
                 continue
-            left.discard(llm)
-            text = ""
-            if llm.stage in encoders or llm.type not in COMPUTE or plan.fillers:
-                text = "only LLM actions launch, and only in plans without fillers"
-            elif min(plan.launches[llm].pieces, default=0) < 0:
-                text = f"launches {list(plan.launches[llm].pieces)} pieces"
-            for action in () if text else plan.launches[llm].begins:
-                due = next((a for a in order if at[a] > position and a not in begun), None)
-                text = text or _problem(plan, book, rank, position, action, due, begun)
-                begun.add(action)
+            unknown.discard(llm)
+            if llm.stage in encoders or llm.type not in COMPUTE:
+                text = "only actions of the LLM can launch pieces"
+            else:
+                text = _problem(plan, book, rank, place, waiting, started)
             if text:
                 remedy = "make launches with with_launches"
-                yield PlanProblem("dependency", rank, position, llm, text, remedy)
-    for action in left:
+                yield PlanProblem("dependency", rank, place, llm, text, remedy)
+    for action in unknown:
         text = "launches of an action that is not in the plan"
         yield PlanProblem("dependency", 0, -1, action, text, "make them from this step's plan")
 
@@ -112,23 +102,26 @@ def _problem(
     plan: PipelinePlan,
     book: RuleBook,
     rank: int,
-    position: int,
-    action: Action,
-    due: Action | None,
-    begun: set[Action],
+    place: int,
+    waiting: list[Action],
+    started: set[Action],
 ) -> str:
-    """What is wrong with an action's beginning in an LLM action.
+    """Return the problem of the launch at a place, or "".
 
     Args:
-        position: of the LLM action.
-        due: the next encoder action of the rank.
-        begun: encoder actions that have begun before.
+        waiting: encoder actions that have not started, last one first; updated.
+        started: encoder actions that have started early; updated.
     """
-    if action != due:
-        return f"begins {action}, but {due} is the next one"
-    needs = {*book.rules[rank][action].needs}
-    for later in plan.actions[rank][position:]:
-        rule = book.rules[rank].get(later)
-        if rule and needs & {*rule.gives} and later not in begun:
-            return f"begins {action}, which needs {later}"
+    launch = plan.launches[plan.actions[rank][place]]
+    if min(launch.pieces, default=0) < 0:
+        return f"launches {list(launch.pieces)} pieces"
+    later = set(plan.actions[rank][place:])
+    for action in launch.begins:
+        following = waiting.pop() if waiting else None
+        if action != following:
+            return f"begins {action}, but {following} is the next one"
+        givers = {book.givers[fact] for fact in book.rules[rank][action].needs}
+        if late := givers & later - started:
+            return f"begins {action}, which needs {', '.join(map(str, late))}"
+        started.add(action)
     return ""

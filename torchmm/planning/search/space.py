@@ -136,7 +136,7 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     table |= dict.fromkeys((*AXES, "virtual_stages", "expert"), 1)
     table |= {"placement": "interleaved", "schedule": "1f1b", "orchestrate": False}
     table |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
-    table |= {"tensor_bubbles": 0.0, "bubble_pieces": False}
+    table["tensor_bubbles"] = 0.0
     table["gradient_reduction"] = "step"
     if table["reshard_after_forward"] == "always":
         table["reshard_after_forward"] = "default"

@@ -229,7 +229,7 @@ class StepRecord:
             "planner",
             "",
             'What the step\'s order comes from: "search", "natural", or the static planner that '
-            'was as good; "optimus coarse", "optimus fine", "optimus filled", "optimus launched".',
+            'was as good; "optimus coarse", "optimus fine", "optimus launched".',
         ),
     ] = None
     planner_ms: Annotated[
