@@ -69,7 +69,6 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/balance/orchestration/baselines.py": "what the optimum is compared with",
     "torchmm/balance/orchestration/relaxed.py": "a closed form with its derivation",
     "torchmm/balance/order_search/order_times.py": "times orders that no dispatcher made",
-    "torchmm/balance/simulation/incremental.py": "times graphs of any operators, not only plans",
     "torchmm/data/fork_server.py": "imported by its name, in another process",
     "torchmm/data/producers/ray_cleanup.py": "a program of its own, without imports of torchmm",
     "torchmm/data/producers/choosing.py": "who is asked, by pure functions and what is known",

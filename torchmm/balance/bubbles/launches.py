@@ -19,8 +19,7 @@ from typing import NamedTuple
 
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.simulation.launched import TimedPiece, collectives, timed_pieces
-from torchmm.balance.simulation.plan_graph import transfer_key
-from torchmm.balance.simulation.simulator import PlanSimulation
+from torchmm.balance.simulation.plan_graph import build_plan_graph, transfer_key
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action
@@ -41,9 +40,8 @@ def plan_launches(plan: PipelinePlan, costs: PlanCosts) -> dict[Action, Launch]:
     """
     if not (costs.pieces and costs.runs_beside):
         return {}
-    simulation = PlanSimulation(plan, costs)
-    start_ps, end_ps = simulation.times.times_ps()
-    nodes = simulation.nodes
+    nodes = build_plan_graph(plan, costs)
+    start_ps, end_ps = nodes.graph.times_ps()
     starts_ms = {a: start_ps[node] / PICOSECONDS_PER_MS for a, node in nodes.compute.items()}
     arrivals_ms = {key: end_ps[n] / PICOSECONDS_PER_MS for key, n in nodes.transfers.items()}
     book = RuleBook(plan)

@@ -89,10 +89,6 @@ class PlanGraph:
     actions: list[PlanAction]
     compute: dict[Action, int]
     transfers: dict[TransferKey, int]
-    stretch: Mapping[Action, float]
-    """By filler with a queue of its own: by how much longer it takes there."""
-    shift_ms: Mapping[Action, float]
-    """By action that launches or is launched: how much longer it takes in its place."""
 
 
 def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
@@ -124,6 +120,7 @@ class _Builder:
     actions: list[PlanAction] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stretch: dict[Action, float] = field(default_factory=dict)
+    """Factor on the duration of a filler that runs on the side queue."""
     reductions: dict[tuple[int, int], int] = field(default_factory=dict)
     """By rank and stage."""
     encoders: frozenset[int] = frozenset()
@@ -287,6 +284,4 @@ class _Builder:
             raise SimulationError([*self.problems, *error.problems]) from None
         if self.problems:
             raise SimulationError(self.problems)
-        return PlanGraph(
-            graph, self.actions, self.compute, self.transfers, self.stretch, self.shift_ms
-        )
+        return PlanGraph(graph, self.actions, self.compute, self.transfers)
