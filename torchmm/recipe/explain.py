@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.removed import REMOVED_KEYS
 from torchmm.recipe.section import Section
 
 NO_VALUE = object()
@@ -55,13 +56,6 @@ class Problem(NamedTuple):
 
 Problems = Iterator[Problem]
 """What a check finds."""
-
-
-_REMOVED_KEYS = {
-    "data.reorder_window": "is no longer supported; delete the key: `data.reorder` arranges the "
-    "sequences of each step",
-}
-"""Keys of earlier versions, with the replacement."""
 
 
 def explain_error(item: Any) -> Problem:
@@ -194,7 +188,7 @@ def _is_declared(loc: Loc) -> bool:
 
 def _explain_unknown(loc: Loc, value: Any) -> Problem:
     key = dotted(loc)
-    if (text := _REMOVED_KEYS.get(without_indices(key))) is not None:
+    if (text := REMOVED_KEYS.get(without_indices(key))) is not None:
         return Problem(key, value, text)
     parent = dotted(loc[:-1])
     name = str(loc[-1])

@@ -38,6 +38,7 @@ from torchmm.recipe.explain import (
 )
 from torchmm.recipe.placement_sizes import resolve_sizes
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.removed import without_removed_keys
 
 __all__ = [
     "LoadedRecipe",
@@ -88,6 +89,7 @@ def load_recipe(
     if problems:  # files missing or unreadable: anything further would be a consequence
         raise ConfigError(problems)
 
+    table = without_removed_keys(table, only_defaults=True)
     beyond = _unusable_values(table)
     recipe, schema_problems = _validate(table)
     found = [*beyond, *schema_problems]
@@ -117,7 +119,7 @@ def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
     """By dotted key: what a recipe, as tables, sets to other values than the defaults; of another
     version's, which cannot be read any more, all that it has."""
     try:
-        recipe = Recipe.model_validate(tables)
+        recipe = Recipe.model_validate(without_removed_keys(tables))
     except ValueError:
         return dotted_values(tables)
     return dotted_values(recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True))

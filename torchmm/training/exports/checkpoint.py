@@ -44,6 +44,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.removed import without_removed_keys
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
@@ -149,7 +150,7 @@ def recipe_of(path: Path) -> Recipe:
     if not table:
         raise CheckpointError(f"{path} holds no recipe, as those of older versions do not")
     try:
-        return Recipe.model_validate(table)
+        return Recipe.model_validate(without_removed_keys(table))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
