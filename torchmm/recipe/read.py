@@ -35,10 +35,10 @@ from torchmm.recipe.explain import (
     type_below,
     wants_string,
     without_indices,
+    without_removed_keys,
 )
 from torchmm.recipe.placement_sizes import resolve_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.removed import without_removed_keys
 
 __all__ = [
     "LoadedRecipe",

@@ -9,8 +9,8 @@ import tomli
 import tomli_w
 
 from torchmm.common.errors import ConfigError
+from torchmm.recipe.explain import FORMER_DEFAULTS, REMOVED_KEYS
 from torchmm.recipe.read import changed_values, dump_recipe, load_recipe
-from torchmm.recipe.removed import FORMER_DEFAULTS, REMOVED_KEYS
 from torchmm.training.exports import checkpoint
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "tiny" / "smolvlm.toml"

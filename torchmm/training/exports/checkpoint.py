@@ -42,9 +42,9 @@ from torchmm.models.hf.export import check_range, whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import recipe_model
+from torchmm.recipe.explain import without_removed_keys
 from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.removed import without_removed_keys
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
