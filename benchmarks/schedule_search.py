@@ -26,12 +26,12 @@ import torch
 from matplotlib.figure import Figure
 from support.cases.search_instances import LOOSE, MEDIUM, TIGHT, VERY_TIGHT, Instance
 from support.harness import Row, describe_machine, make_parser, report
+from support.strategies import STRATEGIES
 
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.order_search.order_times import time_order
 from torchmm.balance.order_search.search import Budget, SearchResult, search
-from torchmm.balance.order_search.strategies import STRATEGIES
 from torchmm.pipelining.schedules.separated import separated
 
 SHAPES = (((1, 4), (1, 5), (2, 6)), ((2, 4), (2, 5), (1, 6)))
@@ -115,7 +115,9 @@ def watched(
         return True
 
     budget = Budget(seconds=budget_s)
-    found = search(dispatcher, budget, strategy=strategy, bound_ms=bound_ms, on_round=note)
+    found = search(
+        dispatcher, budget, bound_ms=bound_ms, on_round=note, strategy=STRATEGIES[strategy]
+    )
     seconds = time.perf_counter() - begin_s
     return Searched(instance, strategy, found, seconds, bests, bound_ms)
 

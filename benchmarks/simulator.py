@@ -1,4 +1,4 @@
-"""How many steps per second are simulated on one core, and what reuse saves.
+"""How many steps per second are simulated on one core, and how much equal subgraphs save.
 
 Schedule search has seconds, in which it asks for the time of a step under thousands of orders
 (PipeWeaver §6). The steps are those of a pipeline of 8 ranks with 64 microbatches: encoder tasks of
@@ -8,10 +8,6 @@ layer of ViT-5B and 8 images, 10.5 ms for a layer of a 32B LLM), lengths that va
 
 - Dispatcher: an evaluation gives the time of the step for priorities that were not seen before.
 - Plan: an evaluation gives the time of a lowered plan for durations that were not seen before.
-- Reuse: the costs of one microbatch change. "From nothing" builds and times the plan's graph,
-  "all costs" gives a kept graph all of its costs again, "timing alone" leaves out reading costs: a
-  microbatch in the middle moves all that comes after it, so the least is gained there.
-
 - Command: all of `scripts/simulate.py`, which builds the recipe's model, plans and simulates.
 
 CPU time of one thread, the best of several batches or runs: on an idle core that is the time that
@@ -38,9 +34,8 @@ from support.subgraphs import Part, Subgraph, SubgraphCache
 from torchmm.balance.compiled import Int64s
 from torchmm.balance.order_search.dispatcher import Dispatcher
 from torchmm.balance.simulation.graph_kernels import time_nodes
-from torchmm.balance.simulation.incremental import IncrementalTimes
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
-from torchmm.balance.simulation.simulator import PlanSimulation
+from torchmm.balance.simulation.plan_graph import build_plan_graph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
@@ -158,10 +153,9 @@ def makespan_ps(graph: CompiledGraph, duration_ps: Int64s) -> int:
 
 
 def plan_rows(size: Size, batches: int) -> list[Row]:
-    """Evaluations of durations, and what one microbatch's new costs take."""
+    """Return evaluations of durations per second."""
     plan, costs = natural_plan(size)
-    simulation = PlanSimulation(plan, costs)
-    graph = simulation.nodes.graph
+    graph = build_plan_graph(plan, costs).graph
     rng = np.random.default_rng(SEED)
     durations = [
         (graph.duration_ps * rng.uniform(0.5, 1.5, len(graph.duration_ps))).astype(np.int64)
@@ -170,42 +164,7 @@ def plan_rows(size: Size, batches: int) -> list[Row]:
     seconds = best_s([partial(makespan_ps, graph, each) for each in durations], batches)
     case = f"{size.name}: {len(costs.compute_ms)} tasks"
     metric = f"plan of {len(graph.duration_ps)} operators"
-    row = Row(case, metric, "evaluations/s", 1 / seconds, goal=size.goal)
-    return [row, *reuse_rows(case, plan, costs, simulation, batches)]
-
-
-def reuse_rows(
-    case: str, plan: PipelinePlan, costs: PlanCosts, simulation: PlanSimulation, batches: int
-) -> list[Row]:
-    """One microbatch's costs change, in turn those of all microbatches."""
-    changes = [
-        {a: ms * factor for a, ms in costs.compute_ms.items() if a.microbatch == microbatch}
-        for factor in (1.1, 1.0)
-        for microbatch in range(MICROBATCHES)
-    ]
-
-    def change(compute_ms: dict[Action, float]) -> float:
-        simulation.change(compute_ms)
-        return simulation.makespan_ms
-
-    nodes = simulation.nodes
-    settled = [{nodes.compute[a]: ms for a, ms in each.items()} for each in changes]
-    timing_s = 0.0
-    for durations_ms in settled:
-        simulation.times.set_durations(durations_ms)
-        begin_s = time.thread_time()
-        _ = simulation.times.makespan_ms
-        timing_s += (time.thread_time() - begin_s) / len(settled)
-    one_s = best_s([partial(change, each) for each in changes], max(1, batches // 5))
-    nothing_s = best_s([lambda: PlanSimulation(plan, costs).makespan_ms], max(2, batches // 5))
-    everything_s = best_s([partial(change, dict(costs.compute_ms))], max(2, batches // 5))
-    full_s = best_s([partial(makespan_ps, nodes.graph, nodes.graph.duration_ps)] * 20, batches)
-    return [
-        Row(case, "one microbatch changes", "ms", one_s * 1e3, nothing_s * 1e3, better="lower"),
-        Row(case, "speed-up against from nothing", "x", nothing_s / one_s, 1.0, goal=10.0),
-        Row(case, "speed-up against all costs", "x", everything_s / one_s, 1.0),
-        Row(case, "speed-up of timing alone", "x", full_s / timing_s, 1.0),
-    ]
+    return [Row(case, metric, "evaluations/s", 1 / seconds, goal=size.goal)]
 
 
 LAYER_PARTS = (
@@ -255,7 +214,7 @@ def subgraph_rows(size: Size) -> list[Row]:
 
     begin_s = time.thread_time()
     operators = flat()
-    IncrementalTimes(operators.compile())
+    operators.compile().times_ps()
     flat_s = time.thread_time() - begin_s
     begin_s = time.thread_time()
     cache = reused()

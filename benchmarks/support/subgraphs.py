@@ -24,7 +24,6 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError
-from torchmm.balance.simulation.incremental import IncrementalTimes
 from torchmm.balance.simulation.operator_graph import OperatorGraph
 from torchmm.balance.simulation.simulator import MemoryTimeline
 
@@ -149,9 +148,7 @@ class SubgraphCache:
             else:
                 graph.add(part.queue, part.work, part.after)
         _check(subgraph)
-        start_ps, end_ps = (
-            times.tolist() for times in IncrementalTimes(graph.compile()).times_ps()
-        )
+        start_ps, end_ps = (times.tolist() for times in graph.compile().times_ps())
         busy_ps: Counter[Hashable] = Counter()
         changes = memory_changes(subgraph.buffers, start_ps, end_ps)
         for index, part in enumerate(subgraph.parts):

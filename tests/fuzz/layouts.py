@@ -168,8 +168,8 @@ def _context(rng: Random, parallel: Table, shard: int) -> int:
 
 def _search(rng: Random) -> Table:
     search: Table = {"evaluations": rng.choice((20, 60))}
-    if rng.random() < 0.5:
-        search["strategy"] = rng.choice(("annealing", "mcts", "random", "dfs", "natural"))
+    if rng.random() < 0.1:
+        search["evaluations"] = 1  # the natural order
     if rng.random() < 0.4:
         search["stages"] = rng.choice(("megatron", "balanced", "auto"))
     if rng.random() < 0.8:

@@ -165,7 +165,7 @@ def search_settings(
         workers: threads; None: the recipe's.
         starts: orders that are tried first.
     """
-    return Settings(section.strategy, section.seed, workers or section.workers, starts)
+    return Settings(section.seed, workers or section.workers, starts)
 
 
 def step_search(

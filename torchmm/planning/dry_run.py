@@ -71,7 +71,7 @@ def describe_run(
         chosen = {"chosen": f"{best.sizes} ({certificate(found)})"}
     forecast = forecaster.forecast_parallel(recipe.parallel)
     run = forecaster.run.with_parallel(recipe.parallel)
-    lines = run_summary(run, forecaster.model, profile.device.type, simulated=True)
+    lines = run_summary(run, forecaster.model, profile.device.type)
     lines["samples"] = describe_samples(recipe)
     lines |= {key: f"auto: {text}" for key, text in run.choices.items()}
     lines |= chosen

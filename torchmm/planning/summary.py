@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from torchmm.balance.costs.rough_memory import MemoryEstimate, OwnSizes, estimate_memory
+from torchmm.balance.costs.layers import Parameters, trained_parameters
 from torchmm.common.layers import ModuleDescription
 from torchmm.models.hf.pairs import exported_as
 from torchmm.models.multimodal import MultimodalModel
@@ -21,96 +21,88 @@ MILLIONS_FROM = 100_000
 """Parameters that are counted in millions; fewer would be 0.0."""
 
 
-def run_memory(run: Resolved, model: MultimodalModel, device: str) -> MemoryEstimate:
-    """Return the estimated bytes per rank.
+class StateBytes(NamedTuple):
+    """Bytes on one rank before activations. Temporary buffers and fragmentation are left out."""
 
-    If modules have separate ranks, the estimate is that of the module with the highest memory use.
-    Every token of a microbatch is assumed to belong to an image to read, and every `context_tokens`
-    of them to the context of an image (or longest video) to generate.
+    weights: int
+    """Sharded weights, and what FSDP2 gathers in compute dtype: a layer and the next one, or all
+    weights of the rank in a pipeline."""
+    gradients: int
+    optimizer: int
+
+
+def run_states(run: Resolved, model: MultimodalModel) -> StateBytes:
+    """Return the bytes of weights, gradients and optimizer states per rank.
+
+    If modules have separate ranks, the bytes are those of the module with the most.
 
     Args:
         run: Recipe with resolved sizes.
         model: Model on the meta device.
-        device: Type of the device that runs the model, "cuda" or "cpu".
     """
     modules = [m.describe() for m in model.modality_modules()]
-    if not run.units:
-        return _memory(run, model, modules, run.llm, device)
-    depth = 0
-    estimates = []
-    for module in reversed(modules):
-        own = run.units[module.name]
-        depth += own.pipeline  # ranks from here to the end: waves in flight, under 1F1B
-        waves = -(-run.llm.data_parallel // own.data_parallel)
-        estimates.append(_memory(run, model, [module], own, device, depth * waves))
-    return max(estimates, key=lambda estimate: estimate.total_bytes)
+    if run.units:
+        return max((_states(run, [m], {}, run.units[m.name]) for m in modules), key=sum)
+    return _states(run, modules, _colocated_sizes(run, model), run.llm)
 
 
-def _memory(
+def _states(
     run: Resolved,
-    model: MultimodalModel,
     modules: Sequence[ModuleDescription],
+    colocated: Mapping[str, MeshSizes],
     sizes: MeshSizes,
-    device: str,
-    in_flight: int | None = None,
-) -> MemoryEstimate:
-    """Estimate for a rank with these modules."""
+) -> StateBytes:
+    """Return the bytes of a rank with these modules.
+
+    Args:
+        run: Recipe with resolved sizes.
+        modules: Modules of the rank.
+        colocated: Sizes of colocated encoders by name.
+        sizes: Sizes of all other modules.
+    """
     recipe = run.recipe
     training = recipe.training
-    llm_tokens = -(-training.microbatch_size * training.sequence_length // recipe.parallel.context)
-    checkpointing = recipe.activation_checkpoint
+    states = parameter_states(recipe)
+    tensor = sizes.tensor
     ranks = sizes.data_parallel // recipe.parallel.context * training.microbatch_size
-    own = _colocated_sizes(run, model)
-    return estimate_memory(
-        modules,
-        {m.name: _units(m, model, llm_tokens) for m in modules},
-        shard=sizes.shard,
-        tensor=sizes.tensor,
-        compute_bytes=2 if training.dtype == "bfloat16" else 4,
-        microbatches=max(1, training.global_batch_size // ranks),
-        recompute={
-            # Of what is tuned, the least.
-            m.name: "full" if checkpointing.tunes(m.name) else recompute_mode(recipe, m, device)
-            for m in modules
-        },
-        pipeline=sizes.pipeline,
-        sequence_parallel=recipe.parallel.sequence_parallel,
-        own={name: OwnSizes(found.pipeline, found.shard) for name, found in own.items()},
-        in_flight=in_flight,
-        states=parameter_states(recipe),
-        reduces_each=recipe.parallel.gradient_reduction == "microbatch",
-    )
+    single = training.global_batch_size // ranks <= 1
+    once_per_step = sizes.pipeline > 1 or bool(run.units)
+    reduces_each = recipe.parallel.gradient_reduction == "microbatch"
+    weights = gradients = optimizer = 0.0
+    for module in modules:
+        own = colocated.get(module.name, sizes)
+        parameters = module.parameters // (tensor * own.pipeline)
+        of_layers = [trained_parameters(module, n, tensor) / own.pipeline for n in module.layers]
+        adapted = zip(module.layers, of_layers, strict=True)
+        of_adapters = sum(count for layer, count in adapted if layer.adapters)
+        own_parameters = parameters - sum(module.given_parameters) // own.pipeline
+        trained = own_parameters * module.trainable + of_adapters
+        state = Parameters(parameters, trained, min(trained, sum(of_layers)), states)
+        gathered = parameters if once_per_step else 2 * parameters // max(1, len(module.layers))
+        compute_bytes = 2 if training.dtype == "bfloat16" else 4
+        weights += state.weight_bytes // own.shard + (own.shard > 1) * gathered * compute_bytes
+        # Between the microbatches of a step, gradients are not sharded.
+        sharded = (single or reduces_each) and not once_per_step
+        gradients += state.gradient_bytes // (own.shard if sharded else 1)
+        optimizer += state.optimizer_bytes // own.shard
+    return StateBytes(round(weights), round(gradients), round(optimizer))
 
 
 def _colocated_sizes(run: Resolved, model: MultimodalModel) -> dict[str, MeshSizes]:
-    """Sizes of colocated encoders by name."""
+    """Return the sizes of colocated encoders by name."""
     colocated = run.recipe.parallel.placement == "colocated"
     return {name: run.encoder(name) for name in model.encoders} if colocated else {}
 
 
-def _units(module: ModuleDescription, model: MultimodalModel, llm_tokens: int) -> int:
-    """Tokens or patches that a module may have to process in a microbatch."""
-    if module.kind == "generator":
-        spec = model.generator_spec()
-        assert spec is not None
-        images = max(1, llm_tokens // spec.context_tokens)
-        return images * prod(spec.grid(spec.frames))
-    return llm_tokens * module.patches_per_token
-
-
-def run_summary(
-    run: Resolved, model: MultimodalModel, device: str, *, simulated: bool = False
-) -> dict[str, str]:
+def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
     """Return the label and the value of each line of the start table.
 
     Args:
         run: Recipe with resolved sizes.
         model: Model on the meta device.
         device: Type of the device that runs the model, "cuda" or "cpu".
-        simulated: Whether the caller appends a simulated peak of memory, which replaces the bound.
     """
     training = run.recipe.training
-    memory = run_memory(run, model, device)
     lines = {}
     for name, (total, trainable) in model.parameter_counts().items():
         state = "frozen" if trainable == 0 else "trained"
@@ -123,7 +115,7 @@ def run_summary(
         f"{training.global_batch_size} sequences of {training.sequence_length} tokens, "
         f"{training.microbatch_size} per microbatch"
     )
-    lines["memory per rank"] = _memory_line(memory, simulated)
+    lines["memory per rank"] = _memory_line(run_states(run, model))
     lines["exported as"] = exported_as(model)
     lines |= _compiled_line(run, model, device) | _graphs_line(run, model, device)
     return lines | _float8_line(run, model)
@@ -173,19 +165,11 @@ def _float8_line(run: Resolved, model: MultimodalModel) -> dict[str, str]:
     return {"float8": f"{how}: {parts}"}
 
 
-def _memory_line(memory: MemoryEstimate, simulated: bool) -> str:
-    """States, and what activations take at most, unless a simulation knows better."""
-    gib = 1 / 2**30
-    states = (
-        f"weights {memory.weight_bytes * gib:.2f}, gradients {memory.gradient_bytes * gib:.2f}, "
-        f"optimizer {memory.optimizer_bytes * gib:.2f}"
-    )
-    if simulated:
-        held_bytes = memory.total_bytes - memory.activation_bytes
-        return f"about {held_bytes * gib:.2f} GiB before activations: {states}"
+def _memory_line(states: StateBytes) -> str:
+    weights, gradients, optimizer = (nbytes / 2**30 for nbytes in states)
     return (
-        f"at most about {memory.total_bytes * gib:.2f} GiB: {states}, activations "
-        f"{memory.activation_bytes * gib:.2f}"
+        f"about {sum(states) / 2**30:.2f} GiB before activations: weights {weights:.2f}, gradients "
+        f"{gradients:.2f}, optimizer {optimizer:.2f}"
     )
 
 

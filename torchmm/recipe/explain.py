@@ -10,7 +10,6 @@ import difflib
 import json
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from torchmm.recipe.recipe import Recipe
@@ -61,26 +60,43 @@ Problems = Iterator[Problem]
 REMOVED_KEYS = {
     "data.reorder_window": "is no longer supported; delete the key: `data.reorder` arranges the "
     "sequences of each step",
+    "parallel.search.strategy": "is no longer supported; delete the key: annealing is the only "
+    "strategy, and parallel.search.evaluations = 1 keeps the order of microbatches",
     "parallel.bubble_pieces": "is no longer supported; delete the key: `parallel.tensor_bubbles` "
     "> 0 alone lets encoder layers run in pieces during communication of the LLM",
 }
-"""Keys of earlier versions, with the replacement. Recipes that a run has stored may have them
-(`without_removed_keys`)."""
+"""Maps a removed key to the rest of an error message, with the replacement."""
+FORMER_DEFAULTS: dict[str, Any] = {
+    "data.reorder_window": 1,
+    "parallel.search.strategy": "annealing",
+    "parallel.bubble_pieces": False,
+}
+"""Maps a removed key to its default. Runs store every key in recipe.toml: a removed key with this
+value is dropped when a recipe is read."""
 
 
-def without_removed_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe that a run or a checkpoint has stored without keys of earlier versions."""
-    kept = deepcopy(dict(tables))
-    for key in REMOVED_KEYS:
-        *sections, name = key.split(".")
-        table: Any = kept
-        for section in sections:
-            table = table.get(section) if isinstance(table, dict) else None
-        if isinstance(table, dict) and name in table:
-            removed = table.pop(name)
-            if key == "parallel.bubble_pieces" and not removed:
-                table["tensor_bubbles"] = 0.0  # without pieces, layers may be compiled
-    return kept
+def without_removed_keys(
+    table: Mapping[str, Any], *, only_defaults: bool = False, above: str = ""
+) -> dict[str, Any]:
+    """Return the tables of a recipe without removed keys.
+
+    Args:
+        table: Nested tables, which are not changed.
+        only_defaults: Whether to keep removed keys whose values differ from the former default.
+        above: Dotted key of `table`, with a dot at its end.
+    """
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        key = f"{above}{name}"
+        if key in REMOVED_KEYS and (not only_defaults or value == FORMER_DEFAULTS[key]):
+            continue
+        if isinstance(value, Mapping):
+            found[name] = without_removed_keys(value, only_defaults=only_defaults, above=f"{key}.")
+        else:
+            found[name] = value
+    if above == "parallel." and table.get("bubble_pieces") is False and not only_defaults:
+        found["tensor_bubbles"] = 0.0  # layers that do not run in pieces may be compiled
+    return found
 
 
 def explain_error(item: Any) -> Problem:

@@ -16,9 +16,6 @@ from torchmm.recipe.sizes import AXES
 class SearchConfig(Section):
     """How `schedule = "searched"` looks for the order of each step."""
 
-    strategy: Literal["annealing", "mcts", "random", "dfs", "natural"] = "annealing"
-    """"annealing": simulated annealing from constructed orders; "mcts": Monte Carlo tree search;
-    "random" and "dfs": for comparison; "natural": the order of microbatches, without a search."""
     stages: Literal["separated", "megatron", "balanced", "auto"] = "separated"
     """How modules are cut. "separated": each into segments over all ranks; "megatron": whole
     encoders in front of the LLM's first stage; "balanced": all layers in one chain of equally

@@ -92,6 +92,7 @@ def load_recipe(
     if problems:  # files missing or unreadable: anything further would be a consequence
         raise ConfigError(problems)
 
+    table = without_removed_keys(table, only_defaults=True)
     beyond = _unusable_values(table)
     recipe, schema_problems = _validate(table)
     found = [*beyond, *schema_problems]

@@ -6,7 +6,6 @@ import pytest
 from support.subgraphs import Buffer, Part, Subgraph, SubgraphCache, memory_changes
 
 from torchmm.balance.picoseconds import SimulationError
-from torchmm.balance.simulation.incremental import IncrementalTimes
 from torchmm.balance.simulation.operator_graph import OperatorGraph
 
 
@@ -36,7 +35,7 @@ class Flat:
         self.buffers: list[Buffer] = []
         begin = self.graph.add(None, 0.0)
         self.end = self.expand(subgraph, begin)
-        times_ps = IncrementalTimes(self.graph.compile()).times_ps()
+        times_ps = self.graph.compile().times_ps()
         self.start_ps, self.end_ps = (times.tolist() for times in times_ps)
         self.changes = memory_changes(self.buffers, self.start_ps, self.end_ps)
 

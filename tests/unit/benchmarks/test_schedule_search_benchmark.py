@@ -5,10 +5,10 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
+from support.strategies import STRATEGIES
 
 from torchmm.balance.order_search.bounds import lower_bound_ms
 from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.order_search.strategies import STRATEGIES
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

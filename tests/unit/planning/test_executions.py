@@ -37,7 +37,6 @@ RECIPES = sorted(
 BUILDERS = {
     "torchmm/planning/executions.py",  # of the recipe's modules
     "torchmm/balance/costs/model.py",  # where none is given: whole, on one rank
-    "torchmm/balance/costs/rough_memory.py",  # before modules are described
     "torchmm/balance/orchestration/unit_costs.py",  # of sizes that are only tried
     "torchmm/measure/layers.py",  # of layers that are timed
     "torchmm/measure/operators.py",

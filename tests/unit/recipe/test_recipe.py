@@ -274,7 +274,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "training.epochs",
             "only producers know the number of samples",
         ),
-        ("--data.reorder_window 4", "data.reorder_window", "delete the key"),
         (
             "--data.balance images --parallel.pipeline 2",
             "data.balance",

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.simulation.launched import TimedPiece, collective_room_ms, timed_pieces
-from torchmm.balance.simulation.plan_graph import TransferKey, transfer_key
-from torchmm.balance.simulation.simulator import PlanSimulation
+from torchmm.balance.simulation.plan_graph import TransferKey, build_plan_graph, transfer_key
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action
@@ -48,9 +47,8 @@ def plan_launches(plan: PipelinePlan, costs: PlanCosts) -> dict[Action, Launch]:
     """
     if not (costs.pieces and costs.runs_beside):
         return {}
-    simulation = PlanSimulation(plan, costs)
-    start_ps, end_ps = simulation.times.times_ps()
-    nodes = simulation.nodes
+    nodes = build_plan_graph(plan, costs)
+    start_ps, end_ps = nodes.graph.times_ps()
     start_ms = {a: start_ps[node] / PICOSECONDS_PER_MS for a, node in nodes.compute.items()}
     arrival_ms = {key: end_ps[n] / PICOSECONDS_PER_MS for key, n in nodes.transfers.items()}
     book = RuleBook(plan)

@@ -119,7 +119,6 @@ class StepSearch:
         found = search(
             self.dispatcher,
             budget,
-            strategy=settings.strategy,
             seed=settings.seed,
             workers=settings.workers,
             bound_ms=self._bound_ms,
@@ -185,7 +184,6 @@ def plan_searched(
     costs: PlanCosts,
     budget: Budget,
     *,
-    strategy: str = "annealing",
     seed: int = 0,
     workers: int = 1,
     least_gain: float = 0.0,
@@ -195,14 +193,14 @@ def plan_searched(
     Args:
         graph: of a training step.
         costs: of the graph, with the memory limit.
-        strategy, seed, workers: see `search`.
+        seed, workers: see `search`.
         least_gain: see `StepSearch`.
 
     Raises:
         ValueError: not even one microbatch at a time fits into memory.
         SimulationError: a cost is missing or no number.
     """
-    settings = Settings(strategy, seed, workers)
+    settings = Settings(seed, workers)
     return StepSearch(graph, costs, least_gain).search(budget, settings)
 
 

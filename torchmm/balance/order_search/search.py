@@ -4,9 +4,9 @@
     order = dispatcher.dispatch(found.order).order
 
 A candidate is a permutation of the step's segments; the dispatcher makes a schedule of it and times
-it, so every candidate that fits into memory can be run. All strategies share this interface, start
-with the natural order, keep the best they have seen, and may be stopped at any time: nothing that
-`search` returns is worse than the natural order. With a budget of evaluations the result depends on
+it, so every candidate that fits into memory can be run. The search starts with
+the natural order, keeps the best order, and may be stopped at any time: nothing that `search`
+returns is worse than the natural order. With a budget of evaluations the result depends on
 the seed and the number of workers alone; with one of seconds, on the machine too.
 
 Workers are threads: an evaluation runs without Python's lock. They work in rounds, after each of
@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchmm.balance.compiled import Uint32s
+from torchmm.balance.order_search.annealing import Annealing, Evaluator, Strategy
 from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.order_search.strategies import STRATEGIES, Evaluator, Strategy
 
 ROUND = 64
 """Evaluations of a worker between two exchanges."""
@@ -83,13 +83,11 @@ class Settings:
     """How to search.
 
     Attributes:
-        strategy: one of `STRATEGIES`.
         seed: of all that is random.
         workers: threads; at most half of the machine's cores are used.
         starts: orders of segments that are tried first, such as what was good in steps like this.
     """
 
-    strategy: str = "annealing"
     seed: int = 0
     workers: int = 1
     starts: Sequence[Uint32s] = ()
@@ -121,31 +119,29 @@ def search(
     dispatcher: Dispatcher,
     budget: Budget,
     *,
-    strategy: str = "annealing",
     seed: int = 0,
     workers: int = 1,
     bound_ms: float = 0.0,
     starts: Sequence[Uint32s] = (),
     on_round: Callable[[SearchResult], bool] | None = None,
+    strategy: Callable[[Evaluator, np.random.Generator], Strategy] = Annealing,
 ) -> SearchResult:
-    """The best order of segments that a strategy finds.
+    """Return the best order of segments found within a budget.
 
     Args:
         dispatcher: of the step, with its costs and memory limits.
         budget: when to stop.
-        strategy: one of `STRATEGIES`.
         seed: of all that is random.
         workers: threads; at most half of the machine's cores are used.
         bound_ms: a time that no order undercuts (`lower_bound_ms`): the search ends there.
         starts: orders of segments that are tried first.
         on_round: called between rounds with what was found so far; the search ends if it returns
             False.
+        strategy: of every worker; benchmarks compare others.
 
     Raises:
-        ValueError: there is no such strategy, or workers is less than 1.
+        ValueError: workers is less than 1.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
     if workers < 1:
         raise ValueError(f"workers = {workers}; give 1 or more")
     run = _Run(dispatcher, budget, bound_ms)
@@ -155,7 +151,7 @@ def search(
         evaluators[0].score(order)
     seeds = np.random.SeedSequence(seed).spawn(count)
     made: list[Strategy] = [
-        STRATEGIES[strategy](evaluator, np.random.default_rng(own))
+        strategy(evaluator, np.random.default_rng(own))
         for evaluator, own in zip(evaluators, seeds, strict=True)
     ]
     with ThreadPoolExecutor(count) as pool:

@@ -24,7 +24,7 @@ from torchmm.balance.picoseconds import (
     SimulationError,
     duration_problem,
 )
-from torchmm.balance.simulation.graph_kernels import sort_topologically
+from torchmm.balance.simulation.graph_kernels import sort_topologically, time_nodes
 
 # [Note: queues as chains]
 #
@@ -177,9 +177,12 @@ class CompiledGraph:
     pointers: Int32s
     sources: Int32s
 
-    def called(self, operator: int) -> str:
-        """An operator by its number and name, for messages."""
-        return _called(self.names, operator)
+    def times_ps(self) -> tuple[Int64s, Int64s]:
+        """Return start and end of every operator in picoseconds."""
+        start_ps = np.zeros(len(self.place), np.int64)
+        end_ps = np.empty(len(self.place), np.int64)
+        time_nodes(self.duration_ps, self.pointers, self.sources, start_ps, end_ps)
+        return start_ps[self.place], end_ps[self.place]
 
 
 def _called(names: Sequence[str], operator: int) -> str:

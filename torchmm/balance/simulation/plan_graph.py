@@ -81,8 +81,6 @@ class PlanGraph:
     actions: list[PlanAction]
     compute: dict[Action, int]
     transfers: dict[TransferKey, int]
-    shift_ms: Mapping[Action, float]
-    """Change of the duration of an action that launches pieces, or whose pieces are launched."""
 
 
 def build_plan_graph(plan: PipelinePlan, costs: PlanCosts) -> PlanGraph:
@@ -241,4 +239,4 @@ class _Builder:
             raise SimulationError([*self.problems, *error.problems]) from None
         if self.problems:
             raise SimulationError(self.problems)
-        return PlanGraph(graph, self.actions, self.compute, self.transfers, self.shift_ms)
+        return PlanGraph(graph, self.actions, self.compute, self.transfers)

@@ -1,9 +1,7 @@
 """Simulates a training step: the plan that the runtime executes, with costs instead of tensors.
 
-The result has the runtime's own records, so whatever draws, analyses or compares measured steps
-takes simulated ones (PipeWeaver §4, SEMU). `simulate` does it once; a `PlanSimulation` stays for
-more: it takes other costs of a few actions, or goes back to a checkpoint, and times only what that
-affects.
+The result has the records of the runtime, so that code that draws, analyzes or compares measured
+steps also accepts simulated ones (PipeWeaver §4, SEMU).
 
 Memory is counted as `validate_plan` does: static bytes, messages, and what tasks keep, changed in
 the order of each rank's program. The order decides the peak, not the times.
@@ -14,20 +12,17 @@ the same time, so each is simulated for all of them (SEMU's spatial reuse).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS, SimulationError, duration_problem
-from torchmm.balance.simulation.graph_kernels import Times
-from torchmm.balance.simulation.incremental import IncrementalTimes
 from torchmm.balance.simulation.launched import launch_times
-from torchmm.balance.simulation.plan_graph import PlanGraph, TransferKey, build_plan_graph
+from torchmm.balance.simulation.plan_graph import build_plan_graph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
@@ -135,120 +130,38 @@ def simulate(plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None)
         SimulationError: a cost is missing, negative or no number, or ranks wait for each other.
             All problems are listed.
     """
-    return PlanSimulation(plan, costs, book).step()
+    problems = _problems(plan, costs)
+    try:
+        nodes = build_plan_graph(plan, costs)
+    except SimulationError as error:
+        raise SimulationError([*problems, *error.problems]) from None
+    if problems:
+        raise SimulationError(problems)
+    start_ps, end_ps = nodes.graph.times_ps()
+    start_ms = (start_ps / PICOSECONDS_PER_MS).tolist()
+    end_ms = [*(end_ps / PICOSECONDS_PER_MS).tolist(), 0.0]  # NONE, the last: the step's begin
+    records = [
+        ActionRecord(rank, action, end_ms[before] if instant else start_ms[node], end_ms[node])
+        for rank, action, node, before, instant in nodes.actions
+    ]
+    return SimulatedStep(plan, costs, records, _memory(plan, costs, records, book))
 
 
-class PlanCheckpoint(NamedTuple):
-    """State of a `PlanSimulation`: times, and the costs that were changed."""
-
-    times: Times
-    compute_ms: dict[Action, float]
-    transfer_ms: dict[TransferKey, float]
-
-
-class PlanSimulation:
-    """A plan's simulation that can be asked again with other costs of some actions.
-
-    Attributes:
-        nodes: the plan as a graph of operators.
-
-    Raises:
-        SimulationError: as `simulate` does.
-    """
-
-    def __init__(self, plan: PipelinePlan, costs: PlanCosts, book: RuleBook | None = None) -> None:
-        problems = _problems(plan, costs)
-        try:
-            self.nodes: PlanGraph = build_plan_graph(plan, costs)
-        except SimulationError as error:
-            raise SimulationError([*problems, *error.problems]) from None
-        if problems:
-            raise SimulationError(problems)
-        self.plan = plan
-        self._costs = costs
-        self._book = book
-        self._compute_ms: dict[Action, float] = {}
-        self._transfer_ms: dict[TransferKey, float] = {}
-        self.times = IncrementalTimes(self.nodes.graph)
-
-    @property
-    def makespan_ms(self) -> float:
-        """End of the last action under the present costs."""
-        return self.times.makespan_ms
-
-    @property
-    def costs(self) -> PlanCosts:
-        """The present costs."""
-        return replace(
-            self._costs,
-            compute_ms={**self._costs.compute_ms, **self._compute_ms},
-            transfer_ms={**self._costs.transfer_ms, **self._transfer_ms},
-        )
-
-    def change(
-        self,
-        compute_ms: Mapping[Action, float],
-        transfer_ms: Mapping[TransferKey, float] | None = None,
-    ) -> None:
-        """Gives actions and transfers other durations.
-
-        Raises:
-            SimulationError: a duration is negative or no number, or the plan does not have what it
-                is for; nothing is changed then.
-        """
-        nodes, transfer_ms = self.nodes, transfer_ms or {}
-        given = (compute_ms, nodes.compute), (transfer_ms, nodes.transfers)
-        unknown = [f"the plan has no {key}" for new, own in given for key in new if key not in own]
-        if unknown:
-            raise SimulationError(unknown)
-        shift_ms = nodes.shift_ms
-        changed = {nodes.compute[a]: ms for a, ms in compute_ms.items()}
-        for action in compute_ms.keys() & shift_ms.keys():
-            node = nodes.compute[action]
-            changed[node] = max(0.0, changed[node] + shift_ms[action])
-        changed |= {nodes.transfers[key]: ms for key, ms in transfer_ms.items()}
-        self.times.set_durations(changed)
-        self._compute_ms.update(compute_ms)
-        self._transfer_ms.update(transfer_ms)
-
-    def checkpoint(self) -> PlanCheckpoint:
-        """The present state; later changes do not touch it."""
-        times = self.times.checkpoint()
-        return PlanCheckpoint(times, dict(self._compute_ms), dict(self._transfer_ms))
-
-    def restore(self, checkpoint: PlanCheckpoint) -> None:
-        """Goes back to a checkpoint."""
-        self.times.restore(checkpoint.times)
-        self._compute_ms = dict(checkpoint.compute_ms)
-        self._transfer_ms = dict(checkpoint.transfer_ms)
-
-    def step(self) -> SimulatedStep:
-        """Records and memory under the present costs."""
-        start_ps, end_ps = self.times.times_ps()
-        start_ms = (start_ps / PICOSECONDS_PER_MS).tolist()
-        end_ms = [*(end_ps / PICOSECONDS_PER_MS).tolist(), 0.0]  # NONE, the last: the step's begin
-        records = [
-            ActionRecord(rank, action, end_ms[before] if instant else start_ms[node], end_ms[node])
-            for rank, action, node, before, instant in self.nodes.actions
-        ]
-        return SimulatedStep(self.plan, self.costs, records, self._memory(records))
-
-    @cached_property
-    def _changes(self) -> list[Int64s]:
-        """By rank: bytes each action adds when it starts, then those it gives back at its end."""
-        return memory_changes(self.plan, self._costs, self._book)
-
-    def _memory(self, records: list[ActionRecord]) -> tuple[MemoryTimeline, ...]:
-        static = self._costs.static_bytes or (0,) * len(self.plan.actions)
-        timelines, begin = [], 0
-        for rank, program in enumerate(self.plan.actions):
-            own = records[begin : begin + len(program)]
-            begin += len(program)
-            times = np.array([0.0] + [t for record in own for t in record[2:]])
-            used = np.cumsum(np.concatenate((np.array([static[rank]]), self._changes[rank])))
-            changed = np.concatenate((np.array([True]), self._changes[rank] != 0))
-            timelines.append(MemoryTimeline(times[changed], used[changed]))
-        return tuple(timelines)
+def _memory(
+    plan: PipelinePlan, costs: PlanCosts, records: list[ActionRecord], book: RuleBook | None
+) -> tuple[MemoryTimeline, ...]:
+    """Return the memory of every rank over time."""
+    static = costs.static_bytes or (0,) * len(plan.actions)
+    all_changes = memory_changes(plan, costs, book)
+    timelines, begin = [], 0
+    for rank, program in enumerate(plan.actions):
+        own = records[begin : begin + len(program)]
+        begin += len(program)
+        times = np.array([0.0] + [t for record in own for t in record[2:]])
+        used = np.cumsum(np.concatenate((np.array([static[rank]]), all_changes[rank])))
+        changed = np.concatenate((np.array([True]), all_changes[rank] != 0))
+        timelines.append(MemoryTimeline(times[changed], used[changed]))
+    return tuple(timelines)
 
 
 def memory_changes(

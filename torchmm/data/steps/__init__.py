@@ -1,5 +1,1 @@
-"""What comes next: the order of all samples, their packs, and the steps these form. Sizes only.
-
-Begin with `step_packs.py`; `order.py` says which samples come, `packing.py` which share a sequence.
-Nothing here reads a record.
-"""
+"""Sample order, packing and assignment of sequences to steps. Uses sizes only."""

@@ -1,15 +1,1 @@
-"""Steps made visible: pictures, bubbles by class, traces, orders as CSV files.
-
-Begin with `timeline.py`.
-"""
-
-from torchmm.common.faces import public
-
-__all__, __getattr__ = public(
-    __name__,
-    {
-        "draw": ("timelines_svg",),
-        "timeline": ("analyze_timeline",),
-        "records": ("read_records", "write_records"),
-    },
-)
+"""Timeline plots, bubbles by class, traces, and schedules as CSV files."""

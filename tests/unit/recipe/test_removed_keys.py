@@ -1,0 +1,60 @@
+"""Keys of earlier versions: errors name the replacement, recipes of old runs stay readable."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import tomli_w
+
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.explain import FORMER_DEFAULTS, REMOVED_KEYS
+from torchmm.recipe.read import changed_values, dump_recipe, load_recipe
+from torchmm.training.exports import checkpoint
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "tiny" / "smolvlm.toml"
+
+
+def old_tables(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of `recipe.toml` with removed keys."""
+    tables = tomli.loads(dump_recipe(load_recipe(RECIPE).recipe))
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[name] = value
+    return tables
+
+
+def test_removed_keys_have_former_defaults() -> None:
+    assert REMOVED_KEYS.keys() == FORMER_DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_removed_key_raises_error_with_replacement(key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(RECIPE, [f"--{key}=7"])
+    assert caught.value.problems == [f"command line: {key} = 7: {REMOVED_KEYS[key]}"]
+
+
+def test_stored_recipe_with_removed_keys_loads_equal(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(old_tables(FORMER_DEFAULTS)))
+    assert load_recipe(file).recipe == load_recipe(RECIPE).recipe
+
+
+def test_checkpoint_with_removed_keys_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = old_tables(dict.fromkeys(REMOVED_KEYS, "other"))
+    kept = copy.deepcopy(tables)
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda path: {"recipe": tables})
+    assert checkpoint.recipe_of(Path("step-1")) == load_recipe(RECIPE).recipe
+    assert tables == kept
+
+
+def test_run_page_hides_removed_keys() -> None:
+    tables = old_tables(FORMER_DEFAULTS)
+    shown = changed_values(tables)
+    assert shown and not REMOVED_KEYS.keys() & shown.keys()
+    assert shown == changed_values(old_tables({}))
