@@ -15,9 +15,11 @@ from tiny_recipe import records, tiny_recipe
 
 from torchmm.parallel.mesh import start_process_group
 from torchmm.planning.resolved import resolve
-from torchmm.training import trainer, validation
+from torchmm.training import agreement
 from torchmm.training.build import build_run, build_unfilled_model, cut_model
 from torchmm.training.ending import StopSignal
+from torchmm.training.hooks import validation
+from torchmm.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 STEPS = 3
@@ -122,7 +124,7 @@ def train_all(
     """
     ranks = int(os.environ["WORLD_SIZE"])
     if alone:
-        for module in (trainer, validation):
+        for module in (agreement, validation):
             module.gather_corrupt_samples = lambda own, mesh, **_: own
     found = {}
     for name, layout in layouts.items():
@@ -135,7 +137,7 @@ def train_all(
             start_process_group(recipe.parallel, torch.device("cpu"))
         with StopSignal() as stop:
             parts = build_run(run, run_dir, torch.device("cpu"), model, words, cut)
-            trainer.Trainer(parts, stop).run()
+            Trainer(parts, stop).run()
         torch.distributed.barrier()
         found[name] = records(run_dir)
     return found

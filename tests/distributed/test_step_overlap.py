@@ -1,29 +1,30 @@
 """Host work of a training step: what runs before the step waits for its device."""
 
 from itertools import pairwise
+from types import ModuleType
 
 import pytest
 from launch import run_distributed
 from tiny_recipe import records, tiny_recipe, weights
 
 from torchmm.recipe.recipe import Recipe
+from torchmm.training import trainer
 from torchmm.training.metrics import StepMeter
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planner import StepPlanner
 from torchmm.training.run import train
 from torchmm.training.step import TrainStep
-from torchmm.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 STEPS = 4
 
 
-def log_calls(owner: type, method: str, log: list[str]) -> None:
-    """Let every call of the method append its name to the log when it returns."""
+def log_calls(owner: type | ModuleType, method: str, log: list[str]) -> None:
+    """Let every call of the function append its name to the log when it returns."""
     plain = getattr(owner, method)
 
-    def logged(self: object, *args: object, **kwargs: object) -> object:
-        found = plain(self, *args, **kwargs)
+    def logged(*args: object, **kwargs: object) -> object:
+        found = plain(*args, **kwargs)
         log.append(method)
         return found
 
@@ -36,15 +37,15 @@ def check_order(recipe: Recipe) -> None:
         (TrainStep, "run"),
         (StepMeter, "count"),
         (Pipeline, "plan"),
-        (Trainer, "_check"),
+        (trainer, "check_losses"),
     ):
         log_calls(owner, method, log)
     train(recipe)
-    expected = ["plan", *["run", "count", "plan", "_check"] * STEPS]
+    expected = ["plan", *["run", "count", "plan", "check_losses"] * STEPS]
     # Planning ahead requires that the loader has planned the next step. It may be late.
     late = [name for name in log if name != "plan"]
     assert late == [name for name in expected if name != "plan"]
-    before_check = sum(a == "plan" and b == "_check" for a, b in pairwise(log))
+    before_check = sum(a == "plan" and b == "check_losses" for a, b in pairwise(log))
     assert before_check >= STEPS - 1, log
 
 

@@ -61,10 +61,10 @@ def run_rank(
         step = trainer.run_step
 
         def observed(batches: Any) -> Any:
-            record, stopping = step(batches)
-            seen["losses"].append(record.loss)
-            seen["norms"].append(record.grad_norm)
-            return record, stopping
+            done = step(batches)
+            seen["losses"].append(done.record.loss)
+            seen["norms"].append(done.record.grad_norm)
+            return done
 
         def before_update(*_: Any) -> None:
             if spoil == "averages" and parts.average is not None:

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import warnings
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +20,7 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.costs.model import CostModel
 from torchmm.balance.image_shares import ImageBalance
-from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.balance.reordering.step import StepReorder
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -80,38 +77,10 @@ from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.optim import RunOptimizer, build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.forms import block_problems
+from torchmm.training.parts import RunParts
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planner import search_costs
 from torchmm.training.report import print_summary
-
-
-@dataclass
-class RunParts:
-    """The parts of one run, ready for the loop."""
-
-    run: Resolved
-    run_dir: Path
-    logger: logging.Logger
-    mesh: ParallelMesh
-    tokenizer: PreTrainedTokenizerBase
-    model: MultimodalModel
-    """This rank's part of it."""
-    pipeline: Pipeline
-    compilation: Compilation
-    tuning: LayerTuning | None
-    """How plans choose what layers recompute; None: they do not."""
-    costs: CostModel | None
-    """What orders are searched with; None: they are not."""
-    optimizer: RunOptimizer
-    average: WeightAverage | None
-    """Of the weights, if `training.ema_decay` is set."""
-    checkpoints: CheckpointManager
-    restored: Restored | None
-    loader: Loader
-    held_out: SampleSet | None
-    """What it is validated on."""
-    recorder: MetricsRecorder | None
-    """On rank 0."""
 
 
 class ModelCut(NamedTuple):

@@ -2,8 +2,8 @@
 
     meter.count(batch)                           every rank: tokens and FLOPs, before it waits
     meter.measure(counts, outcome, ...)          every rank: these and times
-    gather_rank_steps(...)                       one small collective at the end of the step
-    MetricsRecorder.record(make_record(...))     rank 0: metrics.jsonl, progress line, trackers
+    meter.combine(step, local, ...)              one small collective at the end of the step
+    MetricsRecorder.record(record)               rank 0: metrics.jsonl, progress line, trackers
 
 metrics.jsonl is written first and for every step. Times in a record are those of the slowest
 rank, as it decides how long a step takes. Times of modules are those of the plan's actions, as the
@@ -16,16 +16,14 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor
 
 from torchmm.balance.costs.devices import BF16_TFLOPS
 from torchmm.balance.costs.flops import microbatch_flops
@@ -33,13 +31,12 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.common.log import JsonlWriter, working
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.data.loader import StepBatch
-from torchmm.models.layers.experts import ExpertLoads, busiest_expert
 from torchmm.parallel.compilation import Graph
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, plot_loss
-from torchmm.training.step import StepOutcome
+from torchmm.training.step import StepLosses, StepOutcome
 from torchmm.training.tracking.figures import StepRecord
 from torchmm.training.tracking.trackers import Sink, make_trackers
 
@@ -85,10 +82,20 @@ class StepMeter:
     Args:
         mesh: mesh of the run.
         modules: complete modules of the model.
+        dtype: compute dtype.
+        peak_tflops: peak of one device in TFLOP/s. If None, it is looked up or measured.
     """
 
-    def __init__(self, mesh: ParallelMesh, modules: Sequence[ModuleDescription]) -> None:
-        self._mesh, self._modules = mesh, modules
+    def __init__(
+        self,
+        mesh: ParallelMesh,
+        modules: Sequence[ModuleDescription],
+        dtype: torch.dtype,
+        peak_tflops: float | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._modules = modules
+        self._peak_flops = peak_tflops * 1e12 if peak_tflops else peak_flops(mesh.device, dtype)
 
     def count(self, batch: StepBatch) -> RankStep:
         """Return tokens, samples, images and FLOPs of a step.
@@ -147,6 +154,45 @@ class StepMeter:
             compile_ms=sum(graph.compile_ms for graph in graphs),
         )
 
+    def combine(
+        self,
+        step: int,
+        local: RankStep,
+        batch: StepBatch,
+        losses: StepLosses,
+        lr: float,
+        planner: Mapping[str, Any],
+    ) -> StepRecord:
+        """Return the record of a step from the metrics of all ranks; collective.
+
+        Args:
+            step: number of the step.
+            local: result of `measure`.
+            batch: batch of this rank.
+            losses: losses over all ranks.
+            lr: learning rate.
+            planner: metrics of the planner, by name.
+        """
+        record = make_record(
+            step,
+            gather_rank_steps(local),
+            epoch=batch.epoch,
+            loss=losses.loss,
+            grad_norm=losses.grad_norm,
+            lr=lr,
+            peak_flops=self._peak_flops,
+        )
+        has_generator = any(module.name == GENERATOR for module in self._modules)
+        return replace(
+            record,
+            **planner,
+            expert_load=losses.expert_load,
+            loss_text=losses.text if has_generator else None,
+            loss_image=losses.image if has_generator else None,
+            filtered_samples=batch.stream_total("filtered"),
+            truncated_samples=batch.stream_total("dropped"),
+        )
+
 
 def gather_rank_steps(local: RankStep) -> list[RankStep]:
     """Every rank's `RankStep`, on every rank (a collective; without a process group: its own)."""
@@ -155,16 +201,6 @@ def gather_rank_steps(local: RankStep) -> list[RankStep]:
         RankStep(*(kind(v) for kind, v in zip(kinds, row, strict=True)))
         for row in gather_floats(astuple(local))
     ]
-
-
-def expert_load(loads: ExpertLoads, device: torch.device) -> Tensor:
-    """`StepRecord.expert_load` of the step that has ended, a float32 scalar; 0 without experts.
-    Collective for models with experts."""
-    if not loads:
-        return torch.zeros((), device=device)
-    loads_LE = loads.take(device)
-    dist.all_reduce(loads_LE)
-    return busiest_expert(loads_LE)
 
 
 def make_record(
@@ -250,12 +286,28 @@ class MetricsRecorder:
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step)
         self._progress = ProgressLine(console, steps, start_step)
         self._trackers = make_trackers(config, run_dir, name, recipe, log, start_step)
+        self._sources: list[Callable[[StepRecord], StepRecord]] = []
         self._last: dict[str, Any] = {}
         """Record of the step before, as it was written."""
 
+    def add_source(self, complete: Callable[[StepRecord], StepRecord]) -> None:
+        """Call `complete` for each record before it is written.
+
+        Use it for metrics that become available at any time, for example in a background thread.
+
+        Args:
+            complete: function that returns the record with more metrics.
+        """
+        self._sources.append(complete)
+
     def record(self, record: StepRecord) -> bool:
-        """Write one step to metrics.jsonl and, every `log_interval` steps, show it; whether it
-        did."""
+        """Write a step to metrics.jsonl and, every `log_interval` steps, show it.
+
+        Returns:
+            Whether the step was shown.
+        """
+        for complete in self._sources:
+            record = complete(record)
         self._last = values = asdict(record)
         self._jsonl.write(values)
         shown = record.step % self._log_interval == 0 or record.step == self._steps
@@ -279,6 +331,7 @@ class MetricsRecorder:
     @working("finishing records and trackers")
     def close(self) -> None:
         """Finish all sinks and draw `loss.png`, for which alone no run fails."""
+        self._sources.clear()  # they may refer to the run, and the run to this recorder
         try:
             self._jsonl.close()
         finally:

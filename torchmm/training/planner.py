@@ -37,7 +37,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,6 @@ from torchmm.planning.beside.work import StepWork
 from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import modelled_totals
-from torchmm.training.pictures import plot_prediction, plot_schedules, save_timeline
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.plans.leader import PlanLeader, Upcoming
 from torchmm.training.plans.sharing import SharedPlans, digest_of
@@ -308,18 +306,6 @@ class StepPlanner:
             "step %d: times drifted from those planned with (%s%s): the next steps are planned "
             "anew", step, shown, more,
         )  # fmt: skip
-
-    def draw(
-        self, directory: Path, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch]
-    ) -> None:
-        """Pictures and records of a step into a directory; collective over all ranks."""
-        save_timeline(directory, step, outcome, microbatches, self._mesh)
-        if self._mesh.rank == 0:
-            metas = [m.task_meta for m in microbatches]
-            flops = task_durations(outcome.plan.graph, self._pipeline.descriptions, metas)
-            reorders = self._searches and self._config.schedule == "searched"
-            plot = plot_schedules if reorders else plot_prediction
-            plot(directory, step, outcome.plan, flops)
 
     def close(self) -> None:
         """Ends the planning process; not collective."""

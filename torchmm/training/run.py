@@ -43,7 +43,7 @@ from torchmm.planning.placement import orchestrated, with_arrangement
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import RunParts, build_run, build_unfilled_model, cut_model
+from torchmm.training.build import build_run, build_unfilled_model, cut_model
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.ending import (
     Status,
@@ -56,6 +56,7 @@ from torchmm.training.ending import (
 )
 from torchmm.training.exports.place import clear_unfinished
 from torchmm.training.page.pages import write_last_page
+from torchmm.training.parts import RunParts
 from torchmm.training.trainer import Trainer
 
 
@@ -89,8 +90,6 @@ def train(recipe: Recipe) -> int:
             tell(run_dir, Status("done", trainer.step, 0, 0, trainer.complaint))
     except BaseException as error:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
-        if trainer is not None:
-            trainer.benchmarks.close()
         raise
     finally:
         _leave(run_dir, directory, recipe.metrics.page and rank == 0)

@@ -11,10 +11,8 @@ Shape legend: P patches of all images, V values of a patch.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -25,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import Microbatch
 from torchmm.common.errors import DataError
-from torchmm.common.files import replace_atomically
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
@@ -33,16 +30,11 @@ from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.data_section import SourceConfig, unique_names
-from torchmm.training.build import RunParts, build_data
 from torchmm.training.evaluation.scores import Answer, score
-from torchmm.training.page.contents import SAMPLES_FILE, SAMPLES_FOLDER
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.report import keep_thumbnail, plot_captions, plot_pictures
-from torchmm.training.step import gather_corrupt_samples
 from torchmm.training.text.generate import generate_tokens
 from torchmm.training.text.prompts import Prompt, in_groups, prompts_of
 from torchmm.training.text.sampling import Sampling
-from torchmm.training.tracking.figures import StepRecord
 
 PROMPTS_TOGETHER = 16
 """Held-out samples whose text is written at the same time, at most."""
@@ -319,132 +311,3 @@ def to_frames(
     pixels = blocks.reshape(frames, rows * patch, columns * patch, 3)
     levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return [Image.fromarray(frame.numpy()) for frame in levels]
-
-
-class HeldOut:
-    """Validation of one run.
-
-    Args:
-        parts: of the run.
-        loss_weights: factors of the losses, by module, where there are several.
-    """
-
-    def __init__(self, parts: RunParts, loss_weights: Mapping[str, float]) -> None:
-        self._parts = parts
-        self._loss_weights = loss_weights
-        self._batches: list[StepBatch] | None = None
-
-    def validate(self, step: int, record: StepRecord) -> StepRecord:
-        """Held-out losses after `step` into the record; text into samples.json, drawings into
-        drawings/. All ranks must call it."""
-        parts = self._parts
-        config = self._parts.run.recipe.validation
-        parts.model.eval()
-        if self._batches is None:
-            self._batches = self._held_out()
-        losses = held_out_losses(parts.pipeline, self._batches, parts.mesh)
-        if config.samples:
-            texts = self._generate(step)
-            scores = source_scores(texts, parts.run.recipe.data.validation)
-            record = replace(record, scores=scores or None)
-            if any(text.duration_ms for text in texts):
-                rate = score("word_error_rate", [text.answer for text in texts])
-                record = replace(record, word_error_rate=rate)
-        if config.drawings:
-            self._draw(step)
-        parts.model.train()
-        if parts.model.generator is None:
-            return replace(record, validation_loss=losses["llm"])
-        return replace(
-            record,
-            validation_loss=sum(self._loss_weights[name] * losses[name] for name in losses),
-            validation_loss_text=losses["llm"],
-            validation_loss_image=losses[GENERATOR],
-        )
-
-    def _held_out(self) -> list[StepBatch]:
-        """The batches that every validation uses, decoded as those of training."""
-        parts = self._parts
-        loader = self._loader()
-        read = islice(loader.batches(), parts.run.recipe.validation.batches)
-        batches = [batch for batch in read if batch is not None]
-        corrupt = {name: why for batch in batches for name, why in batch.corrupt.items()}
-        corrupt = gather_corrupt_samples(corrupt, parts.mesh)
-        return [loader.settle(batch, corrupt) for batch in batches]
-
-    def _loader(self, *, for_prompts: bool = False) -> Loader:
-        """From the first held-out sample on. Prompts are few, and decoded by all ranks."""
-        parts = self._parts
-        return build_data(
-            parts.run,
-            parts.model,
-            parts.tokenizer,
-            parts.mesh,
-            validation=True,
-            for_prompts=for_prompts,
-            samples=parts.held_out,
-            reads=None if for_prompts else parts.pipeline.reads,
-        )
-
-    def _draw(self, step: int) -> None:
-        """Drawings for held-out texts into a picture of this step."""
-        parts = self._parts
-        config = self._parts.run.recipe.validation
-        spec = parts.model.generator_spec()
-        assert spec is not None
-        prompts = held_out_drawings(self._loader(for_prompts=True), config.drawings)
-        drawn = draw_samples(parts.pipeline, prompts, spec, parts.mesh, config.denoising_steps)
-        if parts.mesh.rank == 0 and drawn:
-            directory = parts.run_dir / "drawings"
-            directory.mkdir(exist_ok=True)
-            title = f"drawn after step {step} (and the held-out images themselves)"
-            shown = [(d.truth, d.drawn, d.text(parts.tokenizer)) for d in drawn]
-            plot_pictures(shown, title, directory / f"step-{step}.png")
-
-    def _generate(self, step: int) -> list[GeneratedText]:
-        """Text for held-out images and sounds into samples.json and captions.png."""
-        parts = self._parts
-        config = self._parts.run.recipe.validation
-        loader = self._loader(for_prompts=True)
-        held_out = parts.run.recipe.data.validation
-        prompts = held_out_prompts(loader, config.samples, scored_sources(held_out))
-        training = parts.run.recipe.training
-        texts = generate_samples(
-            parts.pipeline,
-            prompts,
-            parts.tokenizer,
-            parts.mesh,
-            config.max_new_tokens,
-            row_tokens=training.sequence_length * training.microbatch_size,
-        )
-        texts = with_references(texts, loader)
-        if parts.mesh.rank > 0 or not texts:
-            return texts
-        pictures = [loader.images(text.source, text.index)[:1] for text in texts]
-        names = [
-            keep_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
-            for t, images in zip(texts, pictures, strict=True)
-        ]
-        self._append_samples(
-            step,
-            [
-                {"step": step, **asdict(text), "picture": name}
-                for text, name in zip(texts, names, strict=True)
-            ],
-        )
-        shown = [
-            (image, text.generated, text.truth)
-            for text, images in zip(texts, pictures, strict=True)
-            for image in images
-        ]
-        if shown:
-            title = f"held-out images after step {step}"
-            plot_captions(shown, title, parts.run_dir / "captions.png")
-        return texts
-
-    def _append_samples(self, step: int, samples: list[dict]) -> None:
-        file = self._parts.run_dir / SAMPLES_FILE
-        earlier = json.loads(file.read_text()) if file.exists() else []
-        kept = [s for s in earlier if s["step"] < step]
-        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
-        replace_atomically(file, text.encode())

@@ -42,7 +42,7 @@ from torchmm.planning.resolved import Resolved, recipe_model, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import build
 from torchmm.training.ending import StopSignal
-from torchmm.training.memory import predicted_peak_bytes
+from torchmm.training.hooks.diagnostics import predict_peak_bytes
 from torchmm.training.trainer import Trainer
 
 
@@ -232,7 +232,7 @@ class OurSide:
 
     def _watch(self) -> None:
         """Note the time of updates and waits, and the outcome of each step."""
-        updates, train_step = self.trainer._updates, self.trainer._train_step
+        updates, train_step = self.trainer.updates, self.trainer.train_step
         apply, run = updates.apply, train_step.run
 
         def timed_apply(*args: Any, **kwargs: Any) -> Any:
@@ -245,7 +245,7 @@ class OurSide:
             self.outcome = run(*args, **kwargs)
             return self.outcome
 
-        health: Any = self.trainer._health
+        health: Any = self.trainer.health
         plain_wait = health.waiting_for_device
 
         @contextmanager
@@ -260,9 +260,9 @@ class OurSide:
 
     def step(self, index: int) -> float:
         """Train on batch `index` and return its loss."""
-        record, _ = self.trainer.run_step(iter([self.batches[index]]))
-        assert record is not None
-        return record.loss
+        done = self.trainer.run_step(iter([self.batches[index]]))
+        assert done is not None
+        return done.record.loss
 
     def sizes(self, index: int = 0) -> StepSizes:
         """Return what the cost model needs to predict a step."""
@@ -276,10 +276,10 @@ class OurSide:
 
     def predicted_peak_bytes(self) -> float:
         """Return the predicted peak memory of the first batch; NaN if it cannot be predicted."""
-        parts, outcome = self.trainer.parts, SimpleNamespace(plan=self.sizes().plan)
+        parts = self.trainer.parts
+        plan = self.sizes().plan
         microbatches = self.batches[0].microbatches
-        found: Any = outcome
-        return predicted_peak_bytes(parts.run, parts.pipeline, parts.mesh, found, microbatches)
+        return predict_peak_bytes(parts.run, parts.pipeline, parts.mesh, plan, microbatches)
 
     def measured_module_ms(self) -> dict[str, float]:
         """Return the time of the last step's actions by module and type."""

@@ -1,0 +1,161 @@
+"""Values of a step that all ranks must share: batch sizes before the step, losses after it.
+
+All functions except `copy_losses` are collective over all ranks, in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchmm.common.device_copies import HostCopy
+from torchmm.common.errors import DataError, NonFiniteError
+from torchmm.data.loader import StepBatch
+from torchmm.models.layers.experts import busiest_expert
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.gather import gather_floats
+from torchmm.parallel.health.non_finite import where_non_finite
+from torchmm.parallel.health.peers import Health, check_finite
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.training.parts import RunParts
+from torchmm.training.step import StepLosses, StepOutcome, gather_corrupt_samples
+
+
+class StepTotals(NamedTuple):
+    """Sums of a step over all ranks, known before the step begins."""
+
+    targets: float
+    """Target tokens of the text loss in the global batch."""
+    images: float
+    """Images to generate in the global batch."""
+    samples: int
+    corrupt_samples: int
+    """Corrupt samples that no earlier step has counted."""
+    is_stopping: bool
+    """Whether a rank received a stop signal. This step is then the last one."""
+    lacks_data: bool
+    """Whether a rank has no data. No rank does the step then."""
+    is_unsettled: bool
+    """Whether a rank could not decode a sample that other ranks have not replaced yet."""
+
+
+def agree_on_batch(
+    parts: RunParts, step: int, batch: StepBatch | None, stop_requested: bool
+) -> tuple[StepBatch | None, StepTotals]:
+    """Return the batch without corrupt samples, and the totals of the step.
+
+    Args:
+        parts: components of the run.
+        step: number of the step that begins.
+        batch: batch of this rank; None if this rank received a stop signal and has no data.
+        stop_requested: whether this rank received a stop signal.
+
+    Returns:
+        The batch is None on all ranks if it is None on one rank.
+    """
+    totals = _sum_over_ranks(parts, step, batch, stop_requested)
+    if batch is None or totals.lacks_data:
+        return None, totals
+    if totals.is_unsettled:
+        is_balanced = batch.encoded is not None
+        corrupt = gather_corrupt_samples(batch.corrupt, parts.mesh, of_all_ranks=is_balanced)
+        batch = parts.loader.settle(batch, corrupt)
+        totals = _sum_over_ranks(parts, step, batch, stop_requested)
+    return batch, totals
+
+
+def _sum_over_ranks(
+    parts: RunParts, step: int, batch: StepBatch | None, stop_requested: bool
+) -> StepTotals:
+    """Return the totals of a step.
+
+    A rank without data takes part. The other ranks wait for it here with equal parameters, so that
+    all ranks can save them.
+    """
+    microbatches = [] if batch is None else batch.microbatches
+    local = [
+        sum(m.target_count for m in microbatches),
+        sum(m.generated_count for m in microbatches),
+        sum(len(m.meta.samples) for m in microbatches),
+        0 if batch is None else len(batch.skipped),
+        float(stop_requested),
+        float(parts.checkpoints.failed),
+        float(batch is None),
+        # Ranks with the same samples have different counts until all of them have settled them.
+        0.0 if batch is None else float(len(batch.corrupt)),
+    ]
+    if batch is None:
+        parts.logger.warning("step %d had no data: %s", step, parts.loader.overdue)
+    try:
+        totals = parts.mesh.sum_over_data(local)
+    except RuntimeError as error:
+        if batch is not None:
+            raise
+        raise DataError(parts.loader.overdue) from error  # the other ranks did not wait for data
+    targets, images, samples, corrupt, stopping, failed_saves, without_data, unsettled = totals
+    if failed_saves:
+        parts.checkpoints.wait()  # raises the error of the save
+    return StepTotals(
+        targets,
+        images,
+        int(samples),
+        int(corrupt),
+        stopping > 0,
+        without_data > 0,
+        unsettled > 0,
+    )
+
+
+def copy_losses(
+    outcome: StepOutcome, grad_norm: Tensor, model: MultimodalModel, mesh: ParallelMesh
+) -> HostCopy:
+    """Return a copy of losses, gradient norm and expert load without waiting for the device.
+
+    Collective for models with experts.
+    """
+    load = torch.zeros((), device=mesh.device)
+    if model.llm.expert_loads:
+        loads_LE = model.llm.expert_loads.take(mesh.device)
+        dist.all_reduce(loads_LE)
+        load = busiest_expert(loads_LE)
+    return HostCopy(torch.stack([*outcome.loss_of_each, grad_norm, load]))
+
+
+def check_losses(
+    step: int,
+    copy: HostCopy,
+    model: MultimodalModel,
+    mesh: ParallelMesh,
+    health: Health,
+    run_again: Callable[[], StepOutcome],
+) -> StepLosses:
+    """Wait for the device and return the losses of a step.
+
+    Args:
+        step: number of the step.
+        copy: result of `copy_losses`.
+        model: stages of this rank.
+        mesh: mesh of the run.
+        health: heartbeat, which shows that this rank waits for its device.
+        run_again: forward and backward passes of the step, to find the cause of an error.
+
+    Raises:
+        NonFiniteError: A loss or the gradient norm is not finite on some rank. The update has
+            changed nothing.
+    """
+    # The only place where a step waits for its device (`torchmm.common.device_copies`).
+    with health.waiting_for_device():
+        *losses, grad_norm, load = copy.tolist()
+    loss, text, image = (value / mesh.own.sizes.tensor for value in losses)  # equal on TP ranks
+    rows = gather_floats([loss, grad_norm, text, image])
+    try:
+        check_finite(step, ("loss", "grad_norm", "loss_text", "loss_image"), rows)
+    except NonFiniteError as error:  # raised by all ranks
+        where = where_non_finite(model, run_again)
+        raise NonFiniteError(f"{error}. Where: {where}") from None
+    loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
+    return StepLosses(loss, text, image, grad_norm, load or None)

@@ -1,0 +1,80 @@
+"""Saves checkpoints: at intervals, after the last step, and when the run is stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchmm.planning.run_length import lost_steps_warning
+from torchmm.training.ending import Status, write_status
+from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.tracking.figures import StepRecord
+
+WARMUP_STEPS = 2
+"""Steps of a start that compile layers and start workers. Later steps have the usual duration."""
+
+
+class CheckpointHook(Hook):
+    """Saves checkpoints with `CheckpointManager`."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._warning_step = training.state.step + 1 + WARMUP_STEPS
+        self._saved_step = -1
+        self._complaint = ""
+        """Text in STATUS.json about a checkpoint that could not be uploaded."""
+        if self.parts.recorder is not None:
+            self.parts.recorder.add_source(
+                lambda record: replace(record, **self.parts.checkpoints.take_figures())
+            )
+
+    def after_step(self, done: StepDone) -> None:
+        """Save a checkpoint if one is due or a rank received a stop signal."""
+        step = done.record.step
+        if step == self._warning_step:
+            self._warn_of_lost_steps(done.record)
+        with self.training.health.phase(step, "checkpoint"):
+            if done.is_stopping or self.is_due(step, self.recipe.checkpoint.interval):
+                self.save(done.record)
+
+    def finish(self) -> None:
+        """Save the last step of a stopped run, then wait until all checkpoints are complete."""
+        step = self.training.state.step
+        if step and not self.is_complete() and step != self._saved_step:
+            # A rank had no data for the next step after a stop signal.
+            with self.training.health.phase(step, "checkpoint"):
+                self.save(None)
+        self.training.health.finish()  # ranks need not wait for each other from here on
+        self.parts.checkpoints.close()
+
+    def save(self, record: StepRecord | None) -> None:
+        """Save the last finished step; collective.
+
+        Args:
+            record: metrics of that step, to find the best checkpoints; None if they are unknown.
+        """
+        parts = self.parts
+        state = self.training.state
+        best = self.recipe.checkpoint.keep_best
+        figures: dict[str, float | None] = {}
+        if best is not None and record is not None:
+            figures[best.metric] = record.figure(best.metric)
+        parts.checkpoints.save(
+            state.step,
+            parts.model,
+            parts.optimizer,
+            state.as_json(),
+            figures,
+            average=parts.average,
+        )
+        self._saved_step = state.step
+        complaint = parts.checkpoints.complaint
+        if complaint != self._complaint and parts.mesh.rank == 0:
+            self._complaint = complaint
+            write_status(parts.run_dir, Status("running", state.step, 0, message=complaint))
+
+    def _warn_of_lost_steps(self, record: StepRecord) -> None:
+        """Warn on rank 0 if a long run saves no checkpoint, from the measured step time."""
+        hours = self.recipe.training.steps * record.step_ms / 3.6e6
+        warning = lost_steps_warning(self.recipe, hours)
+        if warning and self.parts.mesh.rank == 0:
+            self.parts.logger.warning("%s", warning)

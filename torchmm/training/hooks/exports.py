@@ -1,0 +1,68 @@
+"""Exports to Hugging Face directories: at intervals, of the best model, at the end of training."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+from torchmm.parallel.gather import gather_floats
+from torchmm.recipe.read import what_was_trained
+from torchmm.training.exports.write import Trained, write_adapters, write_export
+from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.validation import validated_weights
+
+
+class ExportHook(Hook):
+    """Writes the exports of `checkpoint.export_hf`, `export_interval` and `keep_best`."""
+
+    def after_step(self, done: StepDone) -> None:
+        """Export the model if the interval is due or the model is the best so far."""
+        step = done.record.step
+        interval = self.recipe.checkpoint.export_interval
+        if interval and step % interval == 0:
+            for suffix, weights in self._exported_weights():
+                with weights:
+                    export_model(self.training, f"hf-{step}{suffix}")
+        if self._is_best(done):
+            with validated_weights(self.parts):
+                export_model(self.training, "hf-best")
+
+    def finish(self) -> None:
+        """Export the final model and its adapters."""
+        if self.recipe.checkpoint.export_hf and self.is_complete():
+            for suffix, weights in self._exported_weights():
+                with weights:
+                    export_model(self.training, f"hf{suffix}")
+                    write_adapters(self.parts.model, self.parts.run_dir / f"adapters{suffix}")
+
+    def _exported_weights(self) -> list[tuple[str, AbstractContextManager[None]]]:
+        """Return directory suffixes, and contexts in which the model has the weights to export."""
+        average = self.parts.average
+        averages = [] if average is None else [("-ema", average.in_place())]
+        return [("", nullcontext()), *averages]
+
+    def _is_best(self, done: StepDone) -> bool:
+        """Return True if no earlier step was better in `keep_best`; collective."""
+        keep_best = self.recipe.checkpoint.keep_best
+        if keep_best is None:
+            return False
+        local = done.record.figure(keep_best.metric)
+        [value], *_ = gather_floats([math.nan if local is None else local])  # rank 0 decides
+        badness = keep_best.badness(value)
+        state = self.training.state
+        if math.isnan(badness) or (state.best is not None and badness >= state.best):
+            return False
+        state.best = badness
+        return True
+
+
+def export_model(training: Training, name: str) -> None:
+    """Export the model to a directory of the run; collective."""
+    parts = training.parts
+    recipe = parts.run.recipe
+    step = training.state.step
+    metrics = parts.run_dir / "metrics.jsonl"
+    text = what_was_trained(recipe)
+    trained = Trained(recipe.name, step, recipe.training, recipe.data, metrics, text)
+    with training.health.phase(step, "export"):
+        write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)

@@ -1,0 +1,113 @@
+"""The interface of hooks, and the data that hooks receive from the training loop.
+
+All ranks have the same hooks. A hook is due by the step number alone, so all ranks reach the
+collectives inside hooks together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchmm.data.corrupt import CorruptLimit
+from torchmm.data.loader import StepBatch
+from torchmm.parallel.health.peers import Health
+from torchmm.training.ending import StopSignal
+from torchmm.training.parts import RunParts
+from torchmm.training.step import StepOutcome
+from torchmm.training.tracking.figures import StepRecord
+
+
+@dataclass
+class TrainState:
+    """Training progress that checkpoints store next to the tensors. Equal on all ranks."""
+
+    step: int
+    """Last finished step."""
+    data: dict[str, Any]
+    """State of the data loader after that step."""
+    corrupt: CorruptLimit
+    best: float | None = None
+    """Lowest badness of `checkpoint.keep_best` so far."""
+
+    @classmethod
+    def resume(cls, parts: RunParts) -> TrainState:
+        """Return the state of the loaded checkpoint, or that of a new run."""
+        data = parts.run.recipe.data
+        limits = (data.max_corrupt_samples, data.max_corrupt_fraction)
+        corrupt = CorruptLimit(*limits, parts.loader.samples_per_pass)
+        if parts.restored is None:
+            return cls(0, {}, corrupt)
+        saved = parts.restored.state
+        corrupt.add(**saved["corrupt"])
+        return cls(parts.restored.step, saved["data"], corrupt, saved.get("best"))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values to store in a checkpoint."""
+        counts = {"corrupt": self.corrupt.corrupt, "seen": self.corrupt.seen}
+        return {"data": self.data, "corrupt": counts, "best": self.best}
+
+
+@dataclass
+class StepDone:
+    """A finished training step."""
+
+    record: StepRecord
+    """Metrics of the step. Hooks may replace it by a record with more metrics."""
+    outcome: StepOutcome
+    batch: StepBatch
+    peak_memory_bytes: int
+    """Peak memory of this rank since the start."""
+    is_stopping: bool
+    """Whether a rank received a stop signal. This step is then the last one."""
+
+
+@dataclass
+class Training:
+    """Objects of the training loop that hooks may use.
+
+    Not the trainer itself: a reference cycle would keep data workers alive after training, and the
+    process waits for them when it exits.
+    """
+
+    parts: RunParts
+    state: TrainState
+    health: Health
+    stop: StopSignal
+
+
+class Hook:
+    """Base class of hooks. All methods do nothing by default.
+
+    Args:
+        training: objects of the training loop.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.parts = training.parts
+        self.recipe = training.parts.run.recipe
+
+    def before_step(self, step: int) -> None:
+        """Prepare for a step. May not communicate."""
+
+    def after_step(self, done: StepDone) -> None:
+        """Act on a finished step. May communicate."""
+
+    def finish(self) -> None:
+        """Act on the end of training: the last step is done or a rank received a stop signal.
+
+        May communicate. Not called if training fails.
+        """
+
+    def close(self) -> None:
+        """Release resources, also if training fails. May not communicate."""
+
+    def is_due(self, step: int, interval: int) -> bool:
+        """Return True after every `interval` steps and after the last step of the run."""
+        is_last = step == self.recipe.training.steps
+        return interval > 0 and (is_last or step % interval == 0)
+
+    def is_complete(self) -> bool:
+        """Return True if all steps of the run are done."""
+        return self.training.state.step >= self.recipe.training.steps

@@ -1,0 +1,54 @@
+"""The components of a run: built by `build.build_run`, used by the training loop and its hooks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.data.loader import Loader
+from torchmm.data.samples import SampleSet
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.compilation import Compilation
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.planning.resolved import Resolved
+from torchmm.training.checkpoint.load import Restored
+from torchmm.training.checkpoint.manager import CheckpointManager
+from torchmm.training.metrics import MetricsRecorder
+from torchmm.training.optim import RunOptimizer
+from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.pipeline import Pipeline
+
+
+@dataclass
+class RunParts:
+    """The components of a run on one rank."""
+
+    run: Resolved
+    run_dir: Path
+    logger: logging.Logger
+    mesh: ParallelMesh
+    tokenizer: PreTrainedTokenizerBase
+    model: MultimodalModel
+    """The stages of this rank."""
+    pipeline: Pipeline
+    compilation: Compilation
+    tuning: LayerTuning | None
+    """Selects per plan which layers recompute. None if plans do not select layers."""
+    costs: CostModel | None
+    """Cost model of the schedule search. None without a search."""
+    optimizer: RunOptimizer
+    average: WeightAverage | None
+    """Moving average of the weights (`training.ema_decay`)."""
+    checkpoints: CheckpointManager
+    restored: Restored | None
+    """The loaded checkpoint. None if training starts at step 0."""
+    loader: Loader
+    held_out: SampleSet | None
+    """Validation samples. None without validation."""
+    recorder: MetricsRecorder | None
+    """Metrics recorder of rank 0. None on the other ranks."""
