@@ -104,12 +104,6 @@ class Trainer:
             restore_rng(parts.restored.rng)
         if parts.mesh.rank == 0:
             write_status(parts.run_dir, Status("running", self.step, 0))
-        if self.step >= steps:
-            parts.logger.info(
-                "all %d steps are done already; for more raise training.steps or "
-                'training.epochs, for a new run change name or set checkpoint.resume = "none"',
-                steps,
-            )
         is_stopping = False
         while self.step < steps and not is_stopping:
             step = self.step + 1

@@ -34,8 +34,9 @@ class TrainState:
     def resume(cls, parts: RunParts) -> TrainState:
         """Return the state of the loaded checkpoint, or that of a new run."""
         data = parts.run.recipe.data
-        limits = (data.max_corrupt_samples, data.max_corrupt_fraction)
-        corrupt = CorruptLimit(*limits, parts.loader.samples_per_pass)
+        corrupt = CorruptLimit(
+            data.max_corrupt_samples, data.max_corrupt_fraction, parts.loader.samples_per_pass
+        )
         if parts.restored is None:
             return cls(0, {}, corrupt)
         saved = parts.restored.state
