@@ -6,8 +6,8 @@ has come so far, and then the device until the host has sent it new work. A step
 
 | where | for what | why |
 |---|---|---|
-| `Trainer._check` | losses and the norm of gradients, in one vector | the run stops if they are \
-not finite. The update is queued before, and changes nothing then |
+| `training.agreement.check_losses` | losses and gradient norm, one vector | the run stops if they \
+are not finite. The update is queued before, and changes nothing then |
 | experts that `parallel.expert` divides, once per layer and forward | how many tokens go to and \
 come from each rank | lengths of messages |
 

@@ -290,6 +290,12 @@ def _step_after(
                 'are the same, sums differ by rounding; set %s = "%s" to keep it',
                 key, value, saved, key, saved,
             )  # fmt: skip
+    if restored.step >= steps:
+        logger.info(
+            "all %d steps are done already; for more raise training.steps or training.epochs, "
+            'for a new run change name or set checkpoint.resume = "none"',
+            steps,
+        )
     if restored.rng is None:  # of another number of ranks
         seed_everything(recipe.training.seed, *_random_stream(mesh), restored.step)
     return restored.step

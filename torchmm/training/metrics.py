@@ -332,6 +332,7 @@ class MetricsRecorder:
     @working("finishing records and trackers")
     def close(self) -> None:
         """Finish all sinks and draw `loss.png`, for which alone no run fails."""
+        self._sources.clear()  # they may refer to the run, and the run to this recorder
         try:
             self._jsonl.close()
         finally:

@@ -23,7 +23,7 @@ from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.health.peers import Health
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
 from torchmm.training.ending import Status, StopSignal, closed_after, write_status
-from torchmm.training.hooks.hook import StepDone, TrainState
+from torchmm.training.hooks.hook import StepDone, Training, TrainState
 from torchmm.training.hooks.table import build_hooks
 from torchmm.training.metrics import StepMeter
 from torchmm.training.optim import Updates
@@ -72,7 +72,7 @@ class Trainer:
             on_lost=on_lost,
             raises=mesh.device.type != "cuda",
         )
-        self.hooks = build_hooks(self)
+        self.hooks = build_hooks(Training(parts, self.state, self.health, stop))
 
     def run(self) -> None:
         """Train until the last step of the recipe, or until a rank receives a stop signal.
@@ -104,12 +104,6 @@ class Trainer:
             restore_rng(parts.restored.rng)
         if parts.mesh.rank == 0:
             write_status(parts.run_dir, Status("running", self.step, 0))
-        if self.step >= steps:
-            parts.logger.info(
-                "all %d steps are done already; for more raise training.steps or "
-                'training.epochs, for a new run change name or set checkpoint.resume = "none"',
-                steps,
-            )
         is_stopping = False
         while self.step < steps and not is_stopping:
             step = self.step + 1

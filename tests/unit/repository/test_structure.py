@@ -133,9 +133,12 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/training/ablation.py": "what a script does with a trained model, without training",
     "torchmm/training/checkpoint/fetch.py": "how files come; its importer knows nothing of a store",
     "torchmm/training/evaluation/lmms_tasks.py": "a program, of another environment",
-    "torchmm/training/memory.py": "asks the simulator, which the loop knows nothing of",
+    **{
+        f"torchmm/training/hooks/{name}.py": "a hook, imported through the table of hooks"
+        for name in ("benchmarks", "checkpoints", "exports", "garbage_collection", "recording")
+    },
+    "torchmm/training/hooks/table.py": "the table of hooks, without the loop that calls them",
     "torchmm/training/optimizers/muon.py": "about matrices alone, without states or groups",
-    "torchmm/training/profiling.py": "about the profiler alone",
     "torchmm/training/run.py": "before and after the loop; its command imports it late",
     **{
         f"torchmm/commands/{name}.py": "one command, one file"

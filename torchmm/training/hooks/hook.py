@@ -7,7 +7,7 @@ collectives inside hooks together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
@@ -34,8 +34,9 @@ class TrainState:
     def resume(cls, parts: RunParts) -> TrainState:
         """Return the state of the loaded checkpoint, or that of a new run."""
         data = parts.run.recipe.data
-        limits = (data.max_corrupt_samples, data.max_corrupt_fraction)
-        corrupt = CorruptLimit(*limits, parts.loader.samples_per_pass)
+        corrupt = CorruptLimit(
+            data.max_corrupt_samples, data.max_corrupt_fraction, parts.loader.samples_per_pass
+        )
         if parts.restored is None:
             return cls(0, {}, corrupt)
         saved = parts.restored.state
@@ -62,8 +63,13 @@ class StepDone:
     """Whether a rank received a stop signal. This step is then the last one."""
 
 
-class Training(Protocol):
-    """Attributes of the trainer that hooks may use."""
+@dataclass
+class Training:
+    """Objects of the training loop that hooks may use.
+
+    Not the trainer itself: a reference cycle would keep data workers alive after training, and the
+    process waits for them when it exits.
+    """
 
     parts: RunParts
     state: TrainState
@@ -75,7 +81,7 @@ class Hook:
     """Base class of hooks. All methods do nothing by default.
 
     Args:
-        training: the trainer, whose training state is that of the last finished step.
+        training: objects of the training loop.
     """
 
     def __init__(self, training: Training) -> None:
