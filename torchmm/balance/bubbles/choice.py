@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import tee
+from functools import cached_property, partial
+from itertools import chain, tee
 from math import inf
 from typing import Literal
 
@@ -121,11 +121,18 @@ def bubble_choices(
     def steps(
         costs: PlanCosts, orders: Iterable[ComputeOrder], kind: Bubbles
     ) -> Iterator[OptimusStep]:
-        granularity: Granularity = "coarse" if kind == "coarse" else "fine"
-        inside = kind == "launched"
-        return optimus_steps(
-            graph, costs, orders, granularity, sharding, evaluations=evaluations, inside=inside
+        make = partial(
+            optimus_steps,
+            graph,
+            costs,
+            granularity="coarse" if kind == "coarse" else "fine",
+            sharding=sharding,
+            evaluations=evaluations,
         )
+        if kind != "launched":
+            return make(orders)
+        between, inside = tee(orders)  # orders without and with a place for the pieces
+        return chain(make(between), make(inside, inside=True))
 
     orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
     for kind, own in zip(kinds, orders, strict=True):
