@@ -11,7 +11,9 @@ lasts longer than the collective delays the LLM, and nothing has to synchronize 
 
 Rejected: layers split into lists of functions, which would copy the code of Hugging Face for each
 family and need a backward of their own; generators, which cannot yield from within a forward or
-from the autograd engine; greenlets, which share the thread-local state of autograd.
+from the autograd engine; greenlets, which share the thread-local state of autograd. Also rejected:
+whole encoder actions on a second CUDA stream. They need encoders without tensor parallelism and
+waits between both streams, and saved no time in simulated steps of the paper's models.
 """
 
 from __future__ import annotations
