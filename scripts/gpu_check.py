@@ -9,7 +9,7 @@ exit code is 1 if a result is wrong. `benchmarks/one_gpu.py` measures speed.
 
     losses       first steps of the quickstart on the GPU against the CPU, in float32 and bfloat16,
                  and over 2 GPUs: FSDP2, pipelines, tensor parallelism with and without overlap,
-                 encoders on a side stream
+                 encoder layers inside collectives
     attention    kernels that packed attention runs
     families     gradients of a small model of every family on one GPU against the CPU
 """
@@ -204,7 +204,7 @@ SMALL: dict[str, object] = {
 
 PIPELINE: dict[str, object] = {"parallel.pipeline": 2}
 TENSOR: dict[str, object] = {"parallel.tensor": 2, "parallel.sequence_parallel": "true"}
-FILLERS: dict[str, object] = {
+PIECES: dict[str, object] = {
     "parallel.tensor": 2,
     "parallel.vision.tensor": 1,
     "parallel.placement": "colocated",
@@ -218,7 +218,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "zero bubble": (2, PIPELINE | {"parallel.schedule": "zero_bubble"}),
     "tensor parallel": (2, TENSOR),
     "async tensor parallel": (2, TENSOR | {"parallel.async_tensor_parallel": "true"}),
-    "side stream": (2, FILLERS),
+    "pieces in collectives": (2, PIECES),
     "pipeline x FSDP2": (4, PIPELINE),
 }
 

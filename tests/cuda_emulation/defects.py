@@ -12,33 +12,15 @@ from torchmm.parallel.fsdp import StepSharding
 from torchmm.parallel.host_inputs import InputStreams
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.parallel.tensor.overlap_backends import _Started
-from torchmm.pipelining.run.runtime import CudaStreams, _Clock
+from torchmm.pipelining.run.runtime import _Clock
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.training.optimizers.host import HostStreams
-
-
-def no_wait() -> None:
-    """The side stream of fillers does not wait for the main one."""
-    CudaStreams.side_waits = lambda self: None
 
 
 def freed_early() -> None:
     """What a copy engine reads is let go of before it has been read."""
     plain = _Started.__init__
     _Started.__init__ = lambda self, started, rows, read=None: plain(self, started, rows)
-
-
-def gathered_elsewhere() -> None:
-    """Only a side stream waits for gathered parameters, as if it had used them first."""
-    plain = StepSharding.unshard
-
-    def unshard(self, complete=False):
-        plain(self)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            if complete:
-                self._wait()
-
-    StepSharding.unshard = unshard
 
 
 def unreduced() -> None:
@@ -223,11 +205,9 @@ DEFECTS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
         early_wait,
-        no_wait,
         not_arrived,
         freed_early,
         freed_inputs,
-        gathered_elsewhere,
         in_turn,
         inputs_in_turn,
         inputs_without_room,

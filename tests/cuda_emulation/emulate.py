@@ -29,7 +29,7 @@ from torchmm.models.layers import loss
 from torchmm.parallel import compilation
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.health import preflight
-from torchmm.parallel.tensor.bubbles import Turns
+from torchmm.pipelining.run.ahead import Ahead
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.planning import step as planning_step
 from torchmm.training.checkpoint.manager import CheckpointManager
@@ -53,13 +53,13 @@ def watch(directory: Path, steps: set[int]) -> None:
         label[0] = text
         device.set_label(text)
 
-    plain_launch = Turns.launch
+    plain_switch = Ahead._switch
 
-    def launch(self, pieces):
+    def switch(self, pieces):
         own = label[0]
         set_label(label[1])
         try:
-            return plain_launch(self, pieces)
+            return plain_switch(self, pieces)
         finally:
             label[1] = label[0]
             set_label(own)
@@ -112,7 +112,7 @@ def watch(directory: Path, steps: set[int]) -> None:
 
     Trainer.run_step, StepState.handlers, StepState.finish = run_step, handlers, finish
     CheckpointManager.save = save
-    Turns.launch = launch
+    Ahead._switch = switch
 
 
 def offload_all() -> None:

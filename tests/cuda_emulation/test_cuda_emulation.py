@@ -61,18 +61,11 @@ COLOCATED = {
     "parallel__placement": "colocated",
     "parallel__schedule": "optimus",
 }
-FILLERS = COLOCATED | {
-    "parallel__tensor": 2,
-    "parallel__tensor_bubbles": 0.3,
-    "parallel__vision__tensor": 1,
-    "parallel__search__background": "false",
-}
 PIECES = (
     COLOCATED
     | TENSOR
     | {
         "parallel__tensor_bubbles": 0.6,
-        "parallel__bubble_pieces": "true",
         "parallel__search__background": "false",
     }
 )
@@ -124,7 +117,6 @@ CASES = {
     "zero bubble": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "zero_bubble"}),
     "colocated": Case(2, COLOCATED),
     "reductions beside": Case(4, COLOCATED),
-    "fillers": Case(4, FILLERS),
     "pieces": Case(4, PIECES),
     "pieces of whole encoders": Case(
         4,
@@ -363,8 +355,6 @@ def test_a_step_has_no_races_waits_or_hangs(name, built, tmp_path, real_data) ->
             ("early_wait", "quickstart"),
             ("pageable_copy", "quickstart"),
             ("timed_late", "quickstart"),
-            ("no_wait", "fillers"),
-            ("gathered_elsewhere", "fillers"),
             ("unreduced", "reductions beside"),
             ("freed_early", "async tp"),
             ("slot_in_use", "states on the host"),

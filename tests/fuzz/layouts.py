@@ -196,7 +196,7 @@ def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
     for name in shape.encoders:
         if own := _colocated_encoder(rng, shape, name, sizes, splits[name]):
             parallel[name] = own
-    if set(splits.values()) == {1} and tensor > 1 and rng.random() < 0.4:
+    if len(set(splits.values())) == 1 and tensor > 1 and rng.random() < 0.4:
         parallel["tensor_bubbles"] = 0.2
     if rng.random() < 0.1:
         parallel["orchestrate"] = True
@@ -274,7 +274,7 @@ def _tensor_keys(rng: Random, parallel: Table) -> None:
         return
     parallel["sequence_parallel"] = True
     zero_bubble = "zero_bubble" in (parallel["schedule"], parallel.get("llm_schedule"))
-    if zero_bubble or rng.random() < 0.5:
+    if zero_bubble or "tensor_bubbles" in parallel or rng.random() < 0.5:
         return
     parallel["async_tensor_parallel"] = True
     if rng.random() < 0.6:

@@ -28,7 +28,6 @@ NOT_DRAWN = {
     "parallel.preflight": "decides what is logged",
     "activation_checkpoint.offload": "for devices with memory of their own",
     "adapters.NAME.source": "files, which decide no layout",
-    "parallel.bubble_pieces": "off by default; test_launched_equality.py has its layouts",
 }
 """Keys beside layouts, and why."""
 DRAWN = 400

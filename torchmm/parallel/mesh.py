@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -441,7 +442,7 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     """
     sizes = resolve_sizes(config, dist.get_world_size())
     layer_hooks = LayerHooks() if config.tensor_bubbles else None
-    options = {}
+    options: dict[int | str, Any] = {}
     if layer_hooks is not None and device.type == "cuda":
         # A piece that is launched after the start of a collective must not delay its kernel.
         options[TENSOR] = torch_private.high_priority(timedelta(seconds=config.timeout_s))

@@ -312,7 +312,7 @@ def new_patient_group(timeout: timedelta) -> ProcessGroup:
     return group
 
 
-def high_priority(timeout: timedelta) -> dist.Backend.Options:
+def high_priority(timeout: timedelta) -> Any:
     """Return NCCL options of groups whose kernels are scheduled before others that are ready."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout

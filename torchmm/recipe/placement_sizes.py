@@ -149,7 +149,8 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
 
 def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Problems:
     """Encoder layers in pieces during the communication of the LLM."""
-    key, share = "parallel.tensor_bubbles", parallel.tensor_bubbles
+    key = "parallel.tensor_bubbles"
+    share = parallel.tensor_bubbles
     if not share:
         return
     if parallel.placement != "colocated" or parallel.tensor == 1:

@@ -1,13 +1,13 @@
 """Part "second": what a second, shorter command shows, the most valuable check first.
 
 float8 against bf16, the same step twice with `deterministic`, optimizer states and layer inputs in
-host memory, a checkpoint written during training, and fillers on a side stream.
+host memory, and a checkpoint written during training.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
@@ -16,21 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.one_gpu.cases import FLOAT8, TEXT_1_7B, VL_FULL, Case, make_microbatch
+from support.one_gpu.cases import FLOAT8, TEXT_1_7B, Case
 from support.one_gpu.comparison import Bench, open_torchmm
-from support.one_gpu.ours import OurSide, draw_weights
-from support.one_gpu.predictions import LoneChannels, plan_pipeline
+from support.one_gpu.ours import OurSide
 from support.one_gpu.steps import Mark, synchronize, time_steps
-from torchmm.common.dtypes import DTYPES
 from torchmm.models.hf.load import local_tensor
-from torchmm.models.multimodal import materialize
-from torchmm.parallel.p2p import PendingTransfer, ShapeAndDtype
-from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.pipelining.run.runtime import PipelineRuntime
-from torchmm.pipelining.run.stage import make_stage
-from torchmm.pipelining.schedules.fillers import fill_tensor_bubbles
-from torchmm.planning.resolved import recipe_model
 from torchmm.training.hooks.checkpoints import CheckpointHook
 
 FLOAT8_MUST, FLOAT8_AIM = 1.15, 1.25
@@ -52,7 +42,6 @@ def run_second(bench: Bench) -> None:
         (_offload_states, 30),
         (_offload_inputs, 30),
         (_save_during_training, 35),
-        (_run_fillers, 25),
     ):
         name = check.__name__.strip("_").replace("_", " ")
         with bench.recorder.attempt("second", name, "torchmm", limit_s):
@@ -185,55 +174,3 @@ def _save_during_training(bench: Bench, name: str) -> None:
     ratio = median(after) / median(others)
     bench.recorder.add("second", name, "torchmm", "step time ratio", ratio, "x", SAVING_MUST,
                        lower_is_better=True)  # fmt: skip
-
-
-class SeededChannels(LoneChannels):
-    """Lone channels whose receives depend on the action only."""
-
-    def receive(
-        self, specs: Sequence[ShapeAndDtype], peer: int, action: object, cuts: object = ()
-    ) -> PendingTransfer:
-        """Return tensors that are equal for equal actions."""
-        count = sum(map(ord, str(action)))
-        tensors = (
-            torch.full(s.shape, 0.01 * (1 + count % 7), dtype=s.dtype, device=self.device)
-            for s in specs
-        )
-        return PendingTransfer(tuple(tensors), [], 0)
-
-
-def _run_fillers(bench: Bench, name: str) -> None:
-    """Gradients of one rank with fillers on a side stream, against those without."""
-    device = bench.device
-    run, plan, metas = plan_pipeline(bench, {
-        "pipeline": 2, "placement": "colocated", "schedule": "optimus",
-    }, replace(VL_FULL, microbatches=4))  # fmt: skip
-    filled = fill_tensor_bubbles(plan, lambda _: 1.0, 1.0)
-    if not any(filled.fillers.get(action) for action in plan.actions[0]):
-        bench.recorder.skip("second", name, "torchmm", "the plan has no fillers")
-        return
-    model = recipe_model(run.recipe, DTYPES[run.recipe.training.parameter_dtype])
-    microbatches = [make_microbatch(model, meta).to(device) for meta in metas]
-    stages = cut_for_rank(model, plan.graph.layout, 0)
-    materialize(model, device)
-    draw_weights(model, 0)
-    made = {index: make_stage(module, None) for index, module in stages.items()}
-    channels: Any = SeededChannels(device)
-    runtime = PipelineRuntime(0, made, channels, device=device)
-
-    def gradients(of: PipelinePlan) -> Tensor:
-        for parameter in model.parameters():
-            parameter.grad = None
-        runtime.step(of, microbatches, loss_scale=1e-4)
-        norms = [p.grad.double().norm() for p in model.parameters() if p.grad is not None]
-        return torch.stack(norms).cpu()
-
-    expected = gradients(replace(plan, fillers={}))
-    repeats = 2 if bench.small else REPEATS
-    off = max(
-        float(((gradients(filled) - expected).abs() / expected.clamp_min(1e-30)).max())
-        for _ in range(repeats)
-    )
-    bench.recorder.add("second", name, "torchmm", "gradient difference", off, "relative", 1e-3,
-                       lower_is_better=True,
-                       note=f"{repeats} times")  # fmt: skip

@@ -1,15 +1,18 @@
 """Recipe keys of colocated encoders: sizes that follow from others, and mistakes with a remedy."""
 
 import pytest
+import tomli
 from recipe_problems import problems_of
 
 from torchmm.balance.planners import PLANNERS
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.layouts import ModuleLayers
+from torchmm.recipe.explain import without_removed_keys
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
-from torchmm.recipe.read import load_recipe
+from torchmm.recipe.read import changed_values, dump_recipe, load_recipe
 from torchmm.recipe.sizes import MeshSizes
+from torchmm.training.exports import checkpoint
 
 MODEL = """
 [model]
@@ -74,8 +77,7 @@ def test_own_sizes_that_do_not_fit(own, text):
         "--parallel.pipeline 1",
         "--parallel.pipeline 2 --parallel.tensor 2 --parallel.vision.tensor 1 "
         "--parallel.tensor_bubbles 0.2",
-        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
-        "--parallel.bubble_pieces true",
+        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2",
     ],
 )
 def test_valid_recipes(recipe, arguments):
@@ -91,23 +93,17 @@ def test_valid_recipes(recipe, arguments):
         ("--parallel.vision.tensor 2", "parallel.vision.tensor", "use one of 1"),
         ("--parallel.vision.replicate 3", "parallel.vision", "what is left"),
         ("--parallel.tensor_bubbles 0.2", "parallel.tensor_bubbles", "tensor > 1"),
-        (
-            "--parallel.tensor 2 --parallel.tensor_bubbles 0.2",
-            "parallel.tensor_bubbles",
-            "vision.tensor = 1",
-        ),
-        ("--parallel.bubble_pieces true", "parallel.bubble_pieces", "tensor_bubbles"),
+        ("--parallel.bubble_pieces false", "parallel.bubble_pieces", "delete the key"),
         (
             "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
-            "--parallel.bubble_pieces true --compile.enabled true",
-            "parallel.bubble_pieces",
+            "--compile.enabled true",
+            "parallel.tensor_bubbles",
             "compile.enabled = false",
         ),
         (
             "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
-            "--parallel.bubble_pieces true --parallel.sequence_parallel true "
-            "--parallel.async_tensor_parallel true",
-            "parallel.bubble_pieces",
+            "--parallel.sequence_parallel true --parallel.async_tensor_parallel true",
+            "parallel.tensor_bubbles",
             "async_tensor_parallel = false",
         ),
         ("--parallel.llm.pipeline 2", "parallel.llm.pipeline", "those of [parallel]"),
@@ -155,10 +151,10 @@ def test_encoders_of_different_tensor_sizes(two_encoders):
         assert parallel.mirrors == mirrors
         found = [parallel.encoder_mirrors(name) for name in ("vision", "audio", "llm")]
         assert found == [2 * mirrors // 4, audio * mirrors // 4, mirrors]
-    pieces = "--parallel.tensor_bubbles 0.2 --parallel.bubble_pieces true"
+    pieces = "--parallel.tensor_bubbles 0.2"
     given = f"{sizes} --parallel.audio.tensor 1 {pieces}"
     found = problems_of(two_encoders, *given.split(), world_size=8)
-    assert [p for p in found if "parallel.vision.tensor = 2" in p and "launch it together" in p]
+    assert [p for p in found if "parallel.vision.tensor = 2" in p and "run it together" in p]
     alike = [*sizes.split(), "--parallel.audio.tensor=2", *pieces.split()]
     assert load_recipe(two_encoders, alike, 8).recipe.parallel.mirrors == 2
 
@@ -194,3 +190,22 @@ def test_stages_are_single_layers_unless_the_recipe_wants_fewer():
     assert sizes() == sizes(pipeline=2) == [1] * 6
     assert sizes(segments=2) == [3, 3]
     assert sizes(pipeline=2, segments=1) == [3, 3]
+
+
+@pytest.mark.parametrize(("pieces", "share"), [("true", 0.2), ("false", 0.0)])
+def test_stored_recipe_with_removed_key_is_read(recipe, tmp_path, monkeypatch, pieces, share):
+    own = ["--parallel.pipeline=2", "--parallel.tensor=2", "--parallel.tensor_bubbles=0.2"]
+    stored = dump_recipe(load_recipe(recipe, own).recipe)
+    key = f"tensor_bubbles = 0.2\nbubble_pieces = {pieces}"
+    (tmp_path / "recipe.toml").write_text(stored.replace("tensor_bubbles = 0.2", key))
+    with pytest.raises(ConfigError, match="delete the key"):  # a file of the user
+        load_recipe(tmp_path / "recipe.toml", world_size=8)
+    (tmp_path / "STATUS.json").write_text("{}")  # a run
+    found = load_recipe(tmp_path / "recipe.toml", world_size=8).recipe
+    assert found.parallel.tensor_bubbles == share
+    tables = tomli.loads((tmp_path / "recipe.toml").read_text())
+    assert changed_values(tables).get("parallel.tensor_bubbles", 0.0) == share  # page of the run
+    monkeypatch.setattr(checkpoint, "read_manifest", lambda _: {"recipe": tables})
+    assert checkpoint.recipe_of(tmp_path).parallel.tensor_bubbles == share  # export
+    for broken in ({}, {"parallel": 1}, {"parallel": {"bubble_pieces": []}}):
+        without_removed_keys(broken)

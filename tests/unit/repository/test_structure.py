@@ -62,7 +62,6 @@ SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only
 }
 ONE_IMPORTER = {  # short modules that one other uses: why they are not a part of it
     "torchmm/parallel/attention_kernels.py": "which kernels a process uses; its user builds runs",
-    "torchmm/parallel/tensor/groups.py": "NCCL's options of two communicators, and why these",
     "torchmm/parallel/tensor/pieces.py": "where layers of any family may stop",
     "torchmm/balance/layer_pieces.py": "how long these pieces are",
     "torchmm/balance/orchestration/baselines.py": "what the optimum is compared with",

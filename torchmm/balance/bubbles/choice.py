@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import tee
 from math import inf
 from typing import Literal
@@ -117,16 +117,7 @@ def bubble_choices(
     if tuner is not None:
         costs = replace(costs, memory_limit_bytes=tuner.tuning.memory_limit_bytes)
     compared = _Compared(costs, sharding, tuner)
-
-    def steps(
-        costs: PlanCosts, orders: Iterable[ComputeOrder], kind: Bubbles
-    ) -> Iterator[OptimusStep]:
-        granularity: Granularity = "coarse" if kind == "coarse" else "fine"
-        inside = kind == "launched"
-        return optimus_steps(
-            graph, costs, orders, granularity, sharding, evaluations=evaluations, inside=inside
-        )
-
+    steps = partial(_candidates, graph, sharding=sharding, evaluations=evaluations)
     orders = tee(llm_orders(graph, costs, llm_schedule, evaluations), len(kinds))
     for kind, own in zip(kinds, orders, strict=True):
         for found in steps(costs, own, kind):
@@ -143,6 +134,31 @@ def bubble_choices(
         yield now
         if _key(now.simulated) >= _key(best.simulated):
             return
+
+
+def _candidates(
+    graph: StageGraph,
+    costs: PlanCosts,
+    orders: Iterable[ComputeOrder],
+    kind: Bubbles,
+    *,
+    sharding: Gathering,
+    evaluations: int,
+) -> Iterator[OptimusStep]:
+    """Yield the candidates of one kind. Pieces are launched from orders without and with a place
+    for them."""
+    steps = partial(
+        optimus_steps,
+        graph,
+        costs,
+        granularity="coarse" if kind == "coarse" else "fine",
+        sharding=sharding,
+        evaluations=evaluations,
+    )
+    between, inside = tee(orders)
+    yield from steps(between)
+    if kind == "launched":
+        yield from steps(inside, inside=True)
 
 
 _Key = tuple[int, float]

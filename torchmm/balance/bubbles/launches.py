@@ -126,9 +126,10 @@ def _ready(
 def _fit(bubbles: Iterator[_Bubble], end: int, pieces: list[TimedPiece]) -> list[_Bubble]:
     """Return the bubble before a place for each piece, up to the first piece that has none."""
     placed: list[_Bubble] = []
+    bubble = None
     room_ms = -1.0
     for piece in pieces:
-        while room_ms < piece.compute_ms:
+        while bubble is None or room_ms < piece.compute_ms:
             bubble = next(bubbles, None)
             if bubble is None or bubble.place > end:
                 return placed
