@@ -15,7 +15,8 @@ from test_orchestration import PROFILE, RECIPE
 
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
-from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.planning.forecast import Forecast, Forecaster, StepSample
+from torchmm.planning.search import search as searches
 from torchmm.planning.search.bounds import PlanBound, PlanBounds
 from torchmm.planning.search.method import LARGEST_GAIN, Draft, MethodSearch
 from torchmm.planning.search.report import certificate, recipe_text, why_slower
@@ -39,7 +40,7 @@ SHARED = ("fsdp", "chain", "separated")
 SEARCHED = ("fsdp", "chain")
 FLAGS = (("step", "microbatch"), ("none", "intra"), ("none", "images"))
 """Values of parallel.gradient_reduction, data.reorder and data.balance without a pipeline."""
-PIPED_FLAGS = (("step",), ("none", "both"), ("none",))
+PIPED_FLAGS = (("step",), ("none", "intra", "both"), ("none",))
 
 
 def random_recipe(seed: int) -> tuple[Recipe, int, object]:
@@ -57,6 +58,7 @@ def random_recipe(seed: int) -> tuple[Recipe, int, object]:
     table["parallel"] = {}
     devices = random.choice((4, 6, 8, 16))
     memory = random.choice((3, 6, 80)) * 2**30
+    table["data"] = {"reorder": random.choice(("auto", "none", "intra", "both"))}
     profile = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=memory))
     return Recipe.model_validate(table), devices, profile
 
@@ -262,6 +264,81 @@ def test_plans_with_the_lowest_estimate_come_first():
     method.push(draft("first", 100.0, is_rough=False))
     method.push(draft("near", near, is_rough=True))
     assert method.pop().text == "near"
+    method = MethodSearch("separated", best=SimpleNamespace(step_ms=100.0), simulated=1)
+    method.push(draft("neighbor that is not expected to be the best", 120.0, is_rough=False))
+    method.push(draft("sizes", 110.0, is_rough=True))
+    assert method.pop().text == "sizes"
+
+
+def test_methods_with_short_simulations_take_turns():
+    """Preparing a simulation takes time, too, so that few actions do not mean little work."""
+    best = SimpleNamespace(step_ms=100.0)
+    short = MethodSearch("fsdp", started=True, best=best, simulated=20, spent=400, open_ms=90.0)
+    long = MethodSearch(
+        "separated", started=True, best=best, simulated=1, spent=1_000, open_ms=95.0
+    )
+    search = SimpleNamespace(_turns=1, _methods={"fsdp": short, "separated": long}, best_ms=100.0)
+    assert searches._Search._next_method(search) is long
+
+
+def test_every_method_simulates_a_plan():
+    """Listing the plans of a large model may take longer than the first share of a method."""
+    search = SimpleNamespace(_budget_s=10.0)
+    for simulated in (0, 1):
+        method = MethodSearch("fsdp", seconds=9.0, simulated=simulated)
+        assert searches._Search._has_tried(search, method) is bool(simulated)
+
+
+def test_plans_without_pipeline_shard_over_any_number_of_nodes():
+    recipe, _, profile = random_recipe(0)
+    training = recipe.training.model_copy(update={"global_batch_size": 256})
+    recipe = recipe.model_copy(update={"training": training})
+    plans = shared_plans("fsdp", recipe, 256, profile, StepSample(recipe))
+    shards = {plan.size("shard") for plan in plans if plan.size("tensor") == 1}
+    assert shards >= {1, 8, 16, 32, 64, 128, 256}
+
+
+@pytest.mark.parametrize("reorder", ["none", "intra"])
+def test_search_varies_the_reordering_of_the_recipe(reorder):
+    recipe, devices, profile = random_recipe(0)
+    data = recipe.data.model_copy(update={"reorder": reorder})
+    recipe = recipe.model_copy(update={"data": data})
+    sample = StepSample(recipe)
+    for method, expected in (("fsdp", {"none", "intra"}), ("chain", {"none", "intra", "both"})):
+        plans = shared_plans(method, recipe, devices, profile, sample)
+        plan = next(plan for plan in plans if plan.data_parallel > 1)
+        found = {plan.changes["data.reorder"]}
+        found |= {other.changes["data.reorder"] for other in neighbors(plan, recipe, sample)}
+        assert found == expected
+        assert planned_recipe(recipe, plan).data.reorder == plan.changes["data.reorder"]
+
+
+def test_recipe_with_open_segments_is_simulated_late(monkeypatch):
+    """Choosing segments takes seconds, which other methods need for a first plan."""
+    recipe, devices, profile = random_recipe(0)
+    changes = {"pipeline": 2, "schedule": "searched"}
+    own = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
+    order = []
+    simulate = searches._Search._simulate
+
+    def recorded(self, method, plan, **options):
+        order.append(method.name)
+        return simulate(self, method, plan, **options)
+
+    monkeypatch.setattr(searches._Search, "_simulate", recorded)
+    monkeypatch.setattr(searches, "recipe_candidate", lambda *_: order.append("recipe"))
+    for tried, first in ((own, "fsdp"), (recipe, "recipe")):
+        order.clear()
+        search_plans(tried, devices, profile, methods=("fsdp",), budget_s=inf, effort=1_000)
+        assert order[0] == first and order.count("recipe") == 1
+
+
+def test_plans_without_a_step_count_as_effort(monkeypatch):
+    recipe, devices, profile = random_recipe(0)
+    failed = Forecast("1f1b", problem="no order of the step fits")
+    monkeypatch.setattr(Forecaster, "forecast_parallel", lambda *_: failed)
+    found = search_plans(recipe, devices, profile, methods=("chain",), budget_s=inf, effort=1)
+    assert not found.complete and found.simulated["chain"] == 1
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -37,6 +37,7 @@ from torchmm.recipe.sizes import AXES
 
 OPEN_KEYS = ("pipeline", "tensor", "sub_microbatch_images", "segments")
 """Keys of [parallel.NAME] that are searched if the recipe does not set them."""
+DATA_KEYS = ("reorder", "balance")
 ASYNC_KEYS = ("async_tensor_parallel", "async_tensor_backend")
 
 
@@ -87,6 +88,10 @@ def recipe_candidate(
         **{f"parallel.{name}": getattr(parallel, name) for name in OWN_KEYS},
         "training.microbatch_size": recipe.training.microbatch_size,
         "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
+    }
+    data = recipe.data
+    changes |= {
+        f"data.{key}": getattr(data, key) for key in DATA_KEYS if getattr(data, key) != "auto"
     }
     if parallel.context > 1:
         changes["parallel.llm.context"] = parallel.context

@@ -250,7 +250,7 @@ class _Search:
 
         Methods without a plan come first, until they have used their share of the search. Then
         turns alternate between the method with the lowest estimate below the best step, and the
-        method with few simulated actions and a low estimate. The first of these turns are for
+        method with little work so far and a low estimate. The first of these turns are for
         methods with a plan, because estimates of plans that do not fit into memory say little.
         """
         self._turns += 1
@@ -271,7 +271,7 @@ class _Search:
         promising = min(with_plan, key=lambda each: each.score_ms)
         if promising.score_ms < best_ms and self._turns % 2:
             return promising
-        return min(left, key=lambda each: each.spent * each.score_ms**2 if each.spent else 0.0)
+        return min(left, key=lambda each: each.work * each.score_ms**2 if each.spent else 0.0)
 
     def _has_tried(self, method: MethodSearch) -> bool:
         """Return True if a method has used its share of the search without a plan that fits."""
@@ -303,9 +303,12 @@ class _Search:
     def _tasks(self, plan: Plan) -> int:
         """Return the number of tasks of a pipeline with a stage for each encoder layer."""
         encoders = [len(own.layers) for own in self._sample.modules if own.kind == "encoder"]
+        return self._microbatches(plan) * (plan.size("pipeline") + sum(encoders))
+
+    def _microbatches(self, plan: Plan) -> int:
+        """Return the number of microbatches of a pipeline."""
         batch = self._recipe.training.global_batch_size
-        microbatches = batch // (plan.shares * plan.microbatch_size)
-        return microbatches * (plan.size("pipeline") + sum(encoders))
+        return batch // (plan.shares * plan.microbatch_size)
 
     def _unsuitable(self, name: str) -> str:
         """Return why a method cannot run the model, or an empty string."""
@@ -505,6 +508,7 @@ class _Search:
             return None
         method.simulated += 1
         if forecast.step is None:
+            method.spent += 2 * self._microbatches(plan) * plan.size("pipeline")
             method.problems[forecast.problem] += 1
             return None
         method.spent += len(forecast.step.records)

@@ -238,7 +238,7 @@ def shared_plans(
         used = data * ranks
         if not data or used < LEAST_USED * devices or (exact and used < devices):
             continue
-        for shard in _shard_sizes(data, tensor, per_node):
+        for shard in _shard_sizes(method, data, tensor, per_node):
             if shard % context or shard % expert:
                 continue
             changes: dict[str, Value] = {
@@ -257,7 +257,7 @@ def shared_plans(
                 changes["parallel.expert"] = expert
             if method == "colocated":
                 changes["parallel.placement"] = "colocated"
-            if data > context:
+            if method != "fsdp" or data > context:
                 changes |= _arrangement(method, recipe, sample, context)
             yield Plan(method, used, changes)
             if method == "fsdp" and batch > data // context * size:
@@ -272,9 +272,7 @@ def microbatch_sizes(recipe: Recipe) -> list[int]:
 
 def _arrangement(method: str, recipe: Recipe, sample: StepSample, context: int) -> dict[str, Value]:
     """Return how sequences and images are assigned to data-parallel ranks."""
-    found: dict[str, Value] = {}
-    if not recipe.data.is_reordered:
-        found["data.reorder"] = "intra" if method == "fsdp" else "both"
+    found: dict[str, Value] = {"data.reorder": _reorders(method, recipe)[0]}
     data = recipe.data.model_copy(update={"balance": "images"})
     has_images = any(module.kind != "llm" for module in sample.modules)
     is_plain = method == "fsdp" and context == 1 and has_images
@@ -312,13 +310,30 @@ def _data_parallel(most: int, microbatches: int, multiple: int, context: int) ->
     return 0
 
 
-def _shard_sizes(data: int, tensor: int, per_node: int) -> list[int]:
-    """Return sizes of shard groups: inside a node, then larger, then none."""
+def _shard_sizes(method: str, data: int, tensor: int, per_node: int) -> list[int]:
+    """Return sizes of shard groups: inside a node, then larger, then none.
+
+    Without a pipeline, layers are gathered in every microbatch, so all sizes are tried, each at
+    least twice the one before. Pipelines gather once per step, so few sizes suffice.
+    """
     divisors = [n for n in range(1, data + 1) if data % n == 0]
-    inside = [n for n in divisors if n * tensor <= per_node]
-    first = inside[-1]
-    larger = next((n for n in divisors if n >= 2 * first), first)
-    return list(dict.fromkeys((first, larger, data, 1)))
+    found = [max(n for n in divisors if n == 1 or n * tensor <= per_node)]
+    while larger := next((n for n in divisors if n >= 2 * found[-1]), None):
+        found.append(larger)
+    if method != "fsdp":
+        found = found[:2]
+    return list(dict.fromkeys((*found, data, 1)))
+
+
+def _reorders(method: str, recipe: Recipe) -> tuple[str, ...]:
+    """Return the values of `data.reorder` to try, the one that is most often fastest first.
+
+    Without a pipeline, the order of the microbatches of a rank does not matter. Streamed samples
+    cannot be reordered, because their sizes are not known in advance.
+    """
+    if any(source.streaming for source in recipe.data.sources):
+        return ("none",)
+    return ("intra", "none") if method == "fsdp" else ("both", "intra", "none")
 
 
 def neighbors(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[Plan]:
@@ -329,9 +344,12 @@ def neighbors(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[Plan]:
         recipe: Recipe of the run.
         sample: Model of the recipe.
     """
-    for key in ("data.reorder", "data.balance"):
-        if plan.changes.get(key, "none") != "none":
-            yield plan.changed(**{key: "none"})
+    if "data.reorder" in plan.changes:
+        for value in _reorders(plan.method, recipe):
+            if value != plan.changes["data.reorder"]:
+                yield plan.changed(data__reorder=value)
+    if plan.changes.get("data.balance", "none") != "none":
+        yield plan.changed(data__balance="none")
     layers = {module.name: len(module.layers) for module in sample.modules}
     if plan.method == "chain" and plan.schedule == "1f1b":
         for name, stages in CHAIN_SCHEDULES:
