@@ -129,6 +129,11 @@ CASES = {
     ),
     "searched": Case(2, {"parallel__pipeline": 2, "parallel__schedule": "searched"}),
     "generator": Case(1, recipe="quickstart_generation.toml"),
+    "balanced images, generator": Case(
+        2,
+        {"data__balance": "images", "parallel__pipeline": 1},
+        recipe="quickstart_generation.toml",
+    ),
     "disaggregated": Case(3, recipe="quickstart_disaggregated.toml"),
     "compiled, float8": Case(1, FLOAT8),
     "compiled, float32": Case(1, {"compile__enabled": "true", "training__dtype": "float32"}),

@@ -185,10 +185,11 @@ def test_replicas_decode_each_image_once(ranks, data, real_data, one_process, tm
             more = name.startswith("fsdp2") and other["skipped_samples"] > one["skipped_samples"]
             assert more or other["skipped_samples"] == one["skipped_samples"], (name, one["step"])
             assert images(other) == images(one)
+            assert (other["image_imbalance"] or 0.0) >= ("balanced" in name), (name, other)
 
 
 def test_what_only_one_rank_knows_to_be_torn_is_found(data, real_data, one_process, tmp_path):
-    layouts = {name: LAYOUTS[2][name] for name in ("pp2",)}
+    layouts = {name: LAYOUTS[2][name] for name in ("pp2", "fsdp2, balanced")}
     every = run_distributed(train_all, 2, layouts, data, real_data, tmp_path, "torn")[0]
     for name, found in every.items():
         pairs = zip(of_one(one_process, layouts[name]), found, strict=True)

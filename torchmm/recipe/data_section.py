@@ -297,11 +297,12 @@ class DataConfig(Section):
     loss of experts with several sequences per microbatch: it depends on which sequences share a
     microbatch. "auto" then means "none". Dropout masks depend on the rank."""
     balance: Literal["auto", "none", "images"] = "auto"
-    """"images": all data-parallel ranks share the images, videos and audio clips of a microbatch,
-    so that their encoders have equal work. Features return to the rank that trains on the sample.
-    Losses stay the same. Requires `parallel.pipeline` = 1, and not `parallel.llm.context` or
-    producers. "auto": "images" if it is supported and the forecast of the first step is at least
-    1 % faster with it, else "none". See docs/grow/balanced_encoders.md."""
+    """"images": all data-parallel ranks share the images, videos and audio clips of a microbatch
+    and the images that a generator learns, so that all ranks have equal work. Features return to
+    the rank that trains on the sample. Losses stay the same. Requires `parallel.pipeline` = 1, and
+    not `parallel.llm.context` or producers. "auto": "images" if it is supported and the forecast of
+    the first step is at least 1 % faster with it, else "none". See
+    docs/grow/balanced_encoders.md."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)
