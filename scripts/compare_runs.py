@@ -1,61 +1,11 @@
-"""Lays runs side by side: how their recipes differ, curves, times.
+"""Compare runs: differences of their recipes, curves and times.
 
-    python scripts/compare_runs.py outputs/a outputs/b [...] [--output compare.html]
-
-Prints a table and writes a page for a browser, with a colour for each run.
+`torchmm compare` is the same program; `python scripts/compare_runs.py --help` shows its arguments.
 """
 
-import argparse
 import sys
-from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from torchmm.common.log import make_console
-from torchmm.training.page.contents import RunContents, read_run
-from torchmm.training.page.pages import comparison_page
-from torchmm.training.page.sections import comparison, recipe_differences
-
-
-def main() -> int:
-    """Compares the runs that the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir")
-    parser.add_argument("--output", type=Path, default=Path("compare.html"), help="the page")
-    arguments = parser.parse_args()
-    if len(arguments.run_dirs) < 2:
-        parser.error("two runs at least; for one, see its index.html")
-    runs = []
-    for run_dir in arguments.run_dirs:
-        if not (run_dir / "metrics.jsonl").exists():
-            print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
-            return 2
-        try:
-            runs.append(read_run(run_dir))
-        except OSError as error:
-            print(f"{run_dir}: {error}", file=sys.stderr)
-            return 2
-    console = make_console()
-    print_comparison(console, runs)
-    arguments.output.write_text(comparison_page(runs), encoding="utf-8", errors="replace")
-    console.print(f"curves: {arguments.output}", highlight=False)
-    return 0
-
-
-def print_comparison(console: Console, runs: list[RunContents]) -> None:
-    """Figures first, then the keys in which recipes differ."""
-    for title, rows in (("Figures", comparison(runs)), ("Recipes", recipe_differences(runs))):
-        if not rows:
-            continue
-        table = Table(title=title, title_justify="left")
-        table.add_column("", overflow="fold")  # two keys may begin alike
-        for run in runs:
-            table.add_column(run.name, overflow="fold")
-        for label, values in rows.items():
-            table.add_row(label, *values)
-        console.print(table)
-
+from torchmm.commands.compare_runs import main
 
 if __name__ == "__main__":
     sys.exit(main())

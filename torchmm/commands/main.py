@@ -14,6 +14,8 @@ COMMANDS = {
     "generate": ("generate", "generate texts or images with a trained model"),
     "evaluate": ("evaluate", "score the texts that an export generates"),
     "export": ("export", "write a checkpoint as a Hugging Face directory"),
+    "show": ("show_run", "show losses, waiting times and generated texts of a run"),
+    "compare": ("compare_runs", "compare the recipes, curves and times of runs"),
     "recipes": ("recipes", "list the recipes that come with torchmm"),
     "prepare-data": ("prepare_data", "build the data sets of the quickstarts"),
 }

@@ -13,6 +13,7 @@ import pytest
 import tomli
 from test_orchestration import PROFILE, RECIPE
 
+import torchmm
 from torchmm.common.errors import ConfigError
 from torchmm.planning.dry_run import describe_run
 from torchmm.planning.forecast import Forecast, Forecaster, StepSample
@@ -237,6 +238,11 @@ def test_plan_script_prints_all_methods_and_writes(tmp_path, capsys):
     loaded = load_recipe(out, (), 4).recipe
     assert loaded.training.steps == 7 and loaded.training.global_batch_size == 8
     assert describe_run(loaded, loaded.simulation.gpus)
+    best = torchmm.plan(
+        torchmm.load_recipe(recipe), gpus=4, device="a800", placement=["fsdp"], budget_s=1
+    )
+    assert best.method == "fsdp" and best.devices == 4
+    assert best.recipe.simulation.device == "a800" and best.step_ms < inf
 
 
 def test_plain_recipe_drops_recomputation_of_modules():

@@ -3,7 +3,10 @@
 import subprocess
 from pathlib import Path
 
-from torchmm.recipe.read import list_recipes, load_recipe
+import pytest
+
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.read import find_recipe, list_recipes, load_recipe, recipes_directory
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 
@@ -25,3 +28,35 @@ def test_the_first_paragraph_is_what_is_told(tmp_path):
         (tmp_path / "a.toml", "One, two."),
         (tmp_path / "silent.toml", ""),
     ]
+
+
+@pytest.mark.parametrize("name", ["zoo/smolvlm", "zoo/smolvlm.toml", "recipes/zoo/smolvlm.toml"])
+def test_packaged_recipe_is_found_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert recipes_directory() == RECIPES
+    assert find_recipe(Path(name)) == RECIPES / "zoo/smolvlm.toml"
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).touch()
+    assert find_recipe(Path(name)) == Path(name), "a file has precedence"
+
+
+@pytest.mark.parametrize("name", ["", "gone", "recipes", "zoo", "../recipes/quickstart.toml", "/a"])
+def test_unknown_recipe_stays_a_path(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(Path(name)) == Path(name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_recipe(name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_recipe("n" * 300)
+
+
+def test_base_is_a_file_or_packaged_recipe(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('base = "zoo/smolvlm"\n')
+    assert load_recipe(mine).recipe.name == "smolvlm"
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo/smolvlm").write_text('base = "quickstart.toml"\nname = "near"\n')
+    loaded = load_recipe(mine)
+    assert loaded.recipe.name == "near"
+    assert loaded.origins["name"] == str(tmp_path / "zoo/smolvlm")
+    assert loaded.origins["training.steps"] == str(RECIPES / "quickstart.toml")

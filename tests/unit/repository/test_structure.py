@@ -141,7 +141,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/training/run.py": "before and after the loop; its command imports it late",
     **{
         f"torchmm/commands/{name}.py": "one command, one file"
-        for name in ("dry_run", "export", "inspect_data", "simulate")
+        for name in ("compare_runs", "dry_run", "export", "inspect_data", "simulate")
     },
     "torchmm/commands/main.py": "the program; modules of commands do not import it",
     "torchmm/__main__.py": "a program",

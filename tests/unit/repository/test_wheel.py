@@ -5,6 +5,7 @@ network is needed. It therefore does not prove that the dependencies can be down
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 BUILD_FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+API_PAGE = (ROOT / "docs/reference/api.md").read_text()
+STEPS = '"--training.steps", "100"'
+FEW_STEPS = '"--training.steps", "2", "--optimizer.warmup_steps", "0"'
 RECIPE = """
 base = "quickstart.toml"
 name = "mine"
@@ -103,15 +107,29 @@ def test_wheel_names_packages_of_extras(environment, tmp_path):
 
 
 @pytest.mark.campaign
-def test_wheel_plans_inspects_trains_and_exports(environment, tmp_path, real_data):
+def test_wheel_simulates_and_inspects(environment, tmp_path, real_data):
     dry = run(environment, tmp_path, "torchmm", "dry-run", "zoo/llava_1_5_7b", "--world-size", 16)
     assert "-m torchmm train zoo/llava_1_5_7b" in dry and "train.py" not in dry
-    (tmp_path / "data").symlink_to(real_data)
-    (tmp_path / "mine.toml").write_text(RECIPE)
+    write_recipe(tmp_path, real_data)
     seen = run(environment, tmp_path, "torchmm", "inspect", "mine.toml", "--limit", 20)
     assert "wrote outputs/mine/data/index.html" in seen
+
+
+@pytest.mark.campaign
+def test_wheel_trains_and_exports(environment, tmp_path, real_data):
+    """The first example of the page on the Python API, and the program under torchrun."""
+    write_recipe(tmp_path, real_data)
     torchrun = ("python", "-m", "torch.distributed.run", "--nproc-per-node", 1)
     run(environment, tmp_path, *torchrun, "-m", "torchmm", "train", "mine.toml")
     assert (tmp_path / "outputs/mine/checkpoints/step-2").is_dir()
-    exported = run(environment, tmp_path, "torchmm", "export", "outputs/mine", "--output", "hf")
-    assert "hf is complete" in exported and (tmp_path / "hf/config.json").is_file()
+    (example, *_) = re.findall(r"^```python\n(.*?)^```", API_PAGE, re.MULTILINE | re.DOTALL)
+    assert STEPS in example
+    (tmp_path / "example.py").write_text(example.replace(STEPS, FEW_STEPS))
+    run(environment, tmp_path, "python", "example.py")
+    assert (tmp_path / "outputs/quickstart/hf-2/config.json").is_file()
+
+
+def write_recipe(directory: Path, real_data: Path) -> None:
+    """Write mine.toml and a link to its data."""
+    (directory / "data").symlink_to(real_data)
+    (directory / "mine.toml").write_text(RECIPE)

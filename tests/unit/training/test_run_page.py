@@ -17,8 +17,8 @@ import tomli_w
 from PIL import Image
 from rich.console import Console
 
-from scripts import compare_runs, show_run
-from scripts.compare_runs import print_comparison
+from torchmm.commands import compare_runs, show_run
+from torchmm.commands.compare_runs import print_comparison
 from torchmm.training.ending import Status, write_status
 from torchmm.training.page import pages
 from torchmm.training.page.contents import MOST_POINTS, read_run, thinned
@@ -192,7 +192,7 @@ def test_page_commands_quote_directory(tmp_path: Path, monkeypatch, name: str) -
     monkeypatch.chdir(tmp_path)
     page = run_page(read_run(Path(name)))
     commands = [
-        unescape(text) for text in re.findall(r"<pre>((?:torchrun|python) .*?)</pre>", page, re.S)
+        unescape(text) for text in re.findall(r"<pre>((?:torchrun|torchmm) .*?)</pre>", page, re.S)
     ]
     assert len(commands) == 6 and "read recipe.toml before you start it" in page
     for command in commands:

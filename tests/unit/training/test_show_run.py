@@ -1,15 +1,12 @@
-"""scripts/show_run.py: which ranks others waited for."""
+"""`torchmm show`: which ranks others waited for."""
 
 import io
-import runpy
-from pathlib import Path
 
 from rich.console import Console
 
+from torchmm.commands import show_run
 from torchmm.training.evaluation.results import Evaluation, append
 from torchmm.training.page.contents import RunContents
-
-SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/show_run.py"))
 
 
 def shown(slowest: list[int], share: float = 0.25) -> str:
@@ -18,7 +15,7 @@ def shown(slowest: list[int], share: float = 0.25) -> str:
         for step, rank in enumerate(slowest, start=1)
     ]
     console = Console(file=io.StringIO(), width=120)
-    SCRIPT["show_stragglers"](console, records)
+    show_run.show_stragglers(console, records)
     return console.file.getvalue()
 
 
@@ -43,7 +40,7 @@ def test_the_newest_scores_of_a_run_and_those_of_exports_are_shown(tmp_path):
     ]
     append(tmp_path, Evaluation("hf-ema", 4, {"vqa/cider": 1.75}, {"vqa": 8}))
     console = Console(file=io.StringIO(), width=120)
-    SCRIPT["_show_scores"](console, RunContents(tmp_path, records, {}))
+    show_run._show_scores(console, RunContents(tmp_path, records, {}))
     rows = [line.replace("│", "").split() for line in console.file.getvalue().splitlines()]
     assert ["step", "4", "vqa/exact_match", "0.5000"] in rows
     assert ["hf-ema", "vqa/cider", "1.7500"] in rows

@@ -308,13 +308,13 @@ def commands_of(run: RunContents) -> str:
     place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
     lines = {
         "go on from the newest checkpoint, with the same command or": (
-            f"torchrun --nproc-per-node N train.py --config {place}/recipe.toml"
+            f"torchrun --nproc-per-node N -m torchmm train {place}/recipe.toml"
         ),
-        "let it write": f"python scripts/generate.py {place} PICTURE --prompt TEXT",
-        "export its newest checkpoint": f"python scripts/export.py {place}",
-        "score its export": f"python scripts/evaluate.py {place}",
-        "lay it beside another run": f"python scripts/compare_runs.py {place} OTHER",
-        "make this page again": f"python scripts/show_run.py {place} --page",
+        "let it write": f"torchmm generate {place} PICTURE --prompt TEXT",
+        "export its newest checkpoint": f"torchmm export {place}",
+        "score its export": f"torchmm evaluate {place}",
+        "lay it beside another run": f"torchmm compare {place} OTHER",
+        "make this page again": f"torchmm show {place} --page",
     }
     return f"<p>{escape(RECIPE_WARNING)}</p>" + "".join(
         f"<p>{escape(what)}</p><pre>{escape(command)}</pre>" for what, command in lines.items()

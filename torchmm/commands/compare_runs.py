@@ -1,0 +1,61 @@
+"""Compare runs: differences of their recipes, curves and times.
+
+    torchmm compare outputs/a outputs/b [...] [--output compare.html]
+
+Prints a table and writes a page for a browser, with a color for each run. In a clone,
+`scripts/compare_runs.py` takes the same arguments.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from torchmm.common.log import make_console
+from torchmm.training.page.contents import RunContents, read_run
+from torchmm.training.page.pages import comparison_page
+from torchmm.training.page.sections import comparison, recipe_differences
+
+
+def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="run_dir")
+    parser.add_argument("--output", type=Path, default=Path("compare.html"), help="the page")
+    arguments = parser.parse_args(words)
+    if len(arguments.run_dirs) < 2:
+        parser.error("two runs at least; for one, see its index.html")
+    runs = []
+    for run_dir in arguments.run_dirs:
+        if not (run_dir / "metrics.jsonl").exists():
+            print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
+            return 2
+        try:
+            runs.append(read_run(run_dir))
+        except OSError as error:
+            print(f"{run_dir}: {error}", file=sys.stderr)
+            return 2
+    console = make_console()
+    print_comparison(console, runs)
+    arguments.output.write_text(comparison_page(runs), encoding="utf-8", errors="replace")
+    console.print(f"curves: {arguments.output}", highlight=False)
+    return 0
+
+
+def print_comparison(console: Console, runs: list[RunContents]) -> None:
+    """Figures first, then the keys in which recipes differ."""
+    for title, rows in (("Figures", comparison(runs)), ("Recipes", recipe_differences(runs))):
+        if not rows:
+            continue
+        table = Table(title=title, title_justify="left")
+        table.add_column("", overflow="fold")  # two keys may begin alike
+        for run in runs:
+            table.add_column(run.name, overflow="fold")
+        for label, values in rows.items():
+            table.add_row(label, *values)
+        console.print(table)

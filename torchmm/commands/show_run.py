@@ -1,0 +1,126 @@
+"""Show the files of a run, its losses, its slowest ranks and the texts that it generated.
+
+    torchmm show outputs/quickstart
+    torchmm show outputs/quickstart --page    # write its index.html again
+
+In a clone, `scripts/show_run.py` takes the same arguments.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from torchmm.common.log import make_console
+from torchmm.training.page.contents import Records, RunContents, read_run, slowest_ranks
+from torchmm.training.page.pages import write_run_page
+
+LABELS = {
+    "index.html": "all of this as a page, for a browser",
+    "metrics.jsonl": "one line per step",
+    "recipe.toml": "the resolved recipe",
+    "loss.png": "loss curves",
+    "captions.png": "held-out images with generated and true captions",
+    "samples.json": "the same as text, over the whole run",
+    "evaluations.jsonl": "scores of exports",
+    "checkpoints": "to resume from",
+    "hf": "Hugging Face export, loads with from_pretrained",
+    "hf-ema": "the same of averaged weights",
+}
+IN_PARTS = "the model in parts, which no class of Hugging Face has together"
+SHOWN_RANKS = 5
+
+
+def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--page", action="store_true", help="only write index.html again")
+    arguments = parser.parse_args(words)
+    run_dir = arguments.run_dir
+    if not (run_dir / "metrics.jsonl").exists():
+        print(f"{run_dir}: not a run directory (no metrics.jsonl)", file=sys.stderr)
+        return 2
+    console = make_console()
+    try:
+        if arguments.page:
+            console.out(write_run_page(run_dir), highlight=False)
+            return 0
+        run = read_run(run_dir)
+    except OSError as error:
+        print(f"{run_dir}: {error}", file=sys.stderr)
+        return 2
+    _show_captions(console, run)
+    _show_loss(console, run)
+    _show_scores(console, run)
+    show_stragglers(console, run.records)
+    _show_files(console, run_dir)
+    for note in run.skipped:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _show_captions(console: Console, run: RunContents) -> None:
+    newest = [entries[-1] for entries in run.samples.values()]
+    if not newest:
+        return
+    last = max(sample.step for sample in newest)
+    table = Table(title=f"Held-out images after step {last}", title_justify="left")
+    table.add_column("the model wrote")
+    table.add_column("the caption is")
+    for sample in newest:
+        if sample.step == last:
+            table.add_row(sample.generated, sample.truth)
+    console.print(table)
+
+
+def _show_loss(console: Console, run: RunContents) -> None:
+    losses = run.points("loss")
+    if losses:
+        (first, begin), (last, end) = losses[0], losses[-1]
+        console.print(f"loss {begin:.3f} (step {first}) -> {end:.3f} (step {last})")
+    if validated := run.points("validation_loss"):
+        console.print("held-out loss " + " -> ".join(f"{loss:.3f}" for _, loss in validated))
+
+
+def _show_scores(console: Console, run: RunContents) -> None:
+    """Print the newest scores of the run, and those of its exports."""
+    scored = [(f"step {r['step']}", r["scores"]) for r in run.records if r.get("scores")][-1:]
+    scored += [(evaluation.export, evaluation.scores) for evaluation in run.evaluations]
+    if not scored:
+        return
+    table = Table(title="Scores of held-out texts", title_justify="left")
+    for name in ("of", "score", "value"):
+        table.add_column(name)
+    for of, scores in scored:
+        for name, value in scores.items():
+            table.add_row(of, name, f"{value:.4f}")
+    console.print(table)
+
+
+def show_stragglers(console: Console, records: Records) -> None:
+    """Ranks that were the slowest most often, over the run's quarters. Nothing for one rank."""
+    found = slowest_ranks(records, SHOWN_RANKS)
+    if found is None:
+        return
+    table = Table(title="Share of steps in which a rank was the slowest", title_justify="left")
+    table.add_column("rank")
+    for first, last in found.steps:
+        table.add_column(f"steps {first} to {last}", justify="right")
+    for rank, shares in found.shares.items():
+        table.add_row(str(rank), *(f"{share:.0%}" for share in shares))
+    table.add_row("its time beyond the median's", *(f"{s:.0%}" for s in found.beyond_median))
+    console.print(table)
+
+
+def _show_files(console: Console, run_dir: Path) -> None:
+    for name, meaning in LABELS.items():
+        if (run_dir / name).exists():
+            whole = not name.startswith("hf") or (run_dir / name / "config.json").exists()
+            told = meaning if whole else IN_PARTS
+            console.print(f"{run_dir / name!s:<36} {told}", highlight=False)
