@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+import jinja2
+
 EXIT_DONE = 0
 LISTED = 20
 """Problems that a message names; of more, it says how many."""
@@ -31,6 +33,8 @@ LIBRARY_ERRORS = (
     ValueError,
 )
 """Exceptions that classes of Hugging Face raise for settings they cannot use."""
+TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""Exceptions that chat templates raise for messages of an unsupported form."""
 
 
 def list_problems(head: str, problems: Sequence[str], listed: int = LISTED) -> str:

@@ -16,6 +16,7 @@ from torchmm.parallel.fsdp import needs_fsdp
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.first_step import describe_samples, training_samples
 from torchmm.planning.forecast import Forecast, Forecaster
+from torchmm.planning.host_memory import host_memory_line
 from torchmm.planning.placement import orchestrated_units, search_encoder_sizes
 from torchmm.planning.report import write_picture
 from torchmm.planning.resolved import recipe_model
@@ -77,6 +78,8 @@ def describe_run(
     lines |= chosen
     other = _with_other_reduction(forecaster, recipe)
     lines |= _step_lines(forecast, other, profile.device.name, profile.device.memory_bytes)
+    assert forecast.step is not None
+    lines["host memory"] = host_memory_line(forecaster, run, forecast.step)
     lines |= _reduction_line(recipe, forecast, other)
     lines |= _hsdp_lines(forecaster, forecast)
     step_s = forecast.iteration_ms / 1e3

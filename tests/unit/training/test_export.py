@@ -22,7 +22,6 @@ from chat_templates import TEMPLATES, with_template
 from checkpoint_runs import make_manager
 from huggingface_hub import RepoUrl
 from model_cases import COMPOSITES, LLMS, composite_config, pair_config, randomize
-from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -45,8 +44,7 @@ from torchmm.training.exports.checkpoint import (
     recipe_of,
 )
 from torchmm.training.exports.place import clear_unfinished, scratch_directory, whole_directory
-from torchmm.training.exports.write import Trained, is_chat_model, write_export
-from torchmm.training.text.prompts import read_prompts, request_of
+from torchmm.training.exports.write import Trained, write_export
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[3] / "scripts/export.py"))
 LORA = {"both": {"modules": ["llm"], "rank": 2}}
@@ -239,40 +237,6 @@ def test_the_card_says_what_is_known(saved, tokenizer, tmp_path, real_data):
     assert "- held-out loss 1.5000 nats a token at step 2" in body
     version = transformers.__version__
     assert f"Written by transformers {version}. Use transformers 5.0 or later." in body
-
-
-ANSWERED = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "Red."}]
-
-
-@pytest.mark.parametrize("chats", [False, True], ids=["captions", "chats"])
-@pytest.mark.parametrize("sees", [False, True], ids=["llm", "llava"])
-def test_card_example_uses_the_tokens_of_training(sees, chats, saved, tokenizer, tmp_path):
-    picture = tmp_path / "image.jpg"
-    Image.new("RGB", (40, 30), (200, 30, 10)).save(picture)
-    llm = LlmConfig(config={**LLMS["llama"], "vocab_size": 1088})
-    config = pair_config("llama", "clip") if sees else ModelConfig()
-    shown = {"image": str(picture)} if sees else {}
-    asked = "<image>" if sees else ""
-    record = (
-        {"messages": [dict(m) for m in ANSWERED]} if chats else {"prompt": "The", "completion": "x"}
-    )
-    if chats:
-        record["messages"][0]["content"] = asked + record["messages"][0]["content"]
-    (tmp_path / "data.json").write_text(json.dumps([record | shown]))
-    source = {"path": str(tmp_path / "data.json"), "prompt": "" if chats else "The"}
-    model, checkpoint = saved(
-        config.model_copy(update={"llm": llm}), name="mine", data={"sources": [source]}
-    )
-    export_checkpoint(checkpoint, tmp_path / "hf")
-    assert is_chat_model(tmp_path / "hf") == chats
-    code = (tmp_path / "hf/README.md").read_text().split("```python\n")[1].split("```")[0]
-    code = code.replace('"."', repr(str(tmp_path / "hf"))).replace("image.jpg", str(picture))
-    values: dict = {}
-    exec(code, values)
-    words = "What is this?" if chats else "The"
-    request = request_of([picture] if sees else [], words, as_chat=chats)
-    (prompt,) = read_prompts([request], model, tokenizer, 500)
-    assert values["inputs"]["input_ids"][0].tolist() == prompt.row.input_ids_T.tolist()
 
 
 def test_export_files_have_the_mode_of_new_files(saved, tmp_path):

@@ -22,10 +22,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from torchmm.common.errors import TEMPLATE_ERRORS
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.chat_keys import is_empty
 from torchmm.data.layouts.conversation import Conversation, Turn, answered_calls
@@ -58,8 +58,6 @@ FALLBACK_TEMPLATE = (
 )
 """Used if the tokenizer has no chat template."""
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""Exceptions of templates that get messages of an unknown form."""
 AS_PYTHON = re.compile(r"(?:[({[]|': )'\\ue000(\d{6})\\ue001'")
 """A string in a table or list that a template wrote without `tojson`."""
 _INDENTS = (None, 2, 4)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.errors import TEMPLATE_ERRORS
 
 _PRELUDE = (
     "{%- set joined = namespace(messages=[]) %}"
@@ -28,8 +29,6 @@ _PRELUDE = (
     "{%- endfor %}"
     "{%- set messages = joined.messages %}"
 )
-_TROUBLE = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What templates raise when they get something that they were not written for."""
 _QUESTION = "What is this?"
 
 
@@ -60,6 +59,6 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, template: str, content: object
         text = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
         )
-    except _TROUBLE:
+    except TEMPLATE_ERRORS:
         return None
     return str(text)

@@ -39,6 +39,16 @@ class Written:
     """Class for clips, if it has one."""
     whole: Settings = _none
     """Of its own image processor, so that it does to a picture what the tower's does: no tiles."""
+    adds_marks: bool = False
+    """Whether the processor adds the tokens around a placeholder."""
+    in_text: str = ""
+    """Name in `tokens` of the token that stands for an image in prompts, if not the placeholder."""
+    adds_bos: bool = True
+    """Whether the begin token comes first, as in training."""
+    packages: tuple[str, ...] = ()
+    """Packages that the processor requires in addition to transformers."""
+    takes_text: bool = True
+    """Whether the processor accepts the tokenizer of an export."""
 
 
 def _llava(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
@@ -151,10 +161,15 @@ _GEMMA4 = {
     "eoa_token": "eoi_token_id",
 }
 _SOUND = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+_VIDEO = ("torchvision",)
+"""Package of all video processors."""
+_SOUNDS = ("transformers[audio]",)
 _QWEN_CLIPS = "Qwen2VLVideoProcessor"
 _GLM = "Glm4vVideoProcessor"
-_QWEN3 = Written("Qwen3VLProcessor", _QWEN, video="Qwen3VLVideoProcessor")
-PIXTRAL = Written("PixtralProcessor", _PIXTRAL, tuple(_PIXTRAL), _pixtral)
+_QWEN3 = Written("Qwen3VLProcessor", _QWEN, video="Qwen3VLVideoProcessor", packages=_VIDEO)
+PIXTRAL = Written(
+    "PixtralProcessor", _PIXTRAL, tuple(_PIXTRAL), _pixtral, adds_marks=True, packages=_VIDEO
+)
 FOLDED = Written(PAIR_PROCESSOR, _IMAGE, ("image_token",), _folded)
 """Of an InternVL whose parts are from separate sources."""
 WRITTEN: dict[str, Written] = {
@@ -166,16 +181,23 @@ WRITTEN: dict[str, Written] = {
         ("image_token",),
         _onevision,
         "LlavaOnevisionVideoProcessor",
+        packages=_VIDEO,
     ),
     "mistral3": PIXTRAL,
     "internvl": Written(
-        "InternVLProcessor", _INTERN, (), _per_tile("image_seq_length"), "InternVLVideoProcessor"
+        "InternVLProcessor",
+        _INTERN,
+        settings=_per_tile("image_seq_length"),
+        video="InternVLVideoProcessor",
+        adds_marks=True,
+        packages=_VIDEO,
     ),
     "idefics3": Written(
         "Idefics3Processor",
         _SMOL,
         settings=_per_tile("image_seq_len"),
         whole=_split("Idefics3ImageProcessor"),
+        adds_marks=True,
     ),
     "smolvlm": Written(
         "SmolVLMProcessor",
@@ -183,29 +205,50 @@ WRITTEN: dict[str, Written] = {
         settings=_per_tile("image_seq_len"),
         video="SmolVLMVideoProcessor",
         whole=_split("SmolVLMImageProcessor"),
+        adds_marks=True,
+        packages=(*_VIDEO, "num2words"),
     ),
-    "paligemma": Written("PaliGemmaProcessor", _IMAGE, whole=_per_tile("image_seq_length")),
+    "paligemma": Written(
+        "PaliGemmaProcessor", _IMAGE, whole=_per_tile("image_seq_length"), adds_bos=False
+    ),
     "gemma3": Written(
         "Gemma3Processor",
         _GEMMA,
         settings=lambda config, encoders: {"image_seq_length": config.mm_tokens_per_image},
         whole=_pan_and_scan,
+        adds_marks=True,
+        in_text="boi_token",
     ),
     "gemma4": Written(
         "Gemma4Processor",
         _GEMMA4,
         settings=_gemma4,
         video="Gemma4VideoProcessor",
+        adds_marks=True,
+        packages=_VIDEO,
     ),
-    "qwen2_vl": Written("Qwen2VLProcessor", _QWEN, video=_QWEN_CLIPS),
-    "qwen2_5_vl": Written("Qwen2_5_VLProcessor", _QWEN, video=_QWEN_CLIPS),
+    "qwen2_vl": Written("Qwen2VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
+    "qwen2_5_vl": Written("Qwen2_5_VLProcessor", _QWEN, video=_QWEN_CLIPS, packages=_VIDEO),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
-    "qwen2_5_omni_thinker": Written("Qwen2_5OmniProcessor", _OMNI, video=_QWEN_CLIPS),
-    "qwen3_omni_moe_thinker": Written("Qwen3OmniMoeProcessor", _OMNI, video=_QWEN_CLIPS),
-    "voxtral": Written("VoxtralProcessor"),
-    "qwen2_audio": Written("Qwen2AudioProcessor", {"audio_token": None, **_SOUND}, tuple(_SOUND)),
-    "audioflamingo3": Written("AudioFlamingo3Processor", {"audio_token": None}, ("audio_token",)),
-    **dict.fromkeys(("glm4v", "glm4v_moe"), Written("Glm4vProcessor", _IMAGE_AND_CLIP, video=_GLM)),
-    "glm46v": Written("Glm46VProcessor", _IMAGE_AND_CLIP, video="Glm46VVideoProcessor"),
+    "qwen2_5_omni_thinker": Written(
+        "Qwen2_5OmniProcessor", _OMNI, video=_QWEN_CLIPS, packages=_VIDEO
+    ),
+    "qwen3_omni_moe_thinker": Written(
+        "Qwen3OmniMoeProcessor", _OMNI, video=_QWEN_CLIPS, packages=_VIDEO
+    ),
+    "voxtral": Written("VoxtralProcessor", takes_text=False),
+    "qwen2_audio": Written(
+        "Qwen2AudioProcessor", {"audio_token": None, **_SOUND}, tuple(_SOUND), packages=_SOUNDS
+    ),
+    "audioflamingo3": Written(
+        "AudioFlamingo3Processor", {"audio_token": None}, ("audio_token",), packages=_SOUNDS
+    ),
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe"),
+        Written("Glm4vProcessor", _IMAGE_AND_CLIP, video=_GLM, packages=_VIDEO),
+    ),
+    "glm46v": Written(
+        "Glm46VProcessor", _IMAGE_AND_CLIP, video="Glm46VVideoProcessor", packages=_VIDEO
+    ),
 }
 """By Hugging Face's model_type."""

@@ -59,9 +59,9 @@ def save_processor(
         return
     _save_settings(encoders, directory, whole=model.composite is None)
     placeholder = model.image_token_id(tokenizer)
-    written = _written(model, encoders)
+    written = choose_processor(model)
     settings = written.settings(model.composite, encoders)
-    tokens = _named(written, model.composite, placeholder, tokenizer)
+    tokens = name_tokens(written, model.composite, placeholder, tokenizer)
     # Those that say how a placeholder is written are settings of the processor in some classes.
     settings |= {key: tokens[key] for key in written.token_settings if key in tokens}
     _put(directory / PROCESSOR_FILE, {"processor_class": written.processor, **settings})
@@ -134,8 +134,9 @@ def _save_settings(encoders: list[EncoderModule], directory: Path, whole: bool) 
             _put(before, {**settings, **json.loads(before.read_text())})
 
 
-def _written(model: MultimodalModel, encoders: list[EncoderModule]) -> Written:
-    first = encoders[0]
+def choose_processor(model: MultimodalModel) -> Written:
+    """Return the processor of a model with encoders."""
+    first = model.encoder_modules()[0]
     if model.composite is None and first.spec.shuffle > 1:
         return FOLDED
     if model.composite is None:
@@ -145,10 +146,10 @@ def _written(model: MultimodalModel, encoders: list[EncoderModule]) -> Written:
     return WRITTEN[model.composite.model_type]
 
 
-def _named(
+def name_tokens(
     written: Written, config: Any, placeholder: int | None, tokenizer: PreTrainedTokenizerBase
 ) -> Mapping[str, str]:
-    """Special tokens by the names that the processor looks for, those that the tokenizer has."""
+    """Return the special tokens of the tokenizer by the names that the processor looks for."""
     vocabulary = tokenizer.get_vocab()
     known = {index: token for token, index in vocabulary.items()}
 

@@ -22,13 +22,18 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.data.media.chat import FALLBACK_TEMPLATE, TEMPLATE_ERRORS, ChatTemplate
+from torchmm.common.errors import TEMPLATE_ERRORS
+from torchmm.common.module_names import GENERATOR
+from torchmm.data.media.chat import FALLBACK_TEMPLATE, ChatTemplate
 from torchmm.data.prepare.manifest import read as read_prepared
 from torchmm.data.sources.open import has_chats
 from torchmm.data.storage.addresses import without_secrets
+from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.experts_apart import Keep, in_memory
 from torchmm.models.hf.export import Gather, export_hf, gather_whole
+from torchmm.models.hf.processor_classes import Written
+from torchmm.models.hf.processors import choose_processor, name_tokens
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import PARTS_FILE, split_place
@@ -38,7 +43,10 @@ from torchmm.training.exports.place import whole_directory
 CARD = "README.md"
 CHAT_TAG = "conversational"
 """Tag of the Hub for models that answer chats."""
-_FILES = {"image": "image.jpg", "audio": "audio.wav"}
+_FILES = {"image": 'Image.open("image.jpg")', "audio": '"audio.wav"'}
+"""Files in the examples of cards, as the processors read them."""
+_QUESTION = "What is this?"
+_AS_TENSORS = 'tokenize=True, return_dict=True, return_tensors="pt"'
 
 
 class Trained(NamedTuple):
@@ -263,61 +271,166 @@ def _use(
             f"`[model]` section of a recipe to this directory (`{PARTS_FILE}` lists the parts).",
         ]
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
-    modalities = [encoder.family.modality for encoder in model.encoder_modules()]
-    auto = "AutoProcessor" if modalities else "AutoTokenizer"
-    name = "processor" if modalities else "tokenizer"
     prompt = next((source.prompt for source in trained.data.sources if source.prompt), "")
+    decoder = "tokenizer"
+    packages: tuple[str, ...] = ()
+    if not model.encoders:
+        lines = _llm_example(kind, prompt, chats)
+    else:
+        processor = choose_processor(model)
+        packages = processor.packages
+        if not processor.takes_text:
+            return [
+                f"`{kind}.from_pretrained` loads this directory. {processor.processor} does not:",
+                "it requires a tokenizer of mistral-common, and this one is in the format of",
+                "Hugging Face. Use `scripts/generate.py` of torchmm to generate text.",
+            ]
+        if processor.adds_bos:
+            decoder = "processor"
+            lines = _processor_example(model, kind, tokenizer, processor, prompt, chats)
+        else:
+            lines = _tokenizer_and_images_example(model, kind, tokenizer, prompt, chats)
     lines = [
         "```python",
-        *(["from PIL import Image"] if "image" in modalities and not chats else []),
-        f"from transformers import {auto}, {kind}",
-        "",
-        'path = "."  # the directory of this file',
-        f"model = {kind}.from_pretrained(path)",
-        f"{name} = {auto}.from_pretrained(path)",
-    ]
-    if chats:
-        files = [f'{{"type": "{m}", "path": "{_FILES[m]}"}}' for m in modalities[:1]]
-        content = ", ".join([*files, '{"type": "text", "text": "What is this?"}'])
-        lines += [
-            f'messages = [{{"role": "user", "content": [{content}]}}]'
-            if modalities
-            else 'messages = [{"role": "user", "content": "What is this?"}]',
-            f"inputs = {name}.apply_chat_template(",
-            "    messages, add_generation_prompt=True, tokenize=True, return_dict=True,",
-            '    return_tensors="pt",',
-            ")",
-        ]
-    elif modalities:
-        text = json.dumps(
-            _placeholder_text(model, tokenizer, modalities[0]) + prompt, ensure_ascii=False
-        )
-        file = _FILES[modalities[0]]
-        value = f'images=Image.open("{file}")' if modalities[0] == "image" else f'audio="{file}"'
-        lines.append(f'inputs = processor(text={text}, {value}, return_tensors="pt")')
-    else:
-        text = json.dumps(prompt or "The", ensure_ascii=False)
-        lines.append(f'inputs = tokenizer({text}, return_tensors="pt")')
-    lines += [
+        *lines,
         "tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]",
         'answer = tokens[inputs["input_ids"].shape[1] :]',
-        f"print({name}.decode(answer, skip_special_tokens=True))",
+        f"print({decoder}.decode(answer, skip_special_tokens=True))",
         "```",
     ]
+    if packages:
+        names = " ".join(f"'{name}'" if "[" in name else name for name in packages)
+        lines = [f"The example requires `pip install {names}`.", "", *lines]
+    if model.generator is not None:
+        lines += ["", f"`scripts/generate.py --draw` of torchmm draws with `{GENERATOR}/`."]
     return lines
 
 
-def _placeholder_text(
-    model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, modality: str
+def _llm_example(kind: str, prompt: str, chats: bool) -> list[str]:
+    """Return code that loads an LLM and prepares a chat or a text."""
+    lines = [
+        f"from transformers import AutoTokenizer, {kind}",
+        *_model_lines(kind),
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+    ]
+    if chats:
+        return [
+            *lines,
+            f'messages = [{{"role": "user", "content": "{_QUESTION}"}}]',
+            *_chat_lines("inputs", "tokenizer", _AS_TENSORS),
+        ]
+    return [*lines, f'inputs = tokenizer({_literal(prompt or "The")}, return_tensors="pt")']
+
+
+def _processor_example(
+    model: MultimodalModel,
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: Written,
+    prompt: str,
+    chats: bool,
+) -> list[str]:
+    """Return code that loads a model with its processor and prepares a chat or a file."""
+    modality = model.encoder_modules()[0].family.modality
+    lines = [
+        *(["from PIL import Image"] if modality == "image" else []),
+        f"from transformers import AutoProcessor, {kind}",
+        *_model_lines(kind),
+        "processor = AutoProcessor.from_pretrained(path)",
+    ]
+    if chats:
+        return [*lines, *_message_lines(modality), *_chat_lines("inputs", "processor", _AS_TENSORS)]
+    text = _literal(_file_text(model, tokenizer, processor, modality) + prompt)
+    argument = "images" if modality == "image" else "audio"
+    return [
+        *lines,
+        f'inputs = processor(text={text}, {argument}={_FILES[modality]}, return_tensors="pt")',
+    ]
+
+
+def _tokenizer_and_images_example(
+    model: MultimodalModel, kind: str, tokenizer: PreTrainedTokenizerBase, prompt: str, chats: bool
+) -> list[str]:
+    """Return code for a class whose processor writes other tokens than training.
+
+    The processor of PaliGemma writes the BOS token after the image, and a newline after the text.
+    Token types of 0 mark the prompt, which the model reads in both directions.
+    """
+    (encoder,) = model.encoder_modules()
+    placeholder = model.image_token_id(tokenizer)
+    assert placeholder is not None
+    mark = _literal(str(tokenizer.convert_ids_to_tokens(placeholder)))
+    count = patches_per_row(encoder.spec.config) ** 2
+    lines = [
+        "from PIL import Image",
+        f"from transformers import AutoImageProcessor, AutoTokenizer, {kind}",
+        *_model_lines(kind),
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        "image_processor = AutoImageProcessor.from_pretrained(path)",
+        f'images = image_processor({_FILES["image"]}, return_tensors="pt")',
+        "# The processor of this class writes the BOS token after the image; training wrote it "
+        "first.",
+    ]
+    if chats:
+        lines += [
+            *_message_lines("image"),
+            *_chat_lines("text", "tokenizer", "tokenize=False"),
+            f"text = text.replace({mark}, {mark} * {count})",
+            "encoded = tokenizer(",
+            '    text, add_special_tokens=False, return_token_type_ids=True, return_tensors="pt"',
+            ")",
+        ]
+    else:
+        lines += [
+            f"text = {mark} * {count} + {_literal(prompt)}",
+            'encoded = tokenizer(text, return_token_type_ids=True, return_tensors="pt")',
+        ]
+    return [*lines, "inputs = {**encoded, **images}"]
+
+
+def _model_lines(kind: str) -> list[str]:
+    return [
+        "",
+        'path = "."  # the directory of this file',
+        f"model = {kind}.from_pretrained(path)",
+    ]
+
+
+def _message_lines(modality: str) -> list[str]:
+    key = "image" if modality == "image" else "path"
+    return [
+        f'file = {{"type": "{modality}", "{key}": {_FILES[modality]}}}',
+        f'question = {{"type": "text", "text": "{_QUESTION}"}}',
+        'messages = [{"role": "user", "content": [file, question]}]',
+    ]
+
+
+def _chat_lines(result: str, templates: str, settings: str) -> list[str]:
+    return [
+        f"{result} = {templates}.apply_chat_template(",
+        f"    messages, add_generation_prompt=True, {settings}",
+        ")",
+    ]
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _file_text(
+    model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, processor: Written, modality: str
 ) -> str:
     """Return the text that stands for an image or a sound in prompts of the processor."""
     text = model.text
+    placeholder = model.image_token_id(tokenizer)
+    before, after = text.prefix, text.suffix
     if modality == "audio" and text.sound_token_id is not None:
-        marks = (*text.sound_prefix, text.sound_token_id, *text.sound_suffix)
-    else:
-        placeholder = model.image_token_id(tokenizer)
-        assert placeholder is not None
-        marks = (*text.prefix, placeholder, *text.suffix)
+        placeholder = text.sound_token_id
+        before, after = text.sound_prefix, text.sound_suffix
+    assert placeholder is not None
+    if processor.in_text:
+        return name_tokens(processor, model.composite, placeholder, tokenizer)[processor.in_text]
+    marks = (placeholder,) if processor.adds_marks else (*before, placeholder, *after)
     written = ""
     for mark in marks:
         if isinstance(mark, int):
