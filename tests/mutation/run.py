@@ -73,11 +73,13 @@ def main() -> int:
     """Draw changes, run the tests of each and print the undetected changes and the rate."""
     parser = argparse.ArgumentParser(description="Measure how many small mistakes tests detect.")
     parser.add_argument("--changes", type=int, default=200, help="number of changes")
+    parser.add_argument("--first", type=int, default=0, help="number of the first change")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     parser.add_argument("--under", default="torchmm", help="folder or file whose code is changed")
     parser.add_argument("--limit", type=float, default=200, help="CPU seconds of tests per change")
     arguments = parser.parse_args()
-    changes = draw_changes(ROOT / arguments.under, arguments.changes, arguments.seed)
+    end = arguments.first + arguments.changes
+    changes = draw_changes(ROOT / arguments.under, end, arguments.seed)[arguments.first :]
     for name in WARM:
         importlib.import_module(name)
     counts: Counter[str] = Counter()
@@ -172,7 +174,10 @@ def _code_of(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def order_tests(path: str, imports: dict[str, set[str]]) -> list[str]:
-    """Return the test files of a module's folder; those that import it most directly come first."""
+    """Return the test files of a module's folder.
+
+    Those that import it most directly come first, and of these the ones with the fewest imports.
+    """
     importers = defaultdict(set)
     for file, imported in imports.items():
         for each in imported:
@@ -185,7 +190,7 @@ def order_tests(path: str, imports: dict[str, set[str]]) -> list[str]:
             queue.append(importer)
     folder = f"tests/unit/{Path(path).parts[1]}/test_"
     tests = [file for file in imports if file.startswith(folder)]
-    return sorted(tests, key=lambda file: (distance.get(file, 1000), file))
+    return sorted(tests, key=lambda file: (distance.get(file, 1000), len(imports[file]), file))
 
 
 def _read_imports(copy: Path) -> dict[str, set[str]]:
