@@ -1,5 +1,8 @@
 """float8 products, emulated: every layout that is not refused trains like one process."""
 
+import functools
+from collections.abc import Callable
+
 import pytest
 from tiny_recipe import arguments, records
 
@@ -52,29 +55,28 @@ def train(tmp_path_factory, real_data, train_server):
 
 
 @pytest.fixture(scope="module")
-def alone(train) -> dict[str, list[dict]]:
-    """One process, without float8 and with both recipes."""
-    names = ("none", "rowwise", "tensorwise")
-    return {name: train(name, float8__recipe=name) for name in names}
+def alone(train) -> Callable[[str], list[dict]]:
+    """alone(recipe): records of one process with a recipe of float8, trained once."""
+    return functools.cache(lambda recipe: train(recipe, float8__recipe=recipe))
 
 
 def test_rounding_shows_and_the_loss_falls_all_the_same(alone):
-    plain = [r["loss"] for r in alone["none"]]
+    plain = [r["loss"] for r in alone("none")]
     for recipe in ("rowwise", "tensorwise"):
-        rounded = [r["loss"] for r in alone[recipe]]
+        rounded = [r["loss"] for r in alone(recipe)]
         assert rounded == pytest.approx(plain, rel=1e-3)
         assert abs(rounded[0] / plain[0] - 1) > 1e-6
         assert rounded[-1] < rounded[0] - 0.1
-    assert alone["rowwise"][0]["loss"] != alone["tensorwise"][0]["loss"]
+    assert alone("rowwise")[0]["loss"] != alone("tensorwise")[0]["loss"]
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_layouts_round_as_one_process_does(layout, train, alone):
     ranks, changes = LAYOUTS[layout]
     found = train(layout, ranks, **changes)
-    expected = alone[changes["float8__recipe"]]
+    expected = alone(changes["float8__recipe"])
     for key in ("loss", "grad_norm"):
         assert found[0][key] == pytest.approx(expected[0][key], rel=1e-5), key
-    assert found[0]["grad_norm"] != pytest.approx(alone["none"][0]["grad_norm"], rel=2e-5)
+    assert found[0]["grad_norm"] != pytest.approx(alone("none")[0]["grad_norm"], rel=2e-5)
     losses = [r["loss"] for r in found]
     assert losses == pytest.approx([r["loss"] for r in expected], rel=1e-3)

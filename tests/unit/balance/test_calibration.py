@@ -16,6 +16,7 @@ from torchmm.balance.costs.calibration import (
     RecordedStep,
     SplitLayers,
     WorkingLayers,
+    _Rate,
     fit_profile,
     learn,
     observe,
@@ -52,6 +53,12 @@ def timed(kind: str, size: float) -> Measured:
 def measurements() -> Measurements:
     operators = [timed(kind, size) for kind in KINDS for size in SIZES]
     return Measurements(operators, dict.fromkeys(KINDS, 5e-6))
+
+
+def test_rate_subtracts_at_most_half_of_the_time() -> None:
+    measured = Measured(Operator("matmul", flops=1e6, memory_bytes=1e3), 1e-5)
+    rates = [_Rate.of(measured, {"matmul": overhead_us}).per_s for overhead_us in (0.0, 2.0, 9.0)]
+    assert rates == pytest.approx([1e11, 1.25e11, 2e11])
 
 
 def test_a_fitted_profile_predicts_what_was_measured() -> None:

@@ -226,6 +226,7 @@ def test_initial_velocities_are_zero_and_layers_are_residual():
 def test_sizes_of_stages_and_messages(model):
     described = model.generator.describe()
     assert described.kind == "generator" and len(described.layers) == 3
+    assert not any(layer.rotary for layer in described.layers)
     assert described.parameters == sum(p.numel() for p in model.generator.parameters())
     parts = sum(layer.parameters for layer in described.layers)
     assert described.parameters == parts + described.pre_parameters + described.post_parameters

@@ -1,5 +1,6 @@
 """Stages of real models on one rank: messages as foretold, gradients as of the whole model."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.nn import functional
 
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.initialize import init_weights
+from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
@@ -63,12 +65,17 @@ def built(
     return model, {index: make_stage(module) for index, module in modules.items()}
 
 
+@functools.lru_cache(maxsize=1)
+def modules_of(case: Case) -> dict[str, LayeredModule]:
+    """Return the unsharded modules of a case by name, on the meta device."""
+    return {module.name: module for module in case.build().modality_modules()}
+
+
 def planned(case: Case, layout: StageLayout, seed: int, dtype: torch.dtype = torch.float32,
             split: float | None = None):  # fmt: skip
     batch, parts = step_of(case, seed)
     graph = StageGraph(layout, len(batch), parts)
-    modules = {module.name: module for module in case.build().modality_modules()}
-    specs = message_specs(graph, modules, [m.meta for m in batch], dtype)
+    specs = message_specs(graph, modules_of(case), [m.meta for m in batch], dtype)
     return batch, lower_plan(random_order(graph, seed, split), graph, specs)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,12 @@ def test_tuned_steps_use_the_memory_they_may_and_are_the_faster_for_it(recipe):
     assert forecast("tuned").step.makespan_ms == none.makespan_ms
     refused = forecast("tuned", "1 MiB")
     assert refused.step is None and "needs" in refused.problem and "rank 0" in refused.problem
+
+
+def test_forecast_without_plan_keeps_its_problem():
+    found = Forecast("1f1b", problem="no plan fits")
+    assert found.as_dict() == {"schedule": "1f1b", "problem": "no plan fits"}
+    assert found.iteration_ms == inf
 
 
 def test_files_hold_what_the_table_says(recipe, tmp_path):

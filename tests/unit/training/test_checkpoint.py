@@ -22,7 +22,7 @@ from checkpoint_runs import (
 from safetensors.torch import load_file
 from torch import nn
 
-from torchmm.common.errors import CheckpointError
+from torchmm.common.errors import CheckpointError, PeerError
 from torchmm.common.rng import restore_rng
 from torchmm.training.checkpoint import load
 from torchmm.training.checkpoint import manager as checkpoint
@@ -153,6 +153,19 @@ def test_the_next_save_waits_for_the_one_before(manager, tmp_path):
         assert len(steps(tmp_path)) >= step
     first.close()
     assert all(not find_problems(path) for path in list_steps(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("Connection closed by peer", PeerError), ("shapes", RuntimeError)]
+)
+def test_failed_save_names_lost_ranks_only(manager, monkeypatch, text, expected):
+    def fail(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    with pytest.raises(expected, match=text) as raised:
+        saved(manager(), 1)
+    assert ("a rank was lost while saving" in str(raised.value)) == (expected is PeerError)
 
 
 def test_a_step_is_not_saved_twice(manager):
