@@ -1,4 +1,8 @@
-"""The program `torchmm`, also `python -m torchmm`: run one of its commands."""
+"""The program `torchmm`, also `python -m torchmm`: run one of its commands.
+
+A command parses its arguments and reads the recipe before it imports torch, so that mistakes are
+reported at once.
+"""
 
 from __future__ import annotations
 

@@ -133,6 +133,7 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
     "torchmm/training/ablation.py": "what a script does with a trained model, without training",
     "torchmm/training/checkpoint/fetch.py": "how files come; its importer knows nothing of a store",
     "torchmm/training/evaluation/lmms_tasks.py": "a program, of another environment",
+    "torchmm/planning/search/method.py": "the queue of one method, without the control loop",
     **{
         f"torchmm/training/hooks/{name}.py": "a hook, imported through the table of hooks"
         for name in ("benchmarks", "checkpoints", "exports", "garbage_collection", "recording")

@@ -281,7 +281,8 @@ class PlanBounds:
         for size, metas in every.items():
             own = slice(stop, stop := stop + len(metas))
             everywhere = bool(has_input_N[own].all())
-            least_ms, kept_bytes = float(total_N[own].min()), float(kept_N[own].min())
+            least_ms = float(total_N[own].min())
+            kept_bytes = float(kept_N[own].min())
             found[size] = _ModuleTimes(total_N[own], least_ms * everywhere, kept_bytes * everywhere)
         return found
 
