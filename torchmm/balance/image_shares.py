@@ -94,7 +94,8 @@ def _fill(cost_I: Int64s, ranks: int) -> Int64s:
     ranks_I = np.zeros(len(cost_I), np.int64)
     if not len(cost_I):
         return ranks_I
-    low, high = cost_I[0], cost_I[0] * len(cost_I)
+    low = cost_I[0]
+    high = cost_I[0] * len(cost_I)
     while low < high:
         limit = (low + high) // 2
         first, used = 0, 0

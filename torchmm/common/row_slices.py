@@ -402,7 +402,8 @@ def exchanged_row(
 
 def _context_route(microbatch: BalancedMicrobatch, ranks: int) -> FeatureRoute:
     """Return the route of context tokens to the ranks that generate the images."""
-    owners, homes = microbatch.read_by[GENERATOR], microbatch.read_for[GENERATOR]
+    owners = microbatch.read_by[GENERATOR]
+    homes = microbatch.read_for[GENERATOR]
     sizes = [image.context for image in microbatch.meta.generated]
     arriving = [image.context for image in microbatch.balanced_meta.generated]
     starts = list(accumulate(sizes, initial=0))
