@@ -85,8 +85,8 @@ class ReplicaForecaster(Forecaster):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        encoders = tuple(module for module in self.modules if module.kind == "encoder")
-        self.shares = self.distribute(ImageBalance(encoders), self.shares)
+        modules = tuple(module for module in self.modules if module.kind != "llm")
+        self.shares = self.distribute(ImageBalance(modules), self.shares)
         self.workload = heaviest(self.modules, self.shares)
 
 

@@ -88,6 +88,20 @@ def test_resuming_goes_on_bit_by_bit(runs):
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
+@pytest.mark.campaign
+def test_balanced_generator_resumes_exactly(tmp_path, real_data, train_server):
+    for name, steps in (("whole", [4]), ("resumed", [2, 4])):
+        for last in steps:
+            changes = {"data__balance": "images", "training__steps": last}
+            given = command(tmp_path / name, real_data, checkpoint__export_hf="false", **changes)
+            codes, output = train_server.run(given, tmp_path / f"log-{name}-{last}", 2)
+            assert codes == [0, 0], output
+    assert all(record["image_imbalance"] >= 1 for record in records(tmp_path / "whole"))
+    whole, resumed = weights(tmp_path / "whole"), weights(tmp_path / "resumed")
+    assert whole.keys() == resumed.keys()
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
 def test_drawings_of_every_validation_are_saved(runs):
     for run_dir in runs.values():
         for step in (2, 4):

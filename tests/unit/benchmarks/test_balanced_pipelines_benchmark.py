@@ -33,7 +33,7 @@ def test_arms_keep_images_and_even_out_work(benchmark, sample):
         )
 
     def spread(arm, axis):
-        work_RM = np.array([step_flops(balance.encoders, share) for share in arm])
+        work_RM = np.array([step_flops(balance.modules, share) for share in arm])
         return (work_RM.max(axis) / work_RM.mean(axis)).max()
 
     over_replicas = benchmark.distribute_over_replicas(balance, shares)
