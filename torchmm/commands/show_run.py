@@ -82,7 +82,8 @@ def _show_captions(console: Console, run: RunContents) -> None:
 def _show_loss(console: Console, run: RunContents) -> None:
     losses = run.points("loss")
     if losses:
-        (first, begin), (last, end) = losses[0], losses[-1]
+        first, begin = losses[0]
+        last, end = losses[-1]
         console.print(f"loss {begin:.3f} (step {first}) -> {end:.3f} (step {last})")
     if validated := run.points("validation_loss"):
         console.print("held-out loss " + " -> ".join(f"{loss:.3f}" for _, loss in validated))
