@@ -175,7 +175,7 @@ def _search(rng: Random) -> Table:
     if rng.random() < 0.8:
         search["background"] = False
     if rng.random() < 0.2:
-        search |= {"seed": rng.randrange(9), "workers": 2, "time_share": 0.5}
+        search |= {"workers": 2, "time_share": 0.5}
     return search
 
 

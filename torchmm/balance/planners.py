@@ -165,7 +165,7 @@ def search_settings(
         workers: threads; None: the recipe's.
         starts: orders that are tried first.
     """
-    return Settings(section.seed, workers or section.workers, starts)
+    return Settings(workers=workers or section.workers, starts=starts)
 
 
 def step_search(

@@ -224,7 +224,7 @@ def _predicted_ms(
     the step does not fit into the device's memory."""
     own = list(microbatches[:MOST_TRIED])
     budget = Budget(evaluations=min(EVALUATIONS, parallel.search.evaluations or EVALUATIONS))
-    settings = Settings(seed=parallel.search.seed)
+    settings = Settings()
     try:
         layout = plan_layout(parallel, modules, own)
         graph = step_graph(layout, parallel, own)

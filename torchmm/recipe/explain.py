@@ -60,16 +60,21 @@ Problems = Iterator[Problem]
 REMOVED_KEYS = {
     "data.reorder_window": "is no longer supported; delete the key: `data.reorder` arranges the "
     "sequences of each step",
+    "model.generator.connector": "is no longer supported; delete the key: the connector is always "
+    "an MLP with two linear layers",
     "parallel.search.strategy": "is no longer supported; delete the key: annealing is the only "
     "strategy, and parallel.search.evaluations = 1 keeps the order of microbatches",
     "parallel.bubble_pieces": "is no longer supported; delete the key: `parallel.tensor_bubbles` "
     "> 0 alone lets encoder layers run in pieces during communication of the LLM",
+    "parallel.search.seed": "is no longer supported; delete the key: the search always uses seed 0",
 }
 """Maps a removed key to the rest of an error message, with the replacement."""
 FORMER_DEFAULTS: dict[str, Any] = {
     "data.reorder_window": 1,
+    "model.generator.connector": "mlp",
     "parallel.search.strategy": "annealing",
     "parallel.bubble_pieces": False,
+    "parallel.search.seed": 0,
 }
 """Maps a removed key to its default. Runs store every key in recipe.toml: a removed key with this
 value is dropped when a recipe is read."""

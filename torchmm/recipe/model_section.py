@@ -162,8 +162,6 @@ class GeneratorConfig(Section):
     overrides of its config."""
     vae: AutoencoderConfig | None = None
     """The autoencoder whose latents it draws; default: it draws pixels."""
-    connector: Literal["mlp"] = "mlp"
-    """From the LLM's hidden states to the layers' context: two linear layers."""
     frames: int = Field(default=1, ge=1)
     """Most frames of a clip; 1: only images."""
     context_tokens: int = Field(default=128, ge=1)

@@ -23,8 +23,6 @@ class SearchConfig(Section):
     evaluations: int | None = Field(default=None, ge=1)
     """Most orders tried for a step. Default: as many as `time_share` allows while the step before
     trains; 4000 where a step is planned before it begins, and in forecasts."""
-    seed: int = Field(default=0, ge=0)
-    """Seed of the search."""
     workers: int = Field(default=1, ge=1)
     """Threads that search, on at most half of the machine's cores."""
     background: bool = True
