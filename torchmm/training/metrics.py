@@ -37,16 +37,16 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, plot_loss
 from torchmm.training.step import StepLosses, StepOutcome
-from torchmm.training.tracking.figures import StepRecord
+from torchmm.training.tracking.figures import StepRecord, reduce_over_ranks
 from torchmm.training.tracking.trackers import Sink, make_trackers
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank did in one step.
+    """Metrics of one rank in one step. `StepRecord` defines how they are reduced over ranks.
 
-    Ranks of one pipeline or tensor-parallel group work on the same samples: only the first of them
-    counts tokens, samples, images and FLOPs, the others give 0.
+    Ranks of one pipeline or tensor-parallel group work on the same samples. Only the first of them
+    counts tokens, samples, images and FLOPs; the values of the other ranks are 0.
     """
 
     tokens: int = 0
@@ -214,9 +214,19 @@ def make_record(
     lr: float,
     peak_flops: float | None,
 ) -> StepRecord:
-    """Combine what all ranks measured. `peak_flops` of one device per second; None: unknown."""
-    step_ms = max(r.step_ms for r in ranks)
-    per_s = 1e3 / step_ms
+    """Return the record of a step from the metrics of all ranks.
+
+    Args:
+        step: number of the step.
+        ranks: metrics of each rank.
+        epoch: passes over the data after the step.
+        loss: mean loss over all ranks.
+        grad_norm: global gradient norm.
+        lr: learning rate.
+        peak_flops: peak FLOP/s of one device; None if unknown.
+    """
+    reduced = reduce_over_ranks(ranks)
+    per_s = 1e3 / reduced["step_ms"]
     busy_ms = [r.data_wait_ms + _compute_ms(r) for r in ranks]
     flops_per_s = sum(r.flops for r in ranks) * per_s
     return StepRecord(
@@ -229,23 +239,12 @@ def make_record(
         tokens_per_s=sum(r.tokens for r in ranks) * per_s,
         samples_per_s=sum(r.samples for r in ranks) * per_s,
         images_per_s=sum(r.images for r in ranks) * per_s,
+        generated_per_s=sum(r.generated for r in ranks) * per_s or None,
         mfu=flops_per_s / (peak_flops * len(ranks)) if peak_flops else None,
-        step_ms=step_ms,
-        data_wait_ms=max(r.data_wait_ms for r in ranks),
-        encoder_ms=max(r.encoder_ms for r in ranks) or None,
-        llm_ms=max(r.llm_ms for r in ranks) or None,
-        pipeline_ms=max(r.pipeline_ms for r in ranks) or None,
         bubble_fraction=_bubble_fraction(ranks),
-        peak_memory_bytes=max(r.peak_memory_bytes for r in ranks),
         slowest_rank=busy_ms.index(max(busy_ms)),
         straggler_share=1.0 - median(busy_ms) / max(busy_ms) if max(busy_ms) else 0.0,
-        skipped_samples=sum(r.skipped_samples for r in ranks),
-        graphs=max(r.graphs for r in ranks),
-        compile_ms=max(r.compile_ms for r in ranks) or None,
-        decoded_images=sum(r.decoded_images for r in ranks),
-        read_bytes=sum(r.read_bytes for r in ranks),
-        generator_ms=max(r.generator_ms for r in ranks) or None,
-        generated_per_s=sum(r.generated for r in ranks) * per_s or None,
+        **reduced,
     )
 
 

@@ -27,6 +27,7 @@ from torchmm.training.metrics import (
     peak_memory_bytes,
 )
 from torchmm.training.report import describe_step, print_summary
+from torchmm.training.tracking.figures import REDUCED, reduce_over_ranks
 from torchmm.training.tracking.trackers import BackgroundSink
 
 CPU = torch.device("cpu")
@@ -92,6 +93,16 @@ def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
     assert made.skipped_samples == 2
     assert (made.decoded_images, made.read_bytes) == (6, 2 * 10**6)
     assert made.encoder_ms is None
+
+
+def test_table_defines_reduction_over_ranks():
+    first = RankStep(**dict.fromkeys(REDUCED, 2))
+    second = RankStep(**dict.fromkeys(REDUCED, 3))
+    expected = {name: 5 if figure.reduce == "sum" else 3 for name, figure in REDUCED.items()}
+    assert reduce_over_ranks([first, second]) == expected
+    empty = reduce_over_ranks([RankStep(), RankStep()])
+    modules = {"encoder_ms", "llm_ms", "generator_ms", "pipeline_ms", "compile_ms"}
+    assert {name for name, value in empty.items() if value is None} == modules
 
 
 def test_mfu_is_null_for_an_unknown_device():

@@ -1,17 +1,17 @@
-"""What a line of metrics.jsonl says: every figure with its group, its unit and a sentence.
+"""The table of metrics: every key of metrics.jsonl with its group, unit, text and reduction.
 
-    StepRecord          one line; its fields' names are the keys, which users' scripts read
-    FIGURES["step_ms"]  Figure(group="time", unit="ms", meaning="From the step's begin ...")
-    "time/step_ms"      the same figure in trackers, whose panels are grouped by what is before "/"
+    StepRecord          one line of metrics.jsonl; field names are the keys
+    FIGURES["step_ms"]  Figure(group="time", unit="ms", meaning="The whole step, ...", reduce="max")
+    "time/step_ms"      the same metric in trackers, whose panels are grouped by the text before "/"
 
-The table is made of the fields' annotations, so no figure can be without an entry. Rejected: a
-table beside the class, which the next figure would be forgotten in; other names in trackers than in
-metrics.jsonl, which nobody finds in the documentation.
+To add a metric that each rank measures, add a field with `reduce` to `StepRecord` and a field with
+the same name to `RankStep` (`torchmm.training.metrics`), and set it in `StepMeter`. metrics.jsonl,
+trackers and the reference page then have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
@@ -26,14 +26,20 @@ Record = Mapping[str, Any]
 
 
 class Figure(NamedTuple):
-    """What a key of metrics.jsonl means."""
+    """Definition of a metric, the annotation of a field of `StepRecord`."""
 
     group: Group
-    """Of panels in trackers."""
+    """Group of panels in trackers."""
     unit: str
-    """Empty: a bare number, or text."""
+    """Unit, or "" for plain numbers and text."""
     meaning: str
-    """A sentence or two."""
+    """Documentation: one or two sentences."""
+    reduce: Literal["max", "sum"] | None = None
+    """Reduction over ranks of the field of `RankStep` that has the same name.
+
+    If the type of the metric includes None, it is None if the result is 0. If `reduce` is None, the
+    metric is computed in other ways.
+    """
 
 
 @dataclass(frozen=True)
@@ -89,17 +95,32 @@ class StepRecord:
             "devices; none where that is unknown.",
         ),
     ]
-    step_ms: Annotated[float, Figure("time", "ms", "The whole step, on the slowest rank.")]
+    step_ms: Annotated[
+        float, Figure("time", "ms", "The whole step, on the slowest rank.", reduce="max")
+    ]
     data_wait_ms: Annotated[
-        float, Figure("time", "ms", "Time the rank that waited longest waited for data.")
+        float,
+        Figure(
+            "time",
+            "ms",
+            "Time the rank that waited longest waited for data.",
+            reduce="max",
+        ),
     ]
     encoder_ms: Annotated[
         float | None,
-        Figure("time", "ms", "Forwards and backwards of all encoders, on the slowest rank."),
+        Figure(
+            "time",
+            "ms",
+            "Forwards and backwards of all encoders, on the slowest rank.",
+            reduce="max",
+        ),
     ]
     llm_ms: Annotated[
         float | None,
-        Figure("time", "ms", "Forwards and backwards of the LLM, on the slowest rank."),
+        Figure(
+            "time", "ms", "Forwards and backwards of the LLM, on the slowest rank.", reduce="max"
+        ),
     ]
     pipeline_ms: Annotated[
         float | None,
@@ -108,6 +129,7 @@ class StepRecord:
             "ms",
             "From the first to the last action of the step's plan, on the slowest rank; none "
             "without a pipeline.",
+            reduce="max",
         ),
     ]
     bubble_fraction: Annotated[
@@ -126,6 +148,7 @@ class StepRecord:
             "bytes",
             "Highest use of one rank since its start: device memory on CUDA, the process's memory "
             "on a CPU.",
+            reduce="max",
         ),
     ]
     slowest_rank: Annotated[
@@ -147,14 +170,23 @@ class StepRecord:
         ),
     ]
     skipped_samples: Annotated[
-        int, Figure("data", "", "Corrupt samples that were skipped since the run began.")
+        int,
+        Figure("data", "", "Corrupt samples that were skipped since the run began.", reduce="sum"),
     ]
     graphs: Annotated[
-        int, Figure("time", "", "Graphs of layers that the busiest rank compiled in the step.")
+        int,
+        Figure(
+            "time", "", "Graphs of layers that the busiest rank compiled in the step.", reduce="max"
+        ),
     ]
     compile_ms: Annotated[
         float | None,
-        Figure("time", "ms", "What that took the slowest rank; none where nothing was compiled."),
+        Figure(
+            "time",
+            "ms",
+            "What that took the slowest rank; none where nothing was compiled.",
+            reduce="max",
+        ),
     ]
     decoded_images: Annotated[
         int,
@@ -164,6 +196,7 @@ class StepRecord:
             "Images, sounds and clips (or their frames), by encoder that reads them, and drawings, "
             "that all ranks together decoded for the step: as many as its samples have, but those "
             "of corrupt ones.",
+            reduce="sum",
         ),
     ]
     read_bytes: Annotated[
@@ -174,6 +207,7 @@ class StepRecord:
             "Of records and files, by all ranks together. Every rank reads the records of its "
             "samples, with the files that are in them, but other files only to decode them; a "
             "character of text counts as a byte.",
+            reduce="sum",
         ),
     ]
     loss_text: Annotated[
@@ -197,7 +231,12 @@ class StepRecord:
     ] = None
     generator_ms: Annotated[
         float | None,
-        Figure("time", "ms", "Forwards and backwards of the generator, on the slowest rank."),
+        Figure(
+            "time",
+            "ms",
+            "Forwards and backwards of the generator, on the slowest rank.",
+            reduce="max",
+        ),
     ] = None
     generated_per_s: Annotated[
         float | None,
@@ -358,13 +397,35 @@ class StepRecord:
         return (self.scores or {}).get(name, getattr(self, name, None))
 
 
-def _figures() -> dict[str, Figure]:
+def _annotations() -> dict[str, tuple[Any, Figure]]:
+    """Return type and definition of each metric."""
     hints = get_type_hints(StepRecord, include_extras=True)
-    return {name: figure for name, hint in hints.items() for figure in get_args(hint)[1:]}
+    return {name: get_args(hint) for name, hint in hints.items()}
 
 
-FIGURES: Mapping[str, Figure] = MappingProxyType(_figures())
-"""By key of metrics.jsonl, in the order of its lines."""
+FIGURES: Mapping[str, Figure] = MappingProxyType(
+    {name: figure for name, (_, figure) in _annotations().items()}
+)
+"""Definitions by key of metrics.jsonl, in the order of its lines."""
+REDUCED: Mapping[str, Figure] = MappingProxyType(
+    {name: figure for name, figure in FIGURES.items() if figure.reduce}
+)
+"""Metrics that are reduced over ranks."""
+_NULLABLE = {name for name, (kind, _) in _annotations().items() if type(None) in get_args(kind)}
+
+
+def reduce_over_ranks(ranks: Sequence[Any]) -> dict[str, Any]:
+    """Return the metrics of `REDUCED` over all ranks.
+
+    Args:
+        ranks: `RankStep` of each rank.
+    """
+    found = {}
+    for name, figure in REDUCED.items():
+        values = [getattr(rank, name) for rank in ranks]
+        value = max(values) if figure.reduce == "max" else sum(values)
+        found[name] = None if name in _NULLABLE and not value else value
+    return found
 
 
 def grouped(record: Record) -> dict[str, Any]:
