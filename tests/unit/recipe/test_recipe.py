@@ -60,7 +60,7 @@ def test_seven_different_mistakes_are_reported_at_once(write, tmp_path):
         (child, "training.steps", "integer"),
         (child, "training.global_batch_sise", "training.global_batch_size"),
         (child, "freeze.modules", '"vision"'),
-        (child, "data.sources[0].path", "prepare_data"),
+        (child, "data.sources[0].path", "prepare-data"),
         ("command line", "parallel.tensor", ">= 1"),
     ]
     assert len(found) == len(expected), found
