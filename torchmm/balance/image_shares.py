@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s, Int64s, compiled
+from torchmm.balance.compiled import Int64s, compiled
 from torchmm.balance.costs.blocks import stage_blocks
 from torchmm.balance.costs.flops import pass_flops
 from torchmm.balance.costs.model import CostModel
@@ -70,10 +70,9 @@ def assign_padded_images(cost_I: Int64s, home_I: Int64s, ranks: int) -> Int64s:
     return owners_I
 
 
-def summed_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Float64s:
+def summed_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Int64s:
     """Return the work of each rank."""
-    work_R: Float64s = np.bincount(owners_I, cost_I, ranks)
-    return work_R
+    return np.bincount(owners_I, cost_I, ranks).astype(np.int64)
 
 
 def padded_work(cost_I: Int64s, owners_I: Int64s, ranks: int) -> Int64s:

@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 
 from torchmm.common.batch import ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import ByteValues
-from torchmm.common.generated import GeneratorInputs
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.processes import MORE_SHARED_MEMORY
 from torchmm.common.row_slices import BalancedMicrobatch, Reads
@@ -584,7 +583,7 @@ def with_noise(
     packs = share.microbatches if isinstance(share, BalancedShare) else share
     found = []
     for number, microbatch in enumerate(step.microbatches):
-        changed: dict[str, GeneratorInputs] = {}
+        changed: dict[str, Any] = {}
         if microbatch.generator is not None:
             items = [item for pack in packs[number] for item in pack]
             keys = [_drawing_key(i, n) for i in items for n in range(len(i.meta.generated))]

@@ -85,7 +85,7 @@ class StepBatch:
     decoded_images: int = 0
     """See `DecodedStep`."""
     read_bytes: int = 0
-    imbalance: Mapping[str, float] = field(default_factory=dict)
+    imbalance: Mapping[str, Any] = field(default_factory=dict)
     """See `StepSamples`."""
 
     def stream_counts(self, kind: Literal["filtered", "dropped"]) -> dict[str, Counter[str]]:

@@ -85,7 +85,7 @@ def _step_ms(case: Case, seed: int) -> tuple[float, float, float, float]:
     size = recipe.training.microbatch_size
     natural = np.arange(len(packs)).reshape(run.shares, -1, size)
     sums = balance_groups(times.totals_N, run.shares).reshape(natural.shape)
-    arranged = np.array(reorder(packs))
+    arranged = np.array(reorder(packs).places)
     steps_ns = [_slowest_ns(times, places_GMB) for places_GMB in (natural, sums, arranged)]
     natural_ms, sums_ms, arranged_ms = (ns / 1e6 for ns in steps_ns)
     return natural_ms, sums_ms, arranged_ms, times.totals_N.sum() / run.shares / 1e6

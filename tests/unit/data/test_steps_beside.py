@@ -13,6 +13,7 @@ from data_cases import data_config, training
 from index_cases import index_of
 
 from torchmm.common import processes
+from torchmm.common.batch import Arrangement, Imbalance
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.steps import beside
 from torchmm.data.steps.beside import StepsBeside
@@ -45,7 +46,8 @@ class Slowly:
     def __call__(self, packs):
         last = len(packs) - 1
         half = range(len(packs) // 2)
-        return [[[last - 2 * i - rank] for i in half] for rank in range(2)]
+        places = [[[last - 2 * i - rank] for i in half] for rank in range(2)]
+        return Arrangement(places, Imbalance(1.5, 1.25))
 
 
 class Begin:
