@@ -13,7 +13,7 @@ from torchmm.recipe.explain import FORMER_DEFAULTS, REMOVED_KEYS
 from torchmm.recipe.read import changed_values, dump_recipe, load_recipe
 from torchmm.training.exports import checkpoint
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "tiny" / "smolvlm.toml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart_generation.toml"
 
 
 def old_tables(values: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def old_tables(values: dict[str, Any]) -> dict[str, Any]:
         *sections, name = key.split(".")
         table = tables
         for section in sections:
-            table = table.setdefault(section, {})
+            table = table[section]
         table[name] = value
     return tables
 
