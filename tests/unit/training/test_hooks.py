@@ -66,13 +66,14 @@ def do_step(training: Training, hook: Hook, *, is_stopping: bool = False) -> Non
 def test_table_builds_only_used_hooks(tmp_path):
     hooks = build_hooks(make_training(Log(), tmp_path))
     names = [type(hook).__name__ for hook in hooks]
-    unused = {"validation", "benchmarks"}
+    unused = {"diagnostics", "validation", "benchmarks"}
     assert names == [entry.name for module, entry in HOOKS.items() if module not in unused]
     assert all(isinstance(hook, Hook) for hook in hooks)
     benchmarks = SimpleNamespace(interval=3)
     validation = SimpleNamespace(interval=3, benchmarks=benchmarks)
     model = SimpleNamespace(generator=None)
-    training = make_training(Log(), tmp_path, validation=validation, model=model)
+    metrics = SimpleNamespace(timeline_step=5, profile_step=0, memory_snapshot_step=0)
+    training = make_training(Log(), tmp_path, validation=validation, model=model, metrics=metrics)
     training.parts.logger = None  # type: ignore[assignment]
     assert [type(hook).__name__ for hook in build_hooks(training)] == [
         entry.name for entry in HOOKS.values()

@@ -20,9 +20,14 @@ class HookEntry(NamedTuple):
     """Function that returns True if a run needs the hook. Equal on all ranks."""
 
 
+def _has_diagnostics(run: Resolved) -> bool:
+    metrics = run.recipe.metrics
+    return any((metrics.timeline_step, metrics.profile_step, metrics.memory_snapshot_step))
+
+
 HOOKS: Mapping[str, HookEntry] = MappingProxyType(
     {
-        "diagnostics": HookEntry("DiagnosticsHook"),
+        "diagnostics": HookEntry("DiagnosticsHook", _has_diagnostics),
         "validation": HookEntry("ValidationHook", lambda run: run.recipe.validation.interval > 0),
         "recording": HookEntry("RecordingHook"),
         "garbage_collection": HookEntry("GarbageCollectionHook"),
