@@ -274,6 +274,12 @@ def test_plans_with_the_lowest_estimate_come_first():
     method.push(draft("neighbor that is not expected to be the best", 120.0, is_rough=False))
     method.push(draft("sizes", 110.0, is_rough=True))
     assert method.pop().text == "sizes"
+    # Schedules of the best sizes halved the step, and may do so for others.
+    method.schedule_ms = {"separated": 200.0, "searched": 100.0}
+    method.push(draft("neighbor", 99.0, is_rough=False))
+    method.push(draft("more sizes", 210.0, is_rough=True))
+    method.simulated = 2
+    assert method.pop().text == "more sizes"
 
 
 def test_methods_with_short_simulations_take_turns():

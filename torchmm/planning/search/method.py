@@ -8,12 +8,14 @@ from heapq import heappop, heappush
 from math import inf
 
 from torchmm.planning.search.result import Candidate
-from torchmm.planning.search.space import Plan
+from torchmm.planning.search.space import FIRST_SCHEDULES, Plan
 
 GAINS = {"searched": 0.75}
 """Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
 searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
 LARGEST_GAIN = min(GAINS.values())
+NEAR = 1.15
+"""Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
 SETUP_ACTIONS = 500
 """Simulated actions that take as long as to prepare a simulation (measured: 0.1 s)."""
 
@@ -47,7 +49,9 @@ class MethodSearch:
     sure: Candidate | None = None
     """The fastest plan that was simulated as a dry run simulates it."""
     factor: float = 0.0
-    """Lowest ratio of simulated to estimated step times; 0 before the first simulation."""
+    """Lowest ratio of simulated to estimated step times of plans that fit; 0 before the first one.
+
+    Plans that do not fit are faster than the same sizes with recomputation."""
     schedule_ms: dict[str, float] = field(default_factory=dict)
     """Step time of the fastest plan that fits, by schedule."""
     simulated: int = 0
@@ -90,6 +94,12 @@ class MethodSearch:
     def _expected_ms(self, draft: Draft) -> float:
         return draft.estimate_ms * (self.factor if draft.is_rough and self.factor else 1.0)
 
+    @property
+    def gain(self) -> float:
+        """Step time of the best plan over that of the best plan with the first schedule."""
+        first_ms = self.schedule_ms.get(FIRST_SCHEDULES.get(self.name, "1f1b"), inf)
+        return min(1.0, self.best_ms / first_ms) if first_ms < inf else 1.0
+
     def push(self, draft: Draft) -> None:
         """Add a plan."""
         heappush(self.roots if draft.is_rough else self.queue, draft)
@@ -112,7 +122,7 @@ class MethodSearch:
             return heappop(min(queues, key=lambda queue: self._expected_ms(queue[0])))
         if len(queues) == 2:
             rough_ms = self._expected_ms(self.roots[0])
-            if LARGEST_GAIN * rough_ms > self.best_ms:
+            if min(LARGEST_GAIN, self.gain / NEAR) * rough_ms > self.best_ms:
                 return heappop(self.queue)
             if self.queue[0].estimate_ms > max(rough_ms, self.best_ms):
                 return heappop(self.roots)

@@ -25,7 +25,7 @@ from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.planning.resolved import resolve
 from torchmm.planning.search.bounds import PlanBounds
 from torchmm.planning.search.disaggregated import DisaggregatedPlans
-from torchmm.planning.search.method import GAINS, Draft, MethodSearch
+from torchmm.planning.search.method import GAINS, NEAR, Draft, MethodSearch
 from torchmm.planning.search.recipe_plans import (
     base_recipe,
     keys_changed,
@@ -51,8 +51,8 @@ from torchmm.planning.segments import leaves_segments_open
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 
-NEAR = 1.15
-"""Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
+REORDERED = 1.02
+"""Expected step time of a neighbor with another `data.reorder` over that of its plan."""
 RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
 TRIES, FIRST_SHARE = 12, 0.15
@@ -371,6 +371,8 @@ class _Search:
             expected = bound.estimate_ms / self._bounds.bound(parent).estimate_ms
             if plan.schedule != parent.schedule:
                 expected *= GAINS.get(plan.schedule, 1.0)
+            if plan.changes.get("data.reorder") != parent.changes.get("data.reorder"):
+                expected = max(expected, REORDERED)
             estimate_ms = parent_ms * expected
         draft = Draft(estimate_ms, plan.text, plan, bound.step_ms, parent is None)
         self._push_draft(method, draft)
@@ -399,21 +401,12 @@ class _Search:
         candidate = self._simulate(method, plan)
         if candidate is None:
             return
-        forecast = candidate.forecast
-        assert forecast.step is not None
-        if draft.is_rough:
-            ratio = forecast.iteration_ms / draft.estimate_ms
-            method.factor = min(method.factor or ratio, ratio)
         if candidate.step_ms == inf:
-            method.least_bytes = min(method.least_bytes, max(forecast.step.peak_bytes))
-            # The first plan that fits matters more than the order of the others.
-            expected_ms = 0.0 if method.best is None else RECOMPUTED * forecast.iteration_ms
-            if method.name == "disaggregated":
-                self._push_neighbors(method, plan, expected_ms)
-                return
-            for other in self._with_more_recomputation(plan):
-                self._push(method, other, plan, expected_ms)
+            self._recompute_more(method, draft, candidate)
             return
+        if draft.is_rough:
+            ratio = candidate.step_ms / draft.estimate_ms
+            method.factor = min(method.factor or ratio, ratio)
         best_ms = method.schedule_ms.get(plan.schedule, inf)
         method.schedule_ms[plan.schedule] = min(best_ms, candidate.step_ms)
         is_best = candidate.step_ms < method.best_ms
@@ -424,6 +417,23 @@ class _Search:
             method.sure = candidate
         if is_best or (self._sized is None and candidate.step_ms < NEAR * best_ms):
             self._push_neighbors(method, plan, candidate.step_ms)
+
+    def _recompute_more(self, method: MethodSearch, draft: Draft, candidate: Candidate) -> None:
+        """List a plan that does not fit with more recomputation."""
+        step = candidate.forecast.step
+        assert step is not None
+        method.least_bytes = min(method.least_bytes, max(step.peak_bytes))
+        # The first plan that fits matters more than the order of the others.
+        expected_ms = 0.0
+        if method.best is not None:
+            expected_ms = RECOMPUTED * candidate.forecast.iteration_ms
+        if draft.is_rough:  # other schedules may be as much faster as for the best sizes
+            expected_ms *= method.gain
+        if method.name == "disaggregated":
+            self._push_neighbors(method, draft.plan, expected_ms)
+            return
+        for other in self._with_more_recomputation(draft.plan):
+            self._push(method, other, draft.plan, expected_ms)
 
     def _push_neighbors(self, method: MethodSearch, plan: Plan, step_ms: float) -> None:
         if self._sized is not None:

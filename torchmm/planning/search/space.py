@@ -42,8 +42,9 @@ TUNED = "tuned"
 LEAST_USED = 1 / 2
 """Smallest fraction of the devices that a plan uses."""
 IMAGES_AT_ONCE = (4, 2, 1)
-FIRST_SEGMENTS = (2, 4)
-"""Segments per rank that are tried first with searched schedules."""
+FIRST_SEGMENTS = ((2, 4), (4, 4), (2, 1))
+"""Segments per rank and images at once that are tried first with searched schedules. Few images at
+once are faster for long images, such as the generated videos of PipeWeaver's T2V-S."""
 LAYERS_PER_STAGE = (2, 4)
 """Layers per encoder stage that are tried besides 1, for colocated encoders."""
 CHAIN_SCHEDULES = (
@@ -378,8 +379,10 @@ def _segment_neighbors(plan: Plan, sample: StepSample) -> Iterator[Plan]:
             values[key] = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
             most[key] = max(1, *(pack.images_of(module.name) for pack in sample.packs))
     if plan.schedule != "searched":
-        for count in FIRST_SEGMENTS:
-            own = {k: min(count, most[k]) if k.endswith("segments") else values[k] for k in values}
+        for count, images in FIRST_SEGMENTS:
+            own = {
+                key: min(count if key.endswith("segments") else images, most[key]) for key in values
+            }
             if all(own.values()):
                 yield plan.changed(parallel__schedule="searched", **own)
         return
