@@ -256,7 +256,10 @@ def balanced_metas(
             read[next(following[name])].append(replace(image, encoder=name))
         for generated in sample.generated:
             drawn[next(following[GENERATOR])].append(generated)
-    return [meta.with_images(*images) for meta, *images in zip(metas, read, drawn, strict=True)]
+    return [
+        meta.with_images(images, generated)
+        for meta, images, generated in zip(metas, read, drawn, strict=True)
+    ]
 
 
 def with_feature_exchange(

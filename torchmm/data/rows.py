@@ -95,8 +95,8 @@ class RowBuilder:
 
     def append(self, sample: DecodedSample, meta: SampleMeta) -> None:
         """Append a sample."""
-        every = [True] * len(meta.images), [True] * len(sample.drawings)
-        self.append_images(sample, meta, *every)
+        generated = [True] * len(sample.drawings)
+        self.append_images(sample, meta, [True] * len(meta.images), generated)
         blocks = [
             self._block(start, image)
             for start, image in zip(sample.image_starts, meta.images, strict=True)

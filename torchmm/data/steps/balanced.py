@@ -106,9 +106,9 @@ class AssignedImages:
             read_for[name] = self.homes_I[is_read_I & of_module_I].tolist()
             read_by[name] = owners_I[own_I & of_module_I].tolist()
         samples = []
-        for item, chosen_images in zip(items(chosen), flags, strict=True):
+        for item, own in zip(items(chosen), flags, strict=True):
             images = len(item.meta.images)
-            samples.append(ReadSample(item, chosen_images[:images], chosen_images[images:]))
+            samples.append(ReadSample(item, own[:images], own[images:]))
         return EncodedImages(samples, read_for, read_by)
 
 
