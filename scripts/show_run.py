@@ -1,5 +1,4 @@
-"""Prints where the files of a run lie, how its loss went, which ranks the others waited for, and
-what it wrote for images.
+"""Show the state of a run, its loss, its slowest ranks, its generated captions and its files.
 
 python scripts/show_run.py outputs/quickstart
 python scripts/show_run.py outputs/quickstart --page    # makes its index.html again
@@ -30,6 +29,8 @@ LABELS = {
 }
 IN_PARTS = "the model in parts, which no class of Hugging Face has together"
 SHOWN_RANKS = 5
+SILENT_S = 600.0
+"""Time without an update after which a run may have been killed, as on its page."""
 
 
 def main() -> int:
@@ -51,6 +52,7 @@ def main() -> int:
     except OSError as error:
         print(f"{run_dir}: {error}", file=sys.stderr)
         return 2
+    console.out(state_line(run), highlight=False)
     _show_captions(console, run)
     _show_loss(console, run)
     _show_scores(console, run)
@@ -59,6 +61,15 @@ def main() -> int:
     for note in run.skipped:
         print(note, file=sys.stderr)
     return 0
+
+
+def state_line(run: RunContents) -> str:
+    """Return the state of a run. A killed process leaves the state "running"."""
+    state = run.status.state if run.status else "unknown"
+    silent_s = run.status_age_s
+    if state == "running" and silent_s > SILENT_S:
+        state += f", but no update for {silent_s / 60:,.0f} min; killed?"
+    return f"{run.name}: {state}"
 
 
 def _show_captions(console: Console, run: RunContents) -> None:

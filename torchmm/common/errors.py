@@ -93,7 +93,8 @@ class PlanError(TorchmmError):
 
 
 class DataError(TorchmmError):
-    """A source cannot be read, or more samples are corrupt than the recipe allows."""
+    """A source or an input file cannot be read, or more samples are corrupt than the recipe
+    allows."""
 
     exit_code = 3
 
@@ -115,6 +116,12 @@ class PeerError(TorchmmError):
     """Another rank was lost or did not answer in time."""
 
     exit_code = 6
+
+
+class UploadError(TorchmmError):
+    """The Hugging Face Hub rejected an export, or cannot be reached; the local export is complete."""
+
+    exit_code = 7
 
 
 class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure
