@@ -119,7 +119,7 @@ class PeerError(TorchmmError):
 
 
 class UploadError(TorchmmError):
-    """The Hugging Face Hub rejected an export, or cannot be reached; the local export is complete."""
+    """An export is complete, but the Hugging Face Hub rejected it or cannot be reached."""
 
     exit_code = 7
 
