@@ -1,4 +1,4 @@
-"""Show the files of a run, its losses, its slowest ranks and the texts that it generated.
+"""Show the state of a run, its losses, its slowest ranks, its generated texts and its files.
 
 `torchmm show` is the same program; `python scripts/show_run.py --help` shows its arguments.
 """

@@ -128,7 +128,7 @@ STEPS = (
 TOLD = (
     "step 4: has other samples",
     "step 5: no plan in time",
-    "step 6: planning had not finished; the best of 33 orders",
+    "step 6: planning time was over; the best of 33 schedules",
     "ended with code -9; step 9 begins with another one, until then orders are natural",
 )
 

@@ -1,4 +1,4 @@
-"""Show the files of a run, its losses, its slowest ranks and the texts that it generated.
+"""Show the state of a run, its losses, its slowest ranks, its generated texts and its files.
 
     torchmm show outputs/quickstart
     torchmm show outputs/quickstart --page    # write its index.html again
@@ -32,6 +32,8 @@ LABELS = {
 }
 IN_PARTS = "the model in parts, which no class of Hugging Face has together"
 SHOWN_RANKS = 5
+SILENT_S = 600.0
+"""Time without an update after which a run may have been killed, as on its page."""
 
 
 def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
@@ -55,6 +57,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     except OSError as error:
         print(f"{run_dir}: {error}", file=sys.stderr)
         return 2
+    console.out(state_line(run), highlight=False)
     _show_captions(console, run)
     _show_loss(console, run)
     _show_scores(console, run)
@@ -63,6 +66,15 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     for note in run.skipped:
         print(note, file=sys.stderr)
     return 0
+
+
+def state_line(run: RunContents) -> str:
+    """Return the state of a run. A killed process leaves the state "running"."""
+    state = run.status.state if run.status else "unknown"
+    silent_s = run.status_age_s
+    if state == "running" and silent_s > SILENT_S:
+        state += f", but no update for {silent_s / 60:,.0f} min; killed?"
+    return f"{run.name}: {state}"
 
 
 def _show_captions(console: Console, run: RunContents) -> None:

@@ -95,7 +95,8 @@ class PlanError(TorchmmError):
 
 
 class DataError(TorchmmError):
-    """A source cannot be read, or more samples are corrupt than the recipe allows."""
+    """A source or an input file cannot be read, or more samples are corrupt than the recipe
+    allows."""
 
     exit_code = 3
 
@@ -117,6 +118,12 @@ class PeerError(TorchmmError):
     """Another rank was lost or did not answer in time."""
 
     exit_code = 6
+
+
+class UploadError(TorchmmError):
+    """An export is complete, but the Hugging Face Hub rejected it or cannot be reached."""
+
+    exit_code = 7
 
 
 class Preempted(TorchmmError):  # noqa: N818 - an outcome, not a failure

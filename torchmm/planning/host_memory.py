@@ -34,11 +34,16 @@ def host_memory_line(forecaster: Forecaster, run: Resolved, step: SimulatedStep)
     device = forecaster.profile.device
     ranks = min(run.world_size, device.devices_per_node)
     terms = host_memory_bytes(forecaster, run, step)
-    parts = [f"{size / 2**30:.2f} GiB {name}" for name, size in terms.items() if size]
-    line = f"at least {sum(terms.values()) / 2**30:.2f} GiB on a node of {ranks} ranks"
+    parts = [f"{_size(size)} {name}" for name, size in terms.items() if size]
+    line = f"at least {_size(sum(terms.values()))} on a node of {ranks} ranks"
     if device.host_memory_bytes:
-        line += f", of {ranks * device.host_memory_bytes / 2**30:,.0f}"
+        line += f", of {_size(ranks * device.host_memory_bytes)}"
     return f"{line}: {', '.join(parts)}; processes and page cache need more"
+
+
+def _size(size_bytes: float) -> str:
+    gib = size_bytes / 2**30
+    return f"{gib:,.1f} GiB" if gib >= 1 else f"{1024 * gib:,.1f} MiB"
 
 
 def host_memory_bytes(

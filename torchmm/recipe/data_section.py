@@ -153,8 +153,8 @@ class SourceConfig(Section):
     weight: float = Field(default=1.0, gt=0)
     """Share of samples drawn from this source, relative to the other sources' weights."""
     epochs: float | None = Field(default=None, gt=0)
-    """In the place of `weight`: how often the source is seen while the other sources are seen as
-    often as their `epochs` say; its weight is this times its number of samples."""
+    """Passes over this source, relative to the `epochs` of the other sources; replaces `weight`.
+    The weight of the source is `epochs` times its number of samples."""
     streaming: bool = False
     """Read in order without random access (for sources too large to index)."""
     files: str | None = None

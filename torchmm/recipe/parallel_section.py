@@ -53,10 +53,10 @@ class ModuleParallelConfig(Section):
     themselves, and its images among their encoders; in attention, or what layers have in its place,
     they divide heads. For long sequences. Default: 1, each has microbatches of its own."""
     segments: int | None = Field(default=None, ge=1)
-    """Stages of this module per rank, for colocated encoders and under schedules with separated
-    modules ("separated", "searched", "csv:..."). Default: `parallel.virtual_stages` for the
-    LLM, 1 for encoders; one for each layer of colocated encoders, whose stages have to fit into
-    bubbles; under "searched" what makes the first step fastest in simulation."""
+    """Stages of this module per rank, for colocated encoders and for the schedules "separated",
+    "searched" and "csv:...". Default: `parallel.virtual_stages` for the LLM and 1 for encoders.
+    Colocated encoders have one stage per layer by default, so that stages fit into bubbles.
+    "searched" chooses the number with the fastest simulated first step."""
     sub_microbatch_images: int | None = Field(default=None, ge=1)
     """Encoders and generator: most images processed together; a microbatch is cut into groups of
     nearly equal size. Smaller groups fill gaps in the pipeline better, larger ones keep the device
@@ -104,10 +104,10 @@ class ParallelConfig(Section):
     simulated step becomes shorter. Layers are then not compiled. 0: encoders never run there."""
     search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
-    """With a pipeline: how far measured times may drift from those used for planning (0.1: 10 %)
-    before the next steps are planned with new ones; until then by FLOPs, "optimus" with all costs
-    of the device's profile. 0: static orders depend on FLOPs alone, and a resumed run is
-    bit-identical; "optimus" is planned as [parallel.search] says."""
+    """With a pipeline: relative difference between measured and planned times above which the next
+    steps are planned with measured times, for example 0.1 for 10 %. Before that, plans use FLOPs,
+    and "optimus" uses all costs of the device profile. With 0, plans use FLOPs only and a resumed
+    run is bit-identical; "optimus" then uses [parallel.search]."""
     virtual_stages: int = Field(default=1, ge=1)
     """Stages per rank; with separated modules: of the LLM."""
     replicate: int = Field(default=1, ge=-1)

@@ -178,14 +178,18 @@ def _is_file(path: Path) -> bool:
 
 
 def list_recipes(folder: Path) -> list[tuple[Path, str]]:
-    """The recipes below a folder, by name, and what each says of itself: the comment that its file
-    begins with, up to the first blank line. Those without a name are bases of others."""
+    """Return the recipes below a folder with their descriptions, those of the folder itself first.
+
+    The description is the comment at the beginning of a file. Files without a description are a
+    user's own recipes, and files without a name are bases of others: both are omitted.
+    """
     found = []
-    for file in sorted(folder.rglob("*.toml")):
+    for file in sorted(folder.rglob("*.toml"), key=lambda file: (len(file.parts), file)):
         text = file.read_text()
-        if re.search(r'^name = "', text, re.MULTILINE):
-            told = takewhile(lambda line: line.startswith("# "), text.splitlines())
-            found.append((file, " ".join(line[2:].strip() for line in told)))
+        lines = takewhile(lambda line: line.startswith("# "), text.splitlines())
+        description = " ".join(line[2:].strip() for line in lines)
+        if description and re.search(r'^name = "', text, re.MULTILINE):
+            found.append((file, description))
     return found
 
 

@@ -82,6 +82,8 @@ def test_the_page_shows_samples_and_what_is_refused(inspect, tmp_path, capsys):
     assert "8 (of 8 records), 3 refused" in printed and "caption x4, messages x1" in printed
     assert "20.0% of samples" in printed  # the last text is longer than a sequence
     assert "words" in printed and "b.png" in printed and "rows.jsonl:8" in printed
+    line = next(line for line in printed.splitlines() if "rows.jsonl:8" in line)
+    assert line.count("rows.jsonl") == 1 and "[7]" not in line
     assert '<span class="loss">a red dog&lt;/s&gt;</span>' in page
     assert "two &lt;b&gt;?" in page and "<b>?" not in page
     assert page.count("data:image/png;base64,") == 6  # before and after preprocessing

@@ -20,13 +20,15 @@ def test_every_recipe_says_what_it_is_for():
     assert all(load_recipe(file, [], None).recipe.name for file in list(found)[:5])
 
 
-def test_the_first_paragraph_is_what_is_told(tmp_path):
-    (tmp_path / "a.toml").write_text('# One,\n# two.\n#\n# How to start it.\nname = "a"\n')
+def test_list_recipes_shows_first_paragraphs_of_described_recipes(tmp_path):
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers/a.toml").write_text('# A paper.\nname = "a"\n')
+    (tmp_path / "b.toml").write_text('# One,\n# two.\n#\n# How to start it.\nname = "b"\n')
     (tmp_path / "base.toml").write_text("# A base.\n[model]\n")
-    (tmp_path / "silent.toml").write_text('name = "silent"\n')
+    (tmp_path / "mine.toml").write_text('name = "mine"\n')
     assert list_recipes(tmp_path) == [
-        (tmp_path / "a.toml", "One, two."),
-        (tmp_path / "silent.toml", ""),
+        (tmp_path / "b.toml", "One, two."),
+        (tmp_path / "papers/a.toml", "A paper."),
     ]
 
 

@@ -560,9 +560,10 @@ def test_an_export_is_pushed_and_stays_if_the_hub_refuses(saved, tmp_path, monke
     transport = exporting.HUB_ERRORS[2]("no route to host")
     for error in (transport, OSError("401 Unauthorized")):
         monkeypatch.setattr(Hub, "refuses", error)
-        assert script(f"kept{error}") == 2
+        assert script(f"kept{error}") == 7
         text = capsys.readouterr().err
-        assert f"was not uploaded to me/mine: {error}" in text and "HF_TOKEN" in text
+        assert f"UploadError: {tmp_path}" in text and "HF_TOKEN" in text
+        assert f"was not uploaded to me/mine: {error}" in text
         assert (tmp_path / f"kept{error}" / "config.json").exists()
 
 

@@ -1,10 +1,14 @@
-"""`torchmm show`: which ranks others waited for."""
+"""`torchmm show`: the state of a run and its slowest ranks."""
 
 import io
+import os
+import time
 
+import pytest
 from rich.console import Console
 
 from torchmm.commands import show_run
+from torchmm.training.ending import Status, write_status
 from torchmm.training.evaluation.results import Evaluation, append
 from torchmm.training.page.contents import RunContents
 
@@ -45,3 +49,13 @@ def test_the_newest_scores_of_a_run_and_those_of_exports_are_shown(tmp_path):
     assert ["step", "4", "vqa/exact_match", "0.5000"] in rows
     assert ["hf-ema", "vqa/cider", "1.7500"] in rows
     assert "0.2500" not in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("age_s", "shown"), [(60, "running"), (3600, "no update for 60 min")])
+def test_state_line_of_killed_run_shows_silence(tmp_path, age_s, shown):
+    write_status(tmp_path, Status("running", 3, 0))
+    past_s = time.time() - age_s
+    os.utime(tmp_path / "STATUS.json", (past_s, past_s))
+    line = show_run.state_line(RunContents(tmp_path, [], {"name": "mine"}))
+    assert line.startswith("mine: running") and shown in line
+    assert ("killed?" in line) == (age_s > 600)

@@ -98,10 +98,9 @@ def refused_lines(found: SourceFindings) -> list[str]:
 
 
 def _with_place(refusal: Refusal) -> str:
-    """Return name, place and reason of a refused record, each once."""
-    if not refusal.where or refusal.reason.startswith(refusal.where):
-        return f"{refusal.name}: {refusal.reason}"
-    return f"{refusal.name}: {refusal.where}: {refusal.reason}"
+    """Return place and reason of a rejected record: its file and line, or its source and index."""
+    place = refusal.where or refusal.name
+    return refusal.reason if refusal.reason.startswith(place) else f"{place}: {refusal.reason}"
 
 
 def corrupt_limit_line(recipe: Recipe, findings: Sequence[SourceFindings]) -> str:

@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from torchmm.common.dtypes import DTYPES
-from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.common.errors import CheckpointError, UploadError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import check_range, whole_tensors
@@ -123,7 +123,7 @@ def push(directory: Path, name: str, private: bool) -> str:
         private: whether a new one is.
 
     Raises:
-        ConfigError: the hub refuses, or cannot be reached; the export stays.
+        UploadError: The Hub rejected the export or cannot be reached.
     """
     api = HfApi()
     try:
@@ -133,7 +133,7 @@ def push(directory: Path, name: str, private: bool) -> str:
         )
     except HUB_ERRORS as error:
         text = str(error).strip().partition("\n")[0]
-        raise ConfigError(
+        raise UploadError(
             f"{directory} was not uploaded to {name}: {text}. It is complete; set HF_TOKEN to a "
             f"token that may write there, and run `hf upload {name} {shlex.quote(str(directory))}`"
         ) from error

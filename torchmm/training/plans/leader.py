@@ -137,7 +137,7 @@ class PlanLeader:
             return False  # times have drifted since
         if not planned.finished:
             say(
-                "step %d: planning had not finished; the best of %d orders is used",
+                "step %d: planning time was over; the best of %d schedules is used",
                 step, planned.evaluations,
             )  # fmt: skip
         return True

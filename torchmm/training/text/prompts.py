@@ -127,13 +127,14 @@ def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> R
         as_chat: whether they are a user's message, laid out by the chat template.
 
     Raises:
-        ConfigError: there is nothing, or no such file.
+        ConfigError: Neither a file nor words are specified.
+        DataError: A file does not exist.
     """
     label = " ".join([*map(str, files), *([words] if words else [])])
     if not label:
         raise ConfigError("nothing is asked: name a file or words (--prompt)")
     if missing := [str(file) for file in files if not file.is_file()]:
-        raise ConfigError(f"no such file: {', '.join(missing)}")
+        raise DataError(f"no such file: {', '.join(missing)}")
     if as_chat:
         return chat_request(label, [{"role": "user", "content": parts_of(files, words)}], Path())
     named: dict[str, Any] = {}
@@ -175,7 +176,8 @@ def read_chats(file: Path) -> list[Request]:
     answer that is there is written anew.
 
     Raises:
-        ConfigError: it cannot be read, or has a record without messages.
+        DataError: The file cannot be read.
+        ConfigError: A record has no messages.
     """
     try:
         text = file.read_text()
@@ -187,7 +189,7 @@ def read_chats(file: Path) -> list[Request]:
             whole = isinstance(found, dict) or (found and "role" in found[0])
             records = [found] if whole else found
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{file}: {error}") from error
+        raise DataError(f"{file}: {error}") from error
     return [
         _chat_of(record, f"{file.name}[{number}]", file.parent)
         for number, record in enumerate(records)

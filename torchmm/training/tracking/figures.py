@@ -91,8 +91,9 @@ class StepRecord:
         Figure(
             "time",
             "0..1",
-            "Model FLOPs, those of encoders included, over the step's time and the peak of all "
-            "devices; none where that is unknown.",
+            "Model FLOPs, including encoders, divided by step time and peak FLOP/s of all devices; "
+            "null if the peak is unknown. CPU runs measure their peak at each start, so compare "
+            "tokens_per_s instead.",
         ),
     ]
     step_ms: Annotated[
@@ -184,7 +185,7 @@ class StepRecord:
         Figure(
             "time",
             "ms",
-            "What that took the slowest rank; none where nothing was compiled.",
+            "Compile time of the slowest rank; null if no graph was compiled.",
             reduce="max",
         ),
     ]
