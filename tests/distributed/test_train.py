@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 STEPS = 20
 SMALL = {"training__global_batch_size": 4, "training__sequence_length": 64}
 CURVE = {"training__steps": STEPS, **SMALL}
-COMPARED = 8
+COMPARED = 4
 """Steps of the curve that each layout takes."""
 SHORT = {"training__steps": COMPARED, **SMALL}
 LAYOUTS = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchmm.balance.costs.blocks import stage_blocks
+from torchmm.balance.costs.blocks import Inputs, Projection, stage_blocks
 from torchmm.balance.costs.devices import NETWORK, NODE, Device
 from torchmm.balance.costs.execution import Execution, Setting, States
 from torchmm.balance.costs.layers import layer_parameters, shared_bytes, stage_parameters
@@ -278,6 +278,17 @@ def test_links_between_pipeline_ranks() -> None:
     assert model.pipeline_link(0, 1) == NODE
     assert model.pipeline_link(1, 2) == NETWORK
     assert model.transfers_ms([5e9, 5e9], [NODE, NETWORK]) == pytest.approx([1e3, 1e4])
+
+
+def test_embedding_blocks_follow_the_listed_linears() -> None:
+    def embedding(flops: int, *linears: tuple[int, int]) -> list[object]:
+        encoder = replace(LLM, kind="encoder", pre_flops_per_unit=flops, pre_linears=linears)
+        blocks = [b for b in stage_blocks(encoder, 0, 1) if isinstance(b, Inputs | Projection)]
+        return [b.linear if isinstance(b, Projection) else None for b in blocks]
+
+    assert embedding(9728, (12, 64), (64, 64)) == [(12, 64), (64, 64)]
+    assert embedding(8192) == [(64, 64)]  # one square linear with these FLOPs
+    assert embedding(0) == [None]
 
 
 def test_kept_bytes_of_the_ends_by_hand() -> None:

@@ -33,12 +33,15 @@ def test_all_supported_families_are_compared(benchmark):
     assert texts == set(llms)
 
 
+QUICK = ("lfm2", "qwen3_vl", "qwen2_audio")
+OTHERS = (
+    *("gemma3", "gemma4", "mistral3", "glm4v_moe"),
+    *("qwen3_omni_moe_thinker", "llava_onevision", "voxtral"),
+)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("lfm2", "gemma3", "gemma4", "mistral3", "qwen3_vl", "glm4v_moe"),
-        *("qwen3_omni_moe_thinker", "llava_onevision", "voxtral", "qwen2_audio"),
-    ],
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.campaign) for name in OTHERS)]
 )
 def test_a_packed_step_is_compared_with_a_padded_one(benchmark, samples, name):
     found, vocabulary = samples

@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.nn import functional
 
+from torchmm.common.errors import ConfigError
+from torchmm.parallel.tensor import overlap_choice
 from torchmm.parallel.tensor.overlap_backends import BACKENDS, Collective, Ring
 from torchmm.parallel.tensor.overlap_linear import (
     Overlap,
@@ -136,3 +138,22 @@ def test_a_scope_that_does_more_with_its_input_is_an_error():
 def test_recipes_name_the_backends():
     for name in BACKENDS:
         assert ParallelConfig(async_tensor_backend=name).async_tensor_backend == name
+
+
+@pytest.mark.parametrize(
+    ("trouble", "transport", "expected"),
+    [
+        (None, "nccl", "symmetric_memory"),
+        ("no peers", "nccl", "ring"),
+        ("no peers", "gloo", "ring"),
+        ("no peers", "mpi", "collective"),
+    ],
+)
+def test_backend_choice_follows_trial_and_transport(monkeypatch, trouble, transport, expected):
+    monkeypatch.setattr(overlap_choice, "symmetric_memory_trouble", lambda *_: trouble)
+    monkeypatch.setattr(overlap_choice.dist, "get_backend", lambda _: transport)
+    backend, reason = overlap_choice.choose_backend(None, torch.device("cpu"))
+    assert backend == expected and (trouble or "right numbers") in reason
+    if trouble:
+        with pytest.raises(ConfigError, match='async_tensor_backend = "symmetric_memory": no pee'):
+            overlap_choice.choose_backend(None, torch.device("cpu"), "symmetric_memory")
