@@ -370,7 +370,8 @@ class _Search:
         if parent is not None:
             expected = bound.estimate_ms / self._bounds.bound(parent).estimate_ms
             if plan.schedule != parent.schedule:
-                expected *= GAINS.get(plan.schedule, 1.0)
+                gain = GAINS.get(plan.schedule)
+                expected *= 1.0 if gain is None else min(gain, method.gain)
             if plan.changes.get("data.reorder") != parent.changes.get("data.reorder"):
                 expected = max(expected, REORDERED)
             estimate_ms = parent_ms * expected
