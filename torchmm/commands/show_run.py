@@ -70,7 +70,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 def state_line(run: RunContents) -> str:
     """Return the state of a run. A killed process leaves the state "running"."""
-    state = run.status.state if run.status else "unknown"
+    state: str = run.status.state if run.status else "unknown"
     silent_s = run.status_age_s
     if state == "running" and silent_s > SILENT_S:
         state += f", but no update for {silent_s / 60:,.0f} min; killed?"

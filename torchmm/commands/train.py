@@ -32,7 +32,8 @@ from torchmm.recipe.recipe import Recipe
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
-    faulthandler.enable(sys.__stderr__)  # shows the threads of a rank that a signal kills
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # shows the threads of a rank that a signal kills
     parser = recipe_parser(__doc__, prog, required=False)
     parser.add_argument("--list-recipes", action="store_true", help="show all recipes and exit")
     parser.add_argument("--print-config", action="store_true", help="show the recipe and exit")
