@@ -423,10 +423,12 @@ def _file_text(
     """Return the text that stands for an image or a sound in prompts of the processor."""
     text = model.text
     placeholder = model.image_token_id(tokenizer)
-    before, after = text.prefix, text.suffix
+    before = text.prefix
+    after = text.suffix
     if modality == "audio" and text.sound_token_id is not None:
         placeholder = text.sound_token_id
-        before, after = text.sound_prefix, text.sound_suffix
+        before = text.sound_prefix
+        after = text.sound_suffix
     assert placeholder is not None
     if processor.in_text:
         return name_tokens(processor, model.composite, placeholder, tokenizer)[processor.in_text]
