@@ -217,8 +217,8 @@ def _step_lines(
         )
     timeline = step.timeline
     return {
-        "first step": f"{forecast.iteration_ms:,.1f} ms on {device}, simulated "
-        f"(simulation.device; of it the optimizer {forecast.update_ms:,.1f}): MFU "
+        "first step": f"{forecast.iteration_ms:,.1f} ms on {device} (simulation.device), simulated "
+        f"(of it the optimizer {forecast.update_ms:,.1f}): MFU "
         f"{100 * forecast.mfu:.1f} %, bubbles {100 * timeline.bubble_fraction:.1f} %, "
         f"{forecast.tokens_per_s:,.0f} tokens/s",
         "peak memory": f"{peak_bytes / 2**30:.2f} GiB, simulated, of {memory_bytes / 2**30:.1f}: "
