@@ -314,7 +314,7 @@ def test_a_lost_peer_is_named(tmp_path, real_data, train_server):
     run.kill(1, signal.SIGSEGV)
     assert run.wait() == [6, -signal.SIGSEGV]
     last_words = run.output(1)
-    assert "Fatal Python error: Segmentation fault" in last_words and " in _run_steps" in last_words
+    assert "Fatal Python error: Segmentation fault" in last_words and " in _train" in last_words
     assert "PeerError: rank 0 lost a peer at step " in run.output()
     assert f"rank 1 (process {run.processes[1].pid} on " in run.output()
     assert "Traceback" not in run.output()
