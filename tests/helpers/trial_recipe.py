@@ -18,8 +18,6 @@ hidden_size = 32
 intermediate_size = 64
 num_hidden_layers = 2
 num_attention_heads = 4
-[model.generator]
-connector = "mlp"
 [model.generator.config]
 _class_name = "PixArtTransformer2DModel"
 num_attention_heads = 2

@@ -32,7 +32,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import Kept
-from torchmm.models.families import composites
+from torchmm.models.families.composites.table import COMPOSITES as COMPOSITE_KINDS
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.hf.export import hf_name, hf_prefixes
@@ -59,7 +59,7 @@ def our_hf_name(model: MultimodalModel, fqn: str) -> str:
 def plain_composite(model: MultimodalModel) -> PreTrainedModel:
     """Hugging Face's composite with our weights and eager attention."""
     assert model.composite is not None
-    kind = composites.COMPOSITES[model.composite.model_type].kind
+    kind = COMPOSITE_KINDS[model.composite.model_type].kind
     plain = kind._from_config(model.composite, attn_implementation="eager")
     weights = {our_hf_name(model, name): value for name, value in model.state_dict().items()}
     missing = plain.load_state_dict(weights, strict=False)
@@ -484,7 +484,7 @@ def test_every_family_is_among_the_cases() -> None:
     """Of what is compared with Hugging Face's, cut, and written to files."""
     assert {config["model_type"] for config in LLMS.values()} == set(LLM_FAMILIES)
     kinds = {config["model_type"] for config in COMPOSITES.values()}
-    assert kinds == set(composites.COMPOSITES)
+    assert kinds == set(COMPOSITE_KINDS)
     towers = ENCODERS.values()
     assert {config["model_type"] for config in towers} == set(ENCODER_FAMILIES)
 
@@ -492,7 +492,7 @@ def test_every_family_is_among_the_cases() -> None:
 @pytest.mark.parametrize("page", ["reference/models.md", "start/own_model.md"])
 def test_documents_name_every_family(page: str) -> None:
     text = (Path(__file__).parents[3] / "docs" / page).read_text()
-    names = (*LLM_FAMILIES, *ENCODER_FAMILIES, *composites.COMPOSITES)
+    names = (*LLM_FAMILIES, *ENCODER_FAMILIES, *COMPOSITE_KINDS)
     assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
 
 
