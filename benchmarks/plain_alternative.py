@@ -52,6 +52,7 @@ from support.workloads import (
 )
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.commands.plan import default_budget_s
 from torchmm.planning.forecast import StepSample
 from torchmm.planning.search.result import Candidate
 from torchmm.planning.search.search import search_plans
@@ -95,7 +96,8 @@ def measure(workload: Workload, budget_s: float, methods: Sequence[str] = PIPELI
 
     Args:
         workload: Model, data and cluster.
-        budget_s: Time limit of each search in seconds.
+        budget_s: Time limit of each search in seconds. The planner has at least the default of
+            `torchmm plan`, which is longer for more than 200 GPUs.
         methods: Pipeline methods of the planner that are searched alone.
     """
     recipe = with_values(workload.load(), "data", reorder="intra")
@@ -111,7 +113,8 @@ def measure(workload: Workload, budget_s: float, methods: Sequence[str] = PIPELI
     if by_hand is not None:
         found[BY_HAND] = {"step_s": by_hand[0].step_ms / 1e3, "sizes": by_hand[1]}
     found_s = time.process_time()
-    planned = search_plans(recipe, workload.gpus, profile, budget_s=budget_s, sample=sample)
+    planner_s = max(budget_s, default_budget_s(workload.gpus)) if budget_s == BUDGET_S else budget_s
+    planned = search_plans(recipe, workload.gpus, profile, budget_s=planner_s, sample=sample)
     plain_planned = plan_record(planned.best_by_method["fsdp"])
     return {
         "workload": workload.title,
