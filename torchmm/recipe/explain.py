@@ -73,11 +73,11 @@ FORMER_DEFAULTS: dict[str, Any] = {
     "data.reorder_window": 1,
     "model.generator.connector": "mlp",
     "parallel.search.strategy": "annealing",
-    "parallel.bubble_pieces": False,
     "parallel.search.seed": 0,
 }
 """Maps a removed key to its default. Runs store every key in recipe.toml: a removed key with this
-value is dropped when a recipe is read."""
+value is dropped when a recipe is read. Without an entry, only recipes in directories of runs may
+have the key."""
 
 
 def without_removed_keys(
@@ -93,7 +93,8 @@ def without_removed_keys(
     found: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{above}{name}"
-        if key in REMOVED_KEYS and (not only_defaults or value == FORMER_DEFAULTS[key]):
+        is_default = key in FORMER_DEFAULTS and value == FORMER_DEFAULTS[key]
+        if key in REMOVED_KEYS and (is_default or not only_defaults):
             continue
         if isinstance(value, Mapping):
             found[name] = without_removed_keys(value, only_defaults=only_defaults, above=f"{key}.")

@@ -19,6 +19,7 @@ from PIL import Image
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from torchmm.commands import generate
 from torchmm.common import log
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
@@ -151,11 +152,11 @@ def test_a_stream_shows_what_is_otherwise_printed_at_the_end(run: Run) -> None:
 
 
 def test_until_the_first_word_it_says_that_what_was_asked_is_read(
-    run: Run, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And then nothing else between the words."""
     told = io.StringIO()
-    monkeypatch.setattr(script, "make_console", lambda **_: Console(file=told))
+    monkeypatch.setattr(generate, "make_console", lambda **_: Console(file=told))
     monkeypatch.setattr(log, "QUIET_S", 0.02)
     monkeypatch.setattr(log, "POLL_S", 0.01)
     logits = Pipeline.next_token_logits

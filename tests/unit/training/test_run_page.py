@@ -211,7 +211,7 @@ def test_tables_print_names_with_markup(run_dir: Path, monkeypatch, capsys) -> N
     (run_dir / "recipe.toml").write_text(tomli_w.dumps({"name": MARKUP}))
     monkeypatch.setattr(sys, "argv", ["show_run.py", str(run_dir)])
     assert show_run.main() == 0
-    assert capsys.readouterr().out.count(MARKUP) == 3
+    assert capsys.readouterr().out.count(MARKUP) == 4
     monkeypatch.chdir(run_dir)
     monkeypatch.setattr(sys, "argv", ["compare_runs.py", str(run_dir), str(run_dir)])
     assert compare_runs.main() == 0

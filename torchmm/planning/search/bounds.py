@@ -39,6 +39,7 @@ from torchmm.planning.search.space import (
     planned_recipe,
 )
 from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import SCHEDULES
 
 REGROUPED = 0.97
 """Factor of the bound for work: data reordering joins other sequences to microbatches than those
@@ -213,10 +214,12 @@ class PlanBounds:
         """Return the cost model of a plan, whose executions depend on few of its changes."""
         keys = (
             *("tensor", "replicate", "shard", "expert", "llm.context", "sequence_parallel"),
-            *("pipeline", "placement", "gradient_reduction"),
+            *("pipeline", "placement", "gradient_reduction", "tensor_bubbles"),
             *(f"{module.name}.tensor" for module in self._sample.modules),
         )
-        key = (plan.recompute, *(plan.changes.get(f"parallel.{name}") for name in keys))
+        # Layers that split the backward pass are not compiled.
+        splits = plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].splits_backward
+        key = (plan.recompute, splits, *(plan.changes.get(f"parallel.{name}") for name in keys))
         if key not in self._models:
             own = planned_recipe(self._recipe, plan)
             run = resolve(own, plan.devices)
