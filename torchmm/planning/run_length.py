@@ -136,9 +136,14 @@ def describe_passes(recipe: Recipe, pass_steps: float) -> str:
     """Return the steps of a pass and the passes of the run in words."""
     passes = recipe.training.steps / pass_steps
     return (
-        f"one pass over the training data is about {pass_steps:,.4g} steps, so this run makes "
-        f"{passes:,.3g} passes"
+        f"one pass over the training data is about {_short_number(pass_steps)} steps, so this run "
+        f"makes {_short_number(passes)} passes"
     )
+
+
+def _short_number(value: float) -> str:
+    """Return a positive value with 3 significant digits, without an exponent if it is large."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def lost_steps_warning(recipe: Recipe, hours: float) -> str:

@@ -126,3 +126,15 @@ def test_goals_have_the_hours_and_memory_of_the_forecasts() -> None:
         told = recipe.training.steps * found[name, "iteration"] / 3600
         assert float(hours) == pytest.approx(told, abs=0.051), name
         assert int(memory_gib) == round(found[name, "peak memory per GPU"]), name
+
+
+def test_lora_page_matches_recipe_forecasts() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/recipe_forecasts.json").read_text())
+    values = {(row["case"], row["metric"]): row["ours"] for row in rows}
+    page = (ROOT / "docs" / "start" / "lora.md").read_text()
+    lines = re.findall(r"\| `(\w+)` \| [^|]+ \| (\d+) \| (\d+) GiB \| ([\d.]+) s \|", page)
+    assert len(lines) == 3
+    for name, gpus, memory_gib, step_s in lines:
+        assert int(gpus) == load_recipe(ZOO / f"{name}.toml", []).recipe.simulation.gpus, name
+        assert int(memory_gib) == round(values[name, "peak memory per GPU"]), name
+        assert float(step_s) == pytest.approx(values[name, "iteration"], abs=0.0051), name
