@@ -62,7 +62,7 @@ INSPECT = (
 )
 PLAN = (
     "torchmm.planning.search.search:StepSample",
-    "torchmm.planning.search.search:Forecaster",
+    "torchmm.planning.search.recipe_plans:Forecaster",
 )
 QUICKSTART = ("--config", "recipes/quickstart.toml")
 PROGRAMS: dict[str, tuple[str, ...]] = {
