@@ -8,7 +8,7 @@
 # queued again, up to RETRIES times, if a rank or node was lost (6). docs/grow/cluster.md says more.
 #
 # Environment: PYTHON (default .venv/bin/python), RETRIES (3), MASTER_ADDR (the first node), SRUN_OPTIONS:
-# SRUN_OPTIONS="--container-image=torchmm.sqsh --container-mounts=$PWD" with Pyxis.
+# SRUN_OPTIONS="--container-image=$PWD/torchmm.sqsh --container-mounts=$PWD --container-workdir=$PWD" with Pyxis.
 #SBATCH --job-name=torchmm
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8

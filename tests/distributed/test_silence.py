@@ -62,7 +62,7 @@ INSPECT = (
 )
 PLAN = (
     "torchmm.planning.search.search:StepSample",
-    "torchmm.planning.search.search:Forecaster",
+    "torchmm.planning.search.recipe_plans:Forecaster",
 )
 QUICKSTART = ("--config", "recipes/quickstart.toml")
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -241,7 +241,7 @@ def command_of(program: Path) -> Path:
 def test_planning_a_cluster_says_what_takes_long(tmp_path):
     (tmp_path / "small.toml").write_text(SIZES)
     command = [ROOT / "scripts/plan.py", "--config", tmp_path / "small.toml"]
-    command += ["--placement", "auto", "--effort", "0.001"]
+    command += ["--placement", "auto", "--budget-s", "0"]
     told = tell(tmp_path / "notes.jsonl", PLAN, command)
     assert told.silent() == [SILENT]
     assert told.gaps()[0][0] < MOST_S, told.gaps()[:3]

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchmm.commands.arguments import parse_recipe_arguments, recipe_parser
-from torchmm.common.errors import TorchmmError
+from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import loading, log_to_console, make_console, worked, working
+from torchmm.recipe.check import check_source_paths
 from torchmm.recipe.read import load_recipe
 
 
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
 
 def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     recipe = load_recipe(options.config, overrides).recipe
+    if problems := [f"{options.config}: {problem}" for problem in check_source_paths(recipe)]:
+        raise ConfigError(problems)
     out = options.out or Path(recipe.output_dir) / recipe.name / "data"
     make_writable_directory(out)
     console = make_console()

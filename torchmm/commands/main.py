@@ -7,7 +7,10 @@ reported at once.
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
+
+from torchmm import __version__
 
 COMMANDS = {
     "train": ("train", "train the model of a recipe"),
@@ -37,9 +40,10 @@ def main() -> int:
         "node:\n  torchrun --nproc-per-node N -m torchmm train RECIPE",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"torchmm {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the above")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
-    options = parser.parse_args()
+    options = parser.parse_args(sys.argv[1:] or ["--help"])
     module, _ = COMMANDS[options.command]
     command = import_module(f"torchmm.commands.{module}")
     return int(command.main(options.arguments, f"torchmm {options.command}"))

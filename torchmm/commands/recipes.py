@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import fill
@@ -19,11 +21,16 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
 
 
 def print_recipes() -> None:
-    """Print name and description of every recipe."""
+    """Print name and description of every recipe. Stop if the reader exits, as `head` does."""
     directory = read.recipes_directory()
-    for file, text in read.list_recipes(directory):
-        print(file.relative_to(directory).with_suffix(""))
-        print(fill(text, 100, initial_indent="    ", subsequent_indent="    ") + "\n")
+    try:
+        for file, text in read.list_recipes(directory):
+            print(file.relative_to(directory).with_suffix(""))
+            print(fill(text, 100, initial_indent="    ", subsequent_indent="    ") + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output at exit again, which must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

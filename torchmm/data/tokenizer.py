@@ -87,7 +87,9 @@ def read_tokenizer(key: str, source: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions for damaged files
         damaged = json_problems(Path(name), _FILES) + _template_problems(Path(name))
-        check = f" (check {' and '.join(_FILES[:2])})" if Path(name).is_dir() else ""
+        check = f" (check {' and '.join(_FILES[:2])})"
+        if not Path(name).is_dir():
+            check = f" ({name} is not a local directory either)"
         reason = "; ".join(damaged) or f"{describe_refusal(error)}{check}"
         raise ConfigError(f"{key}: cannot be loaded: {reason}") from error
     if damaged := json_problems(Path(name), _FILES[1:4]) + _template_problems(Path(name)):

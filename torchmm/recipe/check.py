@@ -167,8 +167,8 @@ def _check_data(recipe: Recipe) -> Problems:
     data = recipe.data
     if not data.sources and not recipe.simulation.sequences:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
+    yield from check_source_paths(recipe)
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
-        yield from _check_places(list_name, sources, data.producers.plan)
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_epochs(recipe)
@@ -231,15 +231,17 @@ def _check_balance(recipe: Recipe) -> Problems:
         yield Problem(key, value, text, ("data.producers",))
 
 
-def _check_places(list_name: str, sources: Sequence[SourceConfig], planned: bool) -> Problems:
-    """Where sources lie: where producers are, if those plan the steps."""
-    for index, source in enumerate(sources):
-        key = f"data.{list_name}[{index}]"
-        if not planned:
-            yield from _check_path(f"{key}.path", source)
-        elif source.streaming:
-            text = "is read once, so that producers cannot plan it; index it, or plan here"
-            yield Problem(f"{key}.streaming", True, text, ("data.producers.plan",))
+def check_source_paths(recipe: Recipe) -> Problems:
+    """Yield sources whose files do not exist. Sources that producers plan are on their hosts."""
+    data = recipe.data
+    for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
+        for index, source in enumerate(sources):
+            key = f"data.{list_name}[{index}]"
+            if not data.producers.plan:
+                yield from _check_path(f"{key}.path", source)
+            elif source.streaming:
+                text = "is read once, so that producers cannot plan it; index it, or plan here"
+                yield Problem(f"{key}.streaming", True, text, ("data.producers.plan",))
 
 
 def _check_producers(producers: ProducersConfig) -> Problems:
@@ -380,7 +382,7 @@ def _check_path(key: str, source: SourceConfig) -> Problems:
     path = str(Path(source.path).expanduser())
     found = Path(path).exists() or glob(path, recursive=True)  # noqa: PTH207 - absolute patterns
     if source.format != "hub" and not found:
-        text = "no such file or directory; run torchmm prepare-data or correct the path"
+        text = "no such file or directory; run torchmm prepare-data SET or correct the path"
         if source.format == "auto" and not is_path(source.path):
             text += ' (for a Hugging Face data set set format = "hub")'
         yield Problem(key, source.path, text)

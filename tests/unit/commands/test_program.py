@@ -32,6 +32,33 @@ def test_command_shows_its_own_help(name, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith(f"usage: torchmm {name} ")
 
 
+def test_version_option_prints_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchmm", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"torchmm {torchmm.__version__}\n"
+
+
+def test_program_without_command_shows_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["torchmm"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    assert "\ncommands:\n" in capsys.readouterr().out
+
+
+def test_recipes_command_ignores_closed_pipe():
+    command = [sys.executable, "-m", "torchmm", "recipes"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as listing:
+        assert listing.stdout is not None and listing.stderr is not None
+        listing.stdout.close()
+        assert listing.stderr.read() == b""
+    assert listing.returncode == 0
+
+
 def test_scripts_are_thin_and_complete():
     modules = {module for module, _ in COMMANDS.values()} - {"dry_run", "recipes", "train"}
     for file in [ROOT / "train.py", *(ROOT / "scripts" / f"{name}.py" for name in modules)]:

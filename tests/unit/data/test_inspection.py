@@ -103,6 +103,15 @@ def test_a_source_that_gives_nothing_ends_it(inspect, capsys):
     assert "none of its 1 records that were read is usable" in capsys.readouterr().err
 
 
+def test_inspection_names_missing_paths_before_reading(tmp_path, capsys):
+    sources = f'--data.sources=[{{path="{tmp_path / "none"}"}}]'
+    words = ["--config", str(QUICKSTART), "--out", str(tmp_path / "page")]
+    assert INSPECT([*words, sources, "--data.validation=[]"]) == 2
+    printed = capsys.readouterr().err
+    assert "data.sources[0].path" in printed and "no such file or directory" in printed
+    assert "loading torch" not in printed and not (tmp_path / "page").exists()
+
+
 def test_counts_are_those_of_the_samples(inspect, tmp_path, tokenizer, capsys):
     inspect(rows(tmp_path, 2))
     printed = capsys.readouterr().out
@@ -158,4 +167,4 @@ def test_decoding_names_damaged_files_and_checks_limits(
     inspect(found, "--samples", "1", "--decode", "--data.max_corrupt_fraction", fraction)
     out = " ".join(capsys.readouterr().out.split())
     assert "about 1 of 4 samples are corrupt (25.0%)" in out and answer in out
-    assert "rows.jsonl:4" in out
+    assert "rows.jsonl:4: image cannot be decoded" in out

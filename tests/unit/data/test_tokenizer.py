@@ -36,6 +36,11 @@ def test_trained_or_known_tokens_give_no_warning(model: ModelConfig, tmp_path: P
     assert not untrained_tokens(weights_only, load_tokenizer(model), trains_embeddings=False)
 
 
+def test_missing_tokenizer_names_local_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none is not a local directory either"):
+        read_tokenizer("model.tokenizer", tmp_path / "none")
+
+
 def doubling(count: int) -> normalizers.Sequence:
     return normalizers.Sequence([normalizers.Replace("a", "aa") for _ in range(count)])
 
