@@ -93,13 +93,14 @@ def run(of: Searched, start: type | None) -> list:
         batches = [batch_of(s) for s in (step, step + 1)]
         share, coming = (of.share(batch) for batch in batches)
         metas = [m.meta for m in coming]
-        plan = planner.plan(step, share, lambda metas=metas: [metas] * of.mesh.data_parallel_size)
+        upcoming = [metas] * of.mesh.data_parallel_size
+        planned = planner.plan(step, share, lambda upcoming=upcoming: upcoming)
         of.model.zero_grad()
-        outcome = of.step.run(plan, share, 100)
+        outcome = of.step.run(planned.plan, share, 100)
         gradients = [p.grad for p in of.model.parameters() if p.grad is not None]
         local = [getattr(g, "to_local", lambda g=g: g)().clone() for g in gradients]
-        found.append((outcome.loss.item(), local, planner.figures.planner_ms))
-        planner.learn(step, outcome, share, 100.0)
+        found.append((outcome.loss.item(), local, planned.statistics.planner_ms))
+        planner.learn(step, planned, outcome.result, share, 100.0)
     planner.close()
     return found
 
@@ -194,7 +195,7 @@ def own_programs() -> list[str]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     of = build_searched({"pipeline": 4, "schedule": "separated"})
     share = of.share(batch_of(1))
-    plan = planner_of(of).plan(1, share)
+    plan, _ = planner_of(of).plan(1, share)
     whole: PipelinePlan = of.pipeline.plan_training(share)
     rank = of.mesh.pipeline_rank
     wrong = []

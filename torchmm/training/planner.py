@@ -1,8 +1,8 @@
 """Plans in a run: which step is planned from what, and with what measured times.
 
-    planner = StepPlanner(pipeline, tuning, mesh, logger, ...)
-    plan = planner.plan(step, microbatches, loader.next_metas)     before each step
-    planner.learn(step, outcome, microbatches, step_ms)            after it
+    planner = build_planner(run, pipeline, mesh, logger)
+    planned = planner.plan(step, microbatches, loader.next_metas)              before each step
+    planner.learn(step, planned, outcome.result, microbatches, step_ms)        after it
 
 The first rank of every pipeline has the plan of each step made, beside the training of the one
 before where that is worth it (`plans.leader`), and sends it to the others as numbers, once all have
@@ -36,7 +36,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -64,53 +63,48 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import Gathering, PipelinePlan
-from torchmm.pipelining.run.runtime import channel_pairs
+from torchmm.pipelining.run.runtime import StepResult, channel_pairs
 from torchmm.planning.beside.process import PlanningProcess
 from torchmm.planning.beside.requests import Measured, PlannedStep, PlanningSetup, PlanRequest
 from torchmm.planning.beside.work import StepWork
-from torchmm.planning.executions import run_costs, run_profile
+from torchmm.planning.executions import run_costs, run_profile, run_tuning
+from torchmm.planning.planner import PlanStatistics, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import modelled_totals
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.plans.leader import PlanLeader, Upcoming
+from torchmm.training.plans.leader import PlanLeader
 from torchmm.training.plans.sharing import SharedPlans, digest_of
-from torchmm.training.step import StepOutcome
 
 SHOWN = 3
 """Kinds of actions that a message about drift names."""
 
 
-@dataclass(frozen=True)
-class PlanFigures:
-    """What planning a step took and promises; None where nothing is known."""
+def build_planner(
+    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+) -> StepPlanner:
+    """Return the planner of a run. Collective over all ranks.
 
-    predicted_ms: float | None = None
-    planner: str | None = None
-    planner_ms: float | None = None
-    planner_evaluations: int | None = None
-    gain_over_natural: float | None = None
-
-    @classmethod
-    def of(cls, planned: PlannedStep) -> PlanFigures:
-        """Of a plan that ranks have shared."""
-        return cls(
-            planned.predicted_ms,
-            planned.planner,
-            planned.planner_ms,
-            planned.evaluations,
-            planned.gain_over_natural,
-        )
-
-
-def search_costs(run: Resolved, pipeline: Pipeline, mesh: ParallelMesh) -> CostModel | None:
-    """What orders of a run's steps are searched with; None: they are not."""
-    if run.recipe.parallel.schedule not in PLANNERS or mesh.pipeline_size == 1:
-        return None
-    return run_costs(run, pipeline.descriptions, run_profile(run.recipe, mesh.device))
+    Raises:
+        ConfigError: `simulation.device` is unknown.
+    """
+    recipe = run.recipe
+    layerwise = pipeline.sharding == "layer"
+    costs = None
+    if recipe.parallel.schedule in PLANNERS and mesh.pipeline_size > 1:
+        costs = run_costs(run, pipeline.descriptions, run_profile(recipe, mesh.device))
+    return StepPlanner(
+        pipeline,
+        run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise),
+        mesh,
+        logger,
+        costs,
+        deterministic=recipe.training.deterministic,
+        steps=recipe.training.steps,
+    )
 
 
 class StepPlanner:
-    """Plans the steps of a run. Collective over all ranks, as are `plan` and `learn`.
+    """Plans the steps of a run, see `Planner`. Construction is collective over all ranks.
 
     Args:
         tuning: how plans choose what layers recompute; None: they do not.
@@ -118,9 +112,6 @@ class StepPlanner:
         deterministic: search with all evaluations and without measured times.
         steps: of the run.
         start: makes the planning process.
-
-    Attributes:
-        figures: of the last step that was planned, where its order was searched.
     """
 
     def __init__(
@@ -137,7 +128,6 @@ class StepPlanner:
     ) -> None:
         self._pipeline, self._tuning, self._mesh, self._logger = pipeline, tuning, mesh, logger
         config = self._config = pipeline.config
-        self.figures = PlanFigures()
         self._rates = Rates()
         self._times = ActionTimes()
         self._transfers = TransferTimes()
@@ -188,24 +178,15 @@ class StepPlanner:
 
     def plan(
         self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming = lambda: None
-    ) -> PipelinePlan:
-        """The plan of the step that begins; collective over all ranks.
-
-        Args:
-            step: its number.
-            microbatches: of this data-parallel rank.
-            upcoming: metadata of the next step, by data-parallel rank; None at the data's end.
-
-        Raises:
-            PlanError: the schedule cannot run them, they do not fit into memory, or ranks of a
-                pipeline have different ones.
-        """
+    ) -> StepPlan:
+        """Return the plan of the step that begins, see `Planner.plan`."""
         metas = [m.task_meta for m in microbatches]
         if self._shared is None:
             (planned_metas, plan), self._ahead = self._ahead, ([], None)
             if plan is not None and planned_metas == metas:
-                return plan
-            return self._pipeline.plan(metas, tuning=self._tuning)
+                return StepPlan(plan, PlanStatistics())
+            plan = self._pipeline.plan(metas, tuning=self._tuning)
+            return StepPlan(plan, PlanStatistics())
         planned: PlannedStep | None = None
         problems: list[str] = []
         if self._leader is not None:
@@ -217,16 +198,19 @@ class StepPlanner:
             except ValueError as error:
                 problems = [str(error)]
         shared = self._shared.exchange(step, digest_of(self._fixed, metas), planned, problems)
-        self.figures = PlanFigures.of(shared)
-        return self._pipeline.read_plan(shared.numbers, metas)
+        statistics = PlanStatistics(
+            shared.predicted_ms,
+            shared.planner,
+            shared.planner_ms,
+            shared.evaluations,
+            shared.gain_over_natural,
+        )
+        return StepPlan(self._pipeline.read_plan(shared.numbers, metas), statistics)
 
     def plan_ahead(self, upcoming: Upcoming) -> None:
         """Plan the next step of a rank without a pipeline, for `plan` to return.
 
-        Call it while the device computes. Pipelines plan ahead in `PlanLeader`.
-
-        Args:
-            upcoming: metadata of the next step, by data-parallel rank; None if unknown.
+        Pipelines plan ahead in `PlanLeader`.
         """
         if self._shared is not None or (every := upcoming()) is None:
             return
@@ -256,30 +240,31 @@ class StepPlanner:
         self._modelled = modelled_totals(work.graph, work.costs, flops)
 
     def learn(
-        self, step: int, outcome: StepOutcome, microbatches: Sequence[Microbatch], step_ms: float
+        self,
+        step: int,
+        planned: StepPlan,
+        result: StepResult,
+        microbatches: Sequence[Microbatch],
+        step_ms: float,
     ) -> None:
-        """Takes in a step's measured times; collective over all ranks.
-
-        Args:
-            step_ms: from its begin.
-        """
+        """Use the measured times of a step to plan later steps, see `Planner.learn`."""
         if not self._learns and self._monitor is None:
             return
-        graph = outcome.plan.graph
+        graph = planned.plan.graph
         metas = [m.task_meta for m in microbatches]
         targets = [m.target_count for m in microbatches]
         flops = task_durations(graph, self._pipeline.descriptions, metas, targets)
-        every = self._of_all_ranks(rank_totals(outcome.result.records or (), graph, flops), graph)
+        every = self._of_all_ranks(rank_totals(result.records or (), graph, flops), graph)
         totals = step_totals(every)
         self._rates.learn(totals)
         self._times.learn(every)
         if self._learns and self._shared is not None:
-            records = outcome.result.records if self._speaks else None
+            records = result.records if self._speaks else None
             stamps = message_stamps(records or (), self._channels)
             dist.all_reduce(torch.from_numpy(stamps), group=self._shared.group)
             self._transfers.learn(between_ranks_ms(stamps, self._channels))
         if self._leader is not None:
-            self._leader.remember(step_ms, self.figures.predicted_ms, outcome.span_ms)
+            self._leader.remember(step_ms, planned.statistics.predicted_ms, result.span_ms)
         if self._monitor is not None and self._searches:  # on all ranks alike
             modelled = {(0, *kind): total for kind, total in self._modelled.items()}
             self._monitor.expect(step_totals(self._of_all_ranks(modelled, graph)))
@@ -308,6 +293,6 @@ class StepPlanner:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Ends the planning process; not collective."""
+        """Stop the planning process."""
         if self._leader is not None:
             self._leader.close()
