@@ -27,7 +27,8 @@ from torchmm.planning.beside import work
 from torchmm.planning.beside.process import PlanningProcess
 from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.planner import StepPlanner
+from torchmm.training.planners.sharing import digest_of
+from torchmm.training.planners.static import StaticPlanner
 
 LAYOUT = {"pipeline": 2, "shard": 2}
 SCHEDULES = ("separated", "1f1b", "zero_bubble")
@@ -84,8 +85,8 @@ def run(of: Searched, start: type | None) -> list:
     """Losses and gradients of all steps, to the bit."""
     PLANNED.clear()
     processes.BESIDE_FROM_MS = 1e9 if start is None else 1e-9
-    planner = StepPlanner(
-        of.pipeline, None, of.mesh, logging.getLogger("shared"), None, deterministic=True,
+    planner = StaticPlanner(
+        of.pipeline, None, of.mesh, logging.getLogger("shared"), in_background=True,
         steps=STEPS, start=start or PlanningProcess,
     )  # fmt: skip
     found = []
@@ -141,12 +142,12 @@ def test_where_a_plan_is_made_changes_no_bit(schedule):
     assert run_distributed(compare, 4, schedule) == [[]] * 4
 
 
-def planner_of(of: Searched) -> StepPlanner:
+def planner_of(of: Searched) -> StaticPlanner:
     logger = logging.getLogger("shared")
-    return StepPlanner(of.pipeline, None, of.mesh, logger, None, deterministic=True, steps=9)
+    return StaticPlanner(of.pipeline, None, of.mesh, logger, in_background=True, steps=9)
 
 
-def told(of: Searched, share: list[Microbatch], change: Callable[[StepPlanner], None]) -> str:
+def told(of: Searched, share: list[Microbatch], change: Callable[[StaticPlanner], None]) -> str:
     planner = planner_of(of)
     change(planner)
     try:
@@ -164,7 +165,7 @@ def disagree() -> list[str]:
     share = of.share(batch_of(1))
     rank = of.mesh.rank
 
-    def fail(planner: StepPlanner) -> None:
+    def fail(planner: StaticPlanner) -> None:
         if planner._leader is not None and of.mesh.data_parallel_rank == 1:
             setup = planner._leader.setup
             config = setup.config.model_copy(update={"schedule": "of another world"})
@@ -216,8 +217,6 @@ def test_ranks_read_their_own_programs():
 
 
 def test_plans_are_told_apart_by_what_they_are_made_from():
-    from torchmm.training.plans.sharing import digest_of  # noqa: PLC0415 - used here only
-
     metas = [m.meta for m in batch_of(1)]
     digest = digest_of("", metas)
     assert digest == digest_of("", list(metas)) == int(np.float64(digest))

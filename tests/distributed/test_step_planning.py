@@ -22,7 +22,7 @@ from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanReq
 from torchmm.planning.planner import PlanStatistics
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.planner import StepPlanner
+from torchmm.training.planners.measuring import MeasuringPlanner
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Run:
         self.made: list[FakeProcess] = []
         logger = logging.Logger("planning")
         logger.addHandler(self.log)
-        self.planner = StepPlanner(
+        self.planner = MeasuringPlanner(
             of.pipeline, None, of.mesh, logger, CostModel(load_profile("cpu"), "float32"),
             deterministic=options.get("deterministic", False), steps=20, start=self.start,
         )  # fmt: skip

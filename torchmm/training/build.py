@@ -78,7 +78,7 @@ from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.parts import RunParts
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.planner import build_planner
+from torchmm.training.planners.table import build_planner
 from torchmm.training.report import print_summary
 
 

@@ -43,7 +43,7 @@ from torchmm.planning.beside.process import PlanningProcess
 from torchmm.planning.beside.requests import PlanningSetup
 from torchmm.planning.planner import PlanStatistics, StepPlan
 from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
-from torchmm.training.planner import StepPlanner
+from torchmm.training.planners.measuring import MeasuringPlanner
 from torchmm.training.step import StepOutcome, TrainStep
 
 ON, REPLAY = "planning", "replay"
@@ -190,7 +190,7 @@ class Planned(Replayed):
         self.number, self.planning = 0, False
         self.statistics = PlanStatistics()
         logger = logging.getLogger(__name__)
-        self.planner = StepPlanner(
+        self.planner = MeasuringPlanner(
             self.pipeline, None, mesh, logger, CostModel(load_profile("cpu"), "float32"),
             deterministic=False, steps=ENDLESS, start=self._start,
         )  # fmt: skip
