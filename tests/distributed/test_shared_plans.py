@@ -27,7 +27,8 @@ from torchmm.planning.beside import work
 from torchmm.planning.beside.process import PlanningProcess
 from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.planner import StepPlanner
+from torchmm.training.planners.sharing import digest_of
+from torchmm.training.planners.static import StaticPlanner
 
 LAYOUT = {"pipeline": 2, "shard": 2}
 SCHEDULES = ("separated", "1f1b", "zero_bubble")
@@ -84,8 +85,8 @@ def run(of: Searched, start: type | None) -> list:
     """Losses and gradients of all steps, to the bit."""
     PLANNED.clear()
     processes.BESIDE_FROM_MS = 1e9 if start is None else 1e-9
-    planner = StepPlanner(
-        of.pipeline, None, of.mesh, logging.getLogger("shared"), None, deterministic=True,
+    planner = StaticPlanner(
+        of.pipeline, None, of.mesh, logging.getLogger("shared"), in_background=True,
         steps=STEPS, start=start or PlanningProcess,
     )  # fmt: skip
     found = []
@@ -93,13 +94,14 @@ def run(of: Searched, start: type | None) -> list:
         batches = [batch_of(s) for s in (step, step + 1)]
         share, coming = (of.share(batch) for batch in batches)
         metas = [m.meta for m in coming]
-        plan = planner.plan(step, share, lambda metas=metas: [metas] * of.mesh.data_parallel_size)
+        upcoming = [metas] * of.mesh.data_parallel_size
+        planned = planner.plan(step, share, lambda upcoming=upcoming: upcoming)
         of.model.zero_grad()
-        outcome = of.step.run(plan, share, 100)
+        outcome = of.step.run(planned.plan, share, 100)
         gradients = [p.grad for p in of.model.parameters() if p.grad is not None]
         local = [getattr(g, "to_local", lambda g=g: g)().clone() for g in gradients]
-        found.append((outcome.loss.item(), local, planner.figures.planner_ms))
-        planner.learn(step, outcome, share, 100.0)
+        found.append((outcome.loss.item(), local, planned.statistics.planner_ms))
+        planner.learn(step, planned, outcome.result, share, 100.0)
     planner.close()
     return found
 
@@ -140,12 +142,12 @@ def test_where_a_plan_is_made_changes_no_bit(schedule):
     assert run_distributed(compare, 4, schedule) == [[]] * 4
 
 
-def planner_of(of: Searched) -> StepPlanner:
+def planner_of(of: Searched) -> StaticPlanner:
     logger = logging.getLogger("shared")
-    return StepPlanner(of.pipeline, None, of.mesh, logger, None, deterministic=True, steps=9)
+    return StaticPlanner(of.pipeline, None, of.mesh, logger, in_background=True, steps=9)
 
 
-def told(of: Searched, share: list[Microbatch], change: Callable[[StepPlanner], None]) -> str:
+def told(of: Searched, share: list[Microbatch], change: Callable[[StaticPlanner], None]) -> str:
     planner = planner_of(of)
     change(planner)
     try:
@@ -163,7 +165,7 @@ def disagree() -> list[str]:
     share = of.share(batch_of(1))
     rank = of.mesh.rank
 
-    def fail(planner: StepPlanner) -> None:
+    def fail(planner: StaticPlanner) -> None:
         if planner._leader is not None and of.mesh.data_parallel_rank == 1:
             setup = planner._leader.setup
             config = setup.config.model_copy(update={"schedule": "of another world"})
@@ -194,7 +196,7 @@ def own_programs() -> list[str]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     of = build_searched({"pipeline": 4, "schedule": "separated"})
     share = of.share(batch_of(1))
-    plan = planner_of(of).plan(1, share)
+    plan, _ = planner_of(of).plan(1, share)
     whole: PipelinePlan = of.pipeline.plan_training(share)
     rank = of.mesh.pipeline_rank
     wrong = []
@@ -215,8 +217,6 @@ def test_ranks_read_their_own_programs():
 
 
 def test_plans_are_told_apart_by_what_they_are_made_from():
-    from torchmm.training.plans.sharing import digest_of  # noqa: PLC0415 - used here only
-
     metas = [m.meta for m in batch_of(1)]
     digest = digest_of("", metas)
     assert digest == digest_of("", list(metas)) == int(np.float64(digest))

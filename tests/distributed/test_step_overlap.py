@@ -11,7 +11,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training import trainer
 from torchmm.training.metrics import StepMeter
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.planner import StepPlanner
+from torchmm.training.planners.single import SinglePlanner
 from torchmm.training.run import train
 from torchmm.training.step import TrainStep
 
@@ -50,13 +50,13 @@ def check_order(recipe: Recipe) -> None:
 
 
 def plan_late(recipe: Recipe) -> None:
-    StepPlanner.plan_ahead = lambda self, upcoming: None
+    SinglePlanner.plan_ahead = lambda self, upcoming: None
     train(recipe)
 
 
 def plan_other_steps_ahead(recipe: Recipe) -> None:
     """Announce the microbatches of the next step in another order."""
-    plain = StepPlanner.plan_ahead
+    plain = SinglePlanner.plan_ahead
 
     def plan_ahead(self, upcoming):
         def reversed_metas():
@@ -65,7 +65,7 @@ def plan_other_steps_ahead(recipe: Recipe) -> None:
 
         plain(self, reversed_metas)
 
-    StepPlanner.plan_ahead = plan_ahead
+    SinglePlanner.plan_ahead = plan_ahead
     train(recipe)
 
 

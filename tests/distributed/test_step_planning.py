@@ -19,9 +19,10 @@ from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.beside.process import PlanningProcessError
 from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.planning.planner import PlanStatistics
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.planner import PlanFigures, StepPlanner
+from torchmm.training.planners.measuring import MeasuringPlanner
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Run:
         self.made: list[FakeProcess] = []
         logger = logging.Logger("planning")
         logger.addHandler(self.log)
-        self.planner = StepPlanner(
+        self.planner = MeasuringPlanner(
             of.pipeline, None, of.mesh, logger, CostModel(load_profile("cpu"), "float32"),
             deterministic=options.get("deterministic", False), steps=20, start=self.start,
         )  # fmt: skip
@@ -99,17 +100,17 @@ class Run:
         self.made.append(FakeProcess(setup))
         return self.made[-1]
 
-    def step(self, announced: int = 0) -> tuple[PlanFigures, list[list]]:
+    def step(self, announced: int = 0) -> tuple[PlanStatistics, list[list]]:
         """A hard step; it is announced as the next one too, or text is."""
         of = self.of
         self.number += 1
         share = batch_of(HARD)[:2]
         metas = [m.meta for m in batch_of(TEXT if announced else HARD)[:2]]
         replicas = of.mesh.data_parallel_size
-        plan = self.planner.plan(self.number, share, lambda: [metas] * replicas)
-        outcome = of.step.run(plan, share, 50)
-        self.planner.learn(self.number, outcome, share, 100.0)
-        return self.planner.figures, compute_order(outcome.plan)
+        planned = self.planner.plan(self.number, share, lambda: [metas] * replicas)
+        outcome = of.step.run(planned.plan, share, 50)
+        self.planner.learn(self.number, planned, outcome.result, share, 100.0)
+        return planned.statistics, compute_order(outcome.plan)
 
 
 STEPS = (
@@ -142,11 +143,11 @@ def scenario(layout: dict[str, int]) -> list[str]:
     for name, mood, announced, *expected in STEPS:
         for made in run.made:
             made.mood = mood
-        figures, orders[name] = run.step(announced)
-        if [figures.planner_evaluations, figures.predicted_ms] != expected:
-            wrong.append(f"{name}: {figures}")
-        if name == "planned" and abs(figures.gain_over_natural - 0.2) > 1e-12:
-            wrong.append(f"gain {figures.gain_over_natural}")
+        statistics, orders[name] = run.step(announced)
+        if [statistics.planner_evaluations, statistics.predicted_ms] != expected:
+            wrong.append(f"{name}: {statistics}")
+        if name == "planned" and abs(statistics.gain_over_natural - 0.2) > 1e-12:
+            wrong.append(f"gain {statistics.gain_over_natural}")
     planned = [name for name, order in orders.items() if order == orders["planned"]]
     if planned != [STEPS[1][0], "planned", "unfinished", "planned again"]:
         wrong.append(f"the process's order was run in {planned}")

@@ -58,7 +58,6 @@ from torchmm.planning.executions import (
     module_executions,
     run_costs,
     run_profile,
-    run_tuning,
 )
 from torchmm.planning.first_step import first_step, one_by_one
 from torchmm.planning.reordering import dealt, image_balance, run_arrangement
@@ -79,7 +78,7 @@ from torchmm.training.optimizers.average import WeightAverage
 from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.parts import RunParts
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.planner import search_costs
+from torchmm.training.planners.table import build_planner
 from torchmm.training.report import print_summary
 
 
@@ -228,9 +227,6 @@ def build_run(
         logger.info("%s\n%s (`torchmm inspect` shows them)", *data.training.digest())
         _log_length(run, model, data.training, logger)
     pipeline, compilation = fill_model(run, model, mesh, cut)
-    layerwise = pipeline.sharding == "layer"
-    tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
-    costs = search_costs(run, pipeline, mesh)
     optimizer = _optimizer(run, model)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     decay = recipe.training.ema_decay
@@ -250,9 +246,11 @@ def build_run(
         samples=data.training,
         reads=pipeline.reads,
     )
+    # Built last, because it may start a process, which the training loop closes.
+    planner = build_planner(run, pipeline, mesh, logger)
     return RunParts(
-        run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, tuning, costs,
-        optimizer, average, checkpoints, restored, loader, data.held_out, recorder,
+        run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, planner, optimizer,
+        average, checkpoints, restored, loader, data.held_out, recorder,
     )  # fmt: skip
 
 

@@ -148,7 +148,7 @@ class StepMeter:
             encoder_ms=outcome.compute_ms - llm_ms - generator_ms,
             llm_ms=llm_ms,
             generator_ms=generator_ms,
-            pipeline_ms=outcome.span_ms if mesh.pipeline_size > 1 else 0.0,
+            pipeline_ms=outcome.result.span_ms if mesh.pipeline_size > 1 else 0.0,
             peak_memory_bytes=peak_memory_bytes(mesh.device),
             graphs=len(graphs),
             compile_ms=sum(graph.compile_ms for graph in graphs),

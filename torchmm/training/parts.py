@@ -8,13 +8,12 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.costs.model import CostModel
-from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.data.loader import Loader
 from torchmm.data.samples import SampleSet
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.mesh import ParallelMesh
+from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
 from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
@@ -37,10 +36,7 @@ class RunParts:
     """The stages of this rank."""
     pipeline: Pipeline
     compilation: Compilation
-    tuning: LayerTuning | None
-    """Selects per plan which layers recompute. None if plans do not select layers."""
-    costs: CostModel | None
-    """Cost model of the schedule search. None without a search."""
+    planner: Planner
     optimizer: RunOptimizer
     average: WeightAverage | None
     """Moving average of the weights (`training.ema_decay`)."""

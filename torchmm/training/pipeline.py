@@ -2,10 +2,9 @@
 
     layout = plan_layout(recipe.parallel, descriptions, metas)     before the model is cut
     pipeline = Pipeline(model, stages, layout, descriptions, recipe.parallel, mesh, dtype)
-    plan = planner.plan(step, microbatches, ...)                   every step, see `planner`
-    result = pipeline.run(plan, microbatches, loss_scale=...)
+    planned = planner.plan(step, microbatches, ...)                every step, see `planners`
+    result = pipeline.run(planned.plan, microbatches, loss_scale=...)
 
-Every rank of a pipeline makes the same plan from the same metadata, so nothing is sent around.
 A run without a pipeline has plans too, of one rank: microbatch after microbatch. There, FSDP2 may
 gather and free layer by layer instead of once per step (`reshard_after_forward`). All data-parallel
 ranks must then run the same forwards and backwards, so an encoder or generator runs once per

@@ -55,11 +55,6 @@ class StepOutcome:
         return times_ms
 
     @property
-    def span_ms(self) -> float:
-        """From the first action's start to the last one's end."""
-        return max((r.end_ms for r in self.result.records or ()), default=0.0)
-
-    @property
     def loss_of_each(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weighted sum, the text's and the drawn images' loss."""
         return self.loss, self.losses[LLM], self.losses[GENERATOR]

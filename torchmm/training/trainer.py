@@ -28,7 +28,6 @@ from torchmm.training.hooks.table import build_hooks
 from torchmm.training.metrics import StepMeter
 from torchmm.training.optim import Updates
 from torchmm.training.parts import RunParts
-from torchmm.training.planner import StepPlanner
 from torchmm.training.step import TrainStep, loss_weights
 
 
@@ -50,15 +49,6 @@ class Trainer:
         self.parts = parts
         self.stop = stop
         self.state = TrainState.resume(parts)
-        self.planner = StepPlanner(
-            parts.pipeline,
-            parts.tuning,
-            mesh,
-            parts.logger,
-            parts.costs,
-            deterministic=recipe.training.deterministic,
-            steps=steps,
-        )
         self.train_step = TrainStep(parts.pipeline, mesh, loss_weights(recipe.model.generator))
         self.updates = Updates(
             parts.model, parts.optimizer, mesh, recipe.optimizer, steps, parts.average
@@ -137,9 +127,9 @@ class Trainer:
             return None
         self.state.corrupt.add(totals.corrupt_samples, totals.samples)
 
-        plan = self.planner.plan(step, batch.microbatches, parts.loader.next_metas)
+        planned = parts.planner.plan(step, batch.microbatches, parts.loader.next_metas)
         forward_backward = partial(
-            self.train_step.run, plan, batch.microbatches, totals.targets, totals.images
+            self.train_step.run, planned.plan, batch.microbatches, totals.targets, totals.images
         )
         outcome = forward_backward(annotate=step == parts.run.recipe.metrics.profile_step)
         # The update is queued before the host waits for the losses, so that the device is not idle.
@@ -148,7 +138,7 @@ class Trainer:
         lr = self.updates.apply(step)
         # Count FLOPs and plan the next step while the device computes.
         counts = self.meter.count(batch)
-        self.planner.plan_ahead(parts.loader.known_metas)
+        parts.planner.plan_ahead(parts.loader.known_metas)
         losses = check_losses(
             step, loss_copy, parts.model, parts.mesh, self.health, forward_backward
         )
@@ -160,10 +150,10 @@ class Trainer:
         tell_graphs(graphs, step, parts.logger)
         skipped = self.state.corrupt.corrupt
         local = self.meter.measure(counts, outcome, begin_s, wait_ms, skipped, graphs)
-        planning = asdict(self.planner.figures)
-        record = self.meter.combine(step, local, batch, losses, lr, planning)
+        statistics = asdict(planned.statistics)
+        record = self.meter.combine(step, local, batch, losses, lr, statistics)
         step_ms = (time.perf_counter() - begin_s) * 1e3
-        self.planner.learn(step, outcome, batch.microbatches, step_ms)
+        parts.planner.learn(step, planned, outcome.result, batch.microbatches, step_ms)
         return StepDone(record, outcome, batch, local.peak_memory_bytes, totals.is_stopping)
 
     @property
@@ -182,4 +172,4 @@ class Trainer:
             for hook in self.hooks:
                 stack.callback(hook.close)
             stack.callback(self.health.close)
-            stack.callback(self.planner.close)
+            stack.callback(self.parts.planner.close)

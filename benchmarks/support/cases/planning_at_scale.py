@@ -36,7 +36,7 @@ from torchmm.planning.search.disaggregated import sized_recipe
 from torchmm.planning.step import plan_step, step_graph
 from torchmm.recipe.read import load_recipe
 from torchmm.training.pipeline import own_tasks
-from torchmm.training.plans.sharing import digest_of
+from torchmm.training.planners.sharing import digest_of
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "papers" / "disttrain_mllm_15b.toml"
 SIZES = {

@@ -41,8 +41,9 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.beside.process import PlanningProcess
 from torchmm.planning.beside.requests import PlanningSetup
+from torchmm.planning.planner import PlanStatistics, StepPlan
 from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
-from torchmm.training.planner import StepPlanner
+from torchmm.training.planners.measuring import MeasuringPlanner
 from torchmm.training.step import StepOutcome, TrainStep
 
 ON, REPLAY = "planning", "replay"
@@ -187,8 +188,9 @@ class Planned(Replayed):
         self.cores = cores
         self.process: PlanningProcess | None = None
         self.number, self.planning = 0, False
+        self.statistics = PlanStatistics()
         logger = logging.getLogger(__name__)
-        self.planner = StepPlanner(
+        self.planner = MeasuringPlanner(
             self.pipeline, None, mesh, logger, CostModel(load_profile("cpu"), "float32"),
             deterministic=False, steps=ENDLESS, start=self._start,
         )  # fmt: skip
@@ -206,12 +208,15 @@ class Planned(Replayed):
         self.number += 1
         self.planning = True
         batch = self.steps[index]
-        plan = self.planner.plan(self.number, batch, lambda: [[m.meta for m in batch]])
-        if self.planner.figures.predicted_ms is not None and not self.shared:
+        plan, self.statistics = self.planner.plan(
+            self.number, batch, lambda: [[m.meta for m in batch]]
+        )
+        if self.statistics.predicted_ms is not None and not self.shared:
             self.shared.append(plan)
-        outcome = self.train_step(self.shared[0] if self.shared else plan, index)
+        used = StepPlan(self.shared[0] if self.shared else plan, self.statistics)
+        outcome = self.train_step(used.plan, index)
         step_ms = (time.perf_counter() - begin_s) * 1e3
-        self.planner.learn(self.number, outcome, batch, step_ms)
+        self.planner.learn(self.number, used, outcome.result, batch, step_ms)
         return outcome.compute_ms / 1e3
 
     def settle(self) -> None:
@@ -250,10 +255,9 @@ def run_rank(setting: Setting, cores: Cores | None, evaluations: int | None) -> 
     for _ in range(WARM):
         watch.time(planned, 0)
     comparison = watch.compare(programs, 1, setting.runs)
-    figures = planned.planner.figures
     planned.settle()
     planned.planner.close()
-    return {"source": source, "comparison": comparison, "figures": figures}
+    return {"source": source, "comparison": comparison, "statistics": planned.statistics}
 
 
 def measure(setting: Setting) -> Iterator[list[Row]]:
@@ -263,7 +267,7 @@ def measure(setting: Setting) -> Iterator[list[Row]]:
         found = run_ranks(run_rank, RANKS, setting, cores, evaluations)
         comparison = found["comparison"]
         case = _case(cores, evaluations)
-        print(f"planning: {case}: {comparison}; last: {found['figures']}")
+        print(f"planning: {case}: {comparison}; last: {found['statistics']}")
         yield rows(cores, evaluations, found)
 
 
@@ -275,13 +279,13 @@ def _case(cores: Cores | None, evaluations: int | None) -> str:
 
 def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
     """The table's lines."""
-    comparison, figures = found["comparison"], found["figures"]
+    comparison, statistics = found["comparison"], found["statistics"]
     assert isinstance(comparison, Comparison)
     case = _case(cores, evaluations)
     goal = GOAL if cores and cores.spare else None
     ratio = comparison.speed_ratio(REPLAY, ON)
     planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)
-    share = (figures.planner_ms or 0.0) / 1e3 / planned_s
+    share = (statistics.planner_ms or 0.0) / 1e3 / planned_s
     return [
         Row(case, "step time, planning beside / replay", "x", ratio, 1.0, None, goal, "lower"),
         Row(case, "step time, planning beside and replay", "s", planned_s, replayed_s,

@@ -266,10 +266,12 @@ class OurSide:
 
     def sizes(self, index: int = 0) -> StepSizes:
         """Return what the cost model needs to predict a step."""
-        pipeline, microbatches = self.trainer.parts.pipeline, self.batches[index].microbatches
-        plan = pipeline.plan_training(microbatches, tuning=self.trainer.parts.tuning)
+        parts = self.trainer.parts
+        pipeline = parts.pipeline
+        microbatches = self.batches[index].microbatches
+        plan = parts.planner.plan(self.trainer.step + 1, microbatches, lambda: None).plan
         return StepSizes(
-            self.trainer.parts.run, list(pipeline.descriptions), plan,
+            parts.run, list(pipeline.descriptions), plan,
             [m.meta for m in microbatches], [m.target_count for m in microbatches],
             pipeline.sharding == "layer",
         )  # fmt: skip

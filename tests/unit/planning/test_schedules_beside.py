@@ -19,7 +19,7 @@ from torchmm.planning.beside.requests import Measured, PlannedStep, PlanningSetu
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.sizes import MeshSizes
-from torchmm.training.plans.leader import PlanLeader
+from torchmm.training.planners.leader import PlanLeader
 
 CASE = Case("of schedules", tied=False)
 WAIT_S = 300.0

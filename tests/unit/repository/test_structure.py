@@ -139,6 +139,8 @@ ONE_IMPORTER = {  # short modules that one other uses: why they are not a part o
         for name in ("benchmarks", "checkpoints", "exports", "garbage_collection", "recording")
     },
     "torchmm/training/hooks/table.py": "the table of hooks, without the loop that calls them",
+    "torchmm/training/planners/single.py": "a planner, imported through the table of planners",
+    "torchmm/training/planners/table.py": "the table of planners, which only builds them",
     "torchmm/training/optimizers/muon.py": "about matrices alone, without states or groups",
     "torchmm/training/run.py": "before and after the loop; its command imports it late",
     **{

@@ -73,6 +73,11 @@ class StepResult:
         return self.clock.records() if self.clock else None
 
     @property
+    def span_ms(self) -> float:
+        """Time from the start of the step to the end of its last action. 0 without records."""
+        return max((record.end_ms for record in self.records or ()), default=0.0)
+
+    @property
     def losses(self) -> dict[int, Tensor]:
         """By microbatch: the sum over modules."""
         sums: dict[int, Tensor] = {}

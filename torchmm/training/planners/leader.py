@@ -25,13 +25,10 @@ from torchmm.common.processes import StepWork
 from torchmm.planning.beside.process import KeptPlanning, PlanningProcess
 from torchmm.planning.beside.requests import Measured, PlannedStep, PlanningSetup, PlanRequest
 from torchmm.planning.beside.work import plan_before_step
+from torchmm.planning.planner import Upcoming
 
 REMEMBERED = 5
 """Steps whose median time is the next one's budget."""
-
-Metas = Sequence[Sequence[MicrobatchMeta]]
-Upcoming = Callable[[], Metas | None]
-"""Metadata of the next step, by data-parallel rank; None at the data's end."""
 
 
 class PlanLeader:

@@ -1,0 +1,84 @@
+"""The interface between the training loop and planning: `Planner`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.runtime import StepResult
+
+Metas = Sequence[Sequence[MicrobatchMeta]]
+"""Metadata of a step by data-parallel rank and microbatch."""
+Upcoming = Callable[[], Metas | None]
+"""Function that returns the metadata of the next step. None if unknown or at the end of the data.
+"""
+
+
+@dataclass(frozen=True)
+class PlanStatistics:
+    """Metrics of planning one step. Fields have the names of metrics. None if unknown."""
+
+    predicted_ms: float | None = None
+    planner: str | None = None
+    planner_ms: float | None = None
+    planner_evaluations: int | None = None
+    gain_over_natural: float | None = None
+
+
+class StepPlan(NamedTuple):
+    """The plan of a step and the metrics of planning it."""
+
+    plan: PipelinePlan
+    statistics: PlanStatistics
+
+
+class Planner(Protocol):
+    """Plans the steps of a run. All ranks have a planner of the same class."""
+
+    def plan(self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming) -> StepPlan:
+        """Return the plan of the step that begins. Collective over all ranks.
+
+        Args:
+            step: number of the step.
+            microbatches: microbatches of this data-parallel rank.
+            upcoming: function that returns the metadata of the next step.
+
+        Raises:
+            PlanError: The schedule does not support the microbatches, they do not fit into memory,
+                or ranks of a pipeline have different microbatches.
+        """
+        ...
+
+    def plan_ahead(self, upcoming: Upcoming) -> None:
+        """Plan the next step while the device computes. Not collective.
+
+        Args:
+            upcoming: function that returns the metadata of the next step.
+        """
+        ...
+
+    def learn(
+        self,
+        step: int,
+        planned: StepPlan,
+        result: StepResult,
+        microbatches: Sequence[Microbatch],
+        step_ms: float,
+    ) -> None:
+        """Use the measured times of a finished step to plan later steps. Collective over all ranks.
+
+        Args:
+            step: number of the step.
+            planned: return value of `plan` for this step.
+            result: result of running the plan, with records.
+            microbatches: microbatches of this data-parallel rank.
+            step_ms: duration of the step.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop background planning, also if training fails. Not collective."""
+        ...

@@ -1,0 +1,1 @@
+"""Planners of training steps, by name in a table."""

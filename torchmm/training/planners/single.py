@@ -1,0 +1,84 @@
+"""The planner of runs without a pipeline: every rank plans its own microbatches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.common.errors import PlanError
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.run.runtime import StepResult
+from torchmm.planning.executions import run_tuning
+from torchmm.planning.planner import PlanStatistics, StepPlan, Upcoming
+from torchmm.planning.resolved import Resolved
+from torchmm.training.pipeline import Pipeline
+
+
+def build_single_planner(
+    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+) -> SinglePlanner:
+    """Return the planner of a run without a pipeline.
+
+    Raises:
+        ConfigError: `simulation.device` is unknown.
+    """
+    layerwise = pipeline.sharding == "layer"
+    tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
+    return SinglePlanner(pipeline, tuning, mesh.data_parallel_rank)
+
+
+class SinglePlanner:
+    """Plans the steps of one rank, see `Planner`. Its methods do not communicate.
+
+    Args:
+        pipeline: pipeline with one rank.
+        tuning: selection of the layers that recompute. If None, plans do not select layers.
+        data_parallel_rank: data-parallel rank of this process.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, tuning: LayerTuning | None, data_parallel_rank: int
+    ) -> None:
+        self._pipeline = pipeline
+        self._tuning = tuning
+        self._data_parallel_rank = data_parallel_rank
+        self._ahead: tuple[list[MicrobatchMeta], PipelinePlan] | None = None
+        """Metadata and plan of the next step, from `plan_ahead`."""
+
+    def plan(
+        self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming = lambda: None
+    ) -> StepPlan:
+        """Return the plan of `plan_ahead` if its microbatches are equal, else a new plan."""
+        metas = [m.task_meta for m in microbatches]
+        ahead = self._ahead
+        self._ahead = None
+        if ahead is not None and ahead[0] == metas:
+            return StepPlan(ahead[1], PlanStatistics())
+        return StepPlan(self._pipeline.plan(metas, tuning=self._tuning), PlanStatistics())
+
+    def plan_ahead(self, upcoming: Upcoming) -> None:
+        """Plan the next step, for `plan` to return."""
+        every = upcoming()
+        if every is None:
+            return
+        metas = list(every[self._data_parallel_rank])
+        # A step that cannot be planned fails when it begins, after this step is finished.
+        with suppress(PlanError):
+            self._ahead = metas, self._pipeline.plan(metas, tuning=self._tuning)
+
+    def learn(
+        self,
+        step: int,
+        planned: StepPlan,
+        result: StepResult,
+        microbatches: Sequence[Microbatch],
+        step_ms: float,
+    ) -> None:
+        """Do nothing: plans do not depend on measured times."""
+
+    def close(self) -> None:
+        """Do nothing: nothing runs in the background."""
