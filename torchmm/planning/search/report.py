@@ -88,7 +88,7 @@ def certificate(result: SearchResult) -> str:
     assert best is not None
     simulated = sum(result.simulated.values())
     considered = sum(result.considered.values())
-    counts = f"{simulated} of {considered} plans simulated in {result.seconds:.0f} s"
+    counts = f"{simulated} of {considered} plans simulated in {result.seconds:.0f} s of CPU time"
     memory = f"plans may use {MEMORY_SHARE:.0%} of the memory of a device"
     if result.complete:
         return (
@@ -97,8 +97,9 @@ def certificate(result: SearchResult) -> str:
         )
     within = best.step_ms / result.bound_ms - 1
     return (
-        f"{counts}, then the limit was reached; no plan that was considered is faster than "
-        f"{result.bound_ms:,.1f} ms ({100 * within:.1f} % below the best); {memory}"
+        f"{counts}, then the limit was reached; use a higher --budget-s to simulate more plans; "
+        f"no plan that was considered is faster than {result.bound_ms:,.1f} ms; the best step is "
+        f"at most {100 * within:.1f} % slower than that; {memory}"
     )
 
 

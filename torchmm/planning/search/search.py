@@ -540,7 +540,8 @@ class _Search:
         simulated = sum(method.simulated for method in self._methods.values())
         best_ms = self.best_ms
         found = f"best step {best_ms:,.0f} ms" if best_ms < inf else "no plan that fits yet"
-        return f"{simulated} plans simulated in {elapsed:.0f} s, {found}"
+        limit = f" of {self._budget_s:.0f}" if self._budget_s < inf else ""
+        return f"plans simulated: {simulated} in {elapsed:.0f}{limit} s of CPU time, {found}"
 
     def result(self, seconds: float) -> SearchResult:
         """Return the results.
@@ -576,7 +577,7 @@ class _Search:
         if method.problems:
             return method.problems.most_common(1)[0][0]
         if not self._complete and (not method.started or method.drafts):
-            return "no plan was simulated in time"
+            return "no plan was simulated in time; use a higher --budget-s"
         if method.considered:
             return f"no plan can be below {self.best_ms:,.0f} ms"
         return f"no parallel sizes for {self._devices} devices"
