@@ -20,6 +20,8 @@ SHORT = [name for name in PLANNED if not name.startswith(SLOW)][::3]
 """A third of the other recipes, which take less than about 3 s each."""
 SHORT_RUNS = ("quickstart",)
 LOSS_TOLERANCE = 1e-6
+VARYING = ("quickstart_colocated",)
+"""Quickstarts whose losses differ in the last bit from run to run on the same machine."""
 """Relative difference between processors or versions of torch."""
 
 
@@ -49,7 +51,7 @@ def test_quickstart_losses_equal_golden(
 ) -> None:
     stored = golden.read_goldens(golden.LOSSES)[name]
     found = golden.train_quickstart(name, train_server, tmp_path)
-    if found["machine"] == stored["machine"]:
+    if found["machine"] == stored["machine"] and name not in VARYING:
         assert found == stored
     for key in ("loss", "grad_norm"):
         values = [[float.fromhex(text) for text in line[key]] for line in (found, stored)]
