@@ -231,7 +231,9 @@ def test_what_cannot_be_cut_says_so(recipe):
 def test_dry_run_draws_the_plan_and_refuses_what_does_not_fit(recipe, tmp_path):
     picture = tmp_path / "run" / "plan.svg"
     text = describe_run(recipe, 8, picture)
-    assert "ms on a100, simulated" in text and picture.read_text().startswith("<svg")
+    assert "ms on a100 (simulation.device), simulated" in text and picture.read_text().startswith(
+        "<svg"
+    )
     small = tmp_path / "small.toml"
     small.write_text('base = "a100"\n[device]\nmemory_bytes = 1e6\n')
     recipe.simulation.__dict__["device"] = str(small)
