@@ -42,7 +42,10 @@ QUIET_S = 3.0
 """After which what is under way says so, and again."""
 POLL_S = 0.5
 INTERVAL_GROWTH = 0.5
-"""Pause before the next line of a program about the same work, over the time since it began."""
+"""Pause before the next line about the same work, over the time since it began."""
+GROWTH_AFTER_S = 10.0
+"""Time since work began after which its lines come at growing intervals. Programs that only show
+progress do not wait for it."""
 
 T = TypeVar("T")
 
@@ -235,10 +238,15 @@ def worked(what: str, of: Iterable[T], total: int | None = None, unit: str = "")
 
 
 class _GrowingIntervals(logging.Filter):
-    """Filter that shows work in progress at growing intervals, so that logs stay short."""
+    """Filter that shows work in progress at growing intervals, so that logs stay short.
 
-    def __init__(self) -> None:
+    Args:
+        after_s: Time after which intervals begin to grow.
+    """
+
+    def __init__(self, after_s: float = 0.0) -> None:
         super().__init__()
+        self._after_s = after_s
         self._next_s: WeakKeyDictionary[Work, float] = WeakKeyDictionary()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -248,7 +256,7 @@ class _GrowingIntervals(logging.Filter):
         now_s = time.monotonic()
         if now_s < self._next_s.get(work, 0.0):
             return False
-        self._next_s[work] = now_s + INTERVAL_GROWTH * (now_s - work.began_s)
+        self._next_s[work] = now_s + INTERVAL_GROWTH * (now_s - work.began_s - self._after_s)
         return True
 
 
@@ -310,6 +318,7 @@ def _console_handler(console: Console, rank: int | None) -> logging.Handler:
     plain = logging.StreamHandler(console.file)  # rich would wrap long lines at 80 columns
     form = "%(message)s" if rank is None else f"[rank {rank}] %(levelname)s %(message)s"
     plain.setFormatter(logging.Formatter(form))
+    plain.addFilter(_GrowingIntervals(GROWTH_AFTER_S))
     return plain
 
 

@@ -60,6 +60,18 @@ def test_program_progress_has_growing_intervals(monkeypatch):
     assert seconds == ["3", "5", "8", "12"]
 
 
+def test_run_progress_has_growing_intervals_after_ten_seconds(monkeypatch):
+    now_s = [0.0]
+    monkeypatch.setattr(log, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    text = io.StringIO()
+    log_to_console(Console(file=text), rank=0)
+    work = Work("loading torch")
+    for now_s[0] in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 30.0, 33.0, 36.0, 41.0):
+        work.tell_now()
+    seconds = [line.split()[-2] for line in text.getvalue().splitlines()]
+    assert seconds == ["3", "6", "9", "12", "15", "18", "30", "41"]
+
+
 def test_how_much_is_done_may_be_asked():
     text = io.StringIO()
     log_to_console(Console(file=text))
