@@ -147,7 +147,9 @@ def planner_of(of: Searched) -> StaticPlanner:
     return StaticPlanner(of.pipeline, None, of.mesh, logger, in_background=True, steps=9)
 
 
-def told(of: Searched, share: list[Microbatch], change: Callable[[StaticPlanner], None]) -> str:
+def plan_error(
+    of: Searched, share: list[Microbatch], change: Callable[[StaticPlanner], None]
+) -> str:
     planner = planner_of(of)
     change(planner)
     try:
@@ -173,10 +175,10 @@ def disagree() -> list[str]:
 
     other = of.share(batch_of(2)) if rank == 3 else share
     return [
-        told(of, share, lambda planner: None),
-        told(of, other, lambda planner: None),
-        told(of, share, fail),
-        told(of, share, lambda planner: None),
+        plan_error(of, share, lambda planner: None),
+        plan_error(of, other, lambda planner: None),
+        plan_error(of, share, fail),
+        plan_error(of, share, lambda planner: None),
     ]
 
 

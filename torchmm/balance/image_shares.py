@@ -272,7 +272,7 @@ def with_feature_exchange(
 ) -> PlanCosts:
     """Return the costs of a plan without a pipeline, with the exchanges of balanced images.
 
-    Features travel to the LLM and contexts to the generator. Gradients travel back. An exchange is
+    Features are sent to the LLM and contexts to the generator, and gradients back. An exchange is
     timed as messages to all ranks evenly, and nothing hides it.
 
     Args:

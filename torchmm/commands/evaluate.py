@@ -42,15 +42,15 @@ SEQUENCE_LENGTH = 4096
 
 
 class Target(NamedTuple):
-    """What is evaluated."""
+    """The export to evaluate."""
 
     export: Path
     run_dir: Path | None
-    """Whose export it is, if a run was named."""
+    """Directory of the run that the export belongs to. None if only an export was given."""
 
 
-class Held(NamedTuple):
-    """What it is evaluated on."""
+class HeldOutData(NamedTuple):
+    """Held-out data of an evaluation, and the recipe sections to read and score it."""
 
     data: DataConfig
     training: TrainingConfig
@@ -155,18 +155,20 @@ def _target(model: Path, export: str) -> Target:
     return Target(directory, model)
 
 
-def _held(arguments: argparse.Namespace, target: Target, scratch: str) -> Held:
+def _held(arguments: argparse.Namespace, target: Target, scratch: str) -> HeldOutData:
     """Held-out sources, and how they are to be scored."""
     if arguments.data:
         sources = [SourceConfig(path=path, prompt=arguments.prompt) for path in arguments.data]
         data = DataConfig(validation=sources, index_cache=scratch)
-        held = Held(data, TrainingConfig(sequence_length=SEQUENCE_LENGTH), ValidationConfig())
+        held = HeldOutData(
+            data, TrainingConfig(sequence_length=SEQUENCE_LENGTH), ValidationConfig()
+        )
     else:
         file = arguments.recipe or (target.run_dir and target.run_dir / "recipe.toml")
         if file is None:
             raise ConfigError("nothing to evaluate on: name --data, or a --recipe, or a run")
         recipe = load_recipe(file, []).recipe
-        held = Held(recipe.data, recipe.training, recipe.validation)
+        held = HeldOutData(recipe.data, recipe.training, recipe.validation)
     sources = held.data.validation
     if not sources:
         raise ConfigError(f"{file}: has no held-out source; add a [[data.validation]] table")

@@ -82,7 +82,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="run, checkpoint or export")
-    parser.add_argument("files", type=Path, nargs="*", help="pictures, sounds, clips")
+    parser.add_argument("files", type=Path, nargs="*", help="images, audio or video files")
     asked = parser.add_argument_group("what is asked")
     asked.add_argument(
         "--prompt", action="append", default=[], metavar="WORDS", help="after the files; repeatable"
@@ -97,7 +97,10 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     asked.add_argument("--chats", type=Path, help="JSON or JSON lines with messages")
     asked.add_argument("--chat", action="store_true", help="talk; files are of the first message")
     asked.add_argument(
-        "--draw", type=Path, metavar="DIR", help="draw a picture for each prompt into DIR instead"
+        "--draw",
+        type=Path,
+        metavar="DIR",
+        help="generate an image for each prompt into DIR instead",
     )
     chosen = parser.add_argument_group("how tokens are chosen")
     chosen.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="%(default)s")
@@ -112,7 +115,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     chosen.add_argument("--seed", type=int, default=0, metavar="S", help="%(default)s")
     how = parser.add_argument_group("how it runs")
     how.add_argument(
-        "--denoising-steps", type=int, default=25, metavar="N", help="of a picture (%(default)s)"
+        "--denoising-steps", type=int, default=25, metavar="N", help="per image (%(default)s)"
     )
     how.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts at a time")
     how.add_argument("--max-prompt-tokens", type=int, default=4096, metavar="N", help="%(default)s")

@@ -119,7 +119,7 @@ def prepare_times(output: Path, packages: Path) -> None:
 
 
 def prepare_clips(sets: list[str], output: Path, packages: Path) -> None:
-    """Those of the sets that move."""
+    """Build the video data sets among `sets`."""
     from torchmm.data.prepare import moving_stamps, video_captions
 
     pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
@@ -166,7 +166,7 @@ def video_options() -> dict[str, Any]:
 
 
 def tokenizer_options(output: Path, texts: str, vocabulary: int | None = None) -> dict[str, Any]:
-    """What a tokenizer follows from."""
+    """Return the inputs that determine a tokenizer: checksums of its texts and vocabulary size."""
     from torchmm.data.prepare import tokenizer
 
     hashes = manifest.read(output)[texts]["sha256"]

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     add("--device", help="name or profile file (the recipe's [simulation] device)")
     add("--schedule", nargs="+", default=[], metavar="NAME", help="or all (the recipe's)")
     add("--assumed", action="store_true", help="assume samples as [simulation] says, without data")
-    add("--out", type=Path, metavar="DIR", help="write figures, pictures and traces there")
+    add("--out", type=Path, metavar="DIR", help="write plots and traces there")
     options, overrides = parse_recipe_arguments(parser, arguments)
     if options.assumed:
         overrides += ["--data.sources", "[]"]

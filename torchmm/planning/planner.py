@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -35,8 +35,12 @@ class StepPlan(NamedTuple):
     statistics: PlanStatistics
 
 
-class Planner(Protocol):
-    """Plans the steps of a run. All ranks have a planner of the same class."""
+class Planner:
+    """Plans the steps of a run. All ranks have a planner of the same class.
+
+    The methods other than `plan` do nothing by default: plans do not depend on measured times, and
+    nothing runs in the background.
+    """
 
     def plan(self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming) -> StepPlan:
         """Return the plan of the step that begins. Collective over all ranks.
@@ -50,7 +54,7 @@ class Planner(Protocol):
             PlanError: The schedule does not support the microbatches, they do not fit into memory,
                 or ranks of a pipeline have different microbatches.
         """
-        ...
+        raise NotImplementedError
 
     def plan_ahead(self, upcoming: Upcoming) -> None:
         """Plan the next step while the device computes. Not collective.
@@ -58,7 +62,6 @@ class Planner(Protocol):
         Args:
             upcoming: function that returns the metadata of the next step.
         """
-        ...
 
     def learn(
         self,
@@ -77,8 +80,6 @@ class Planner(Protocol):
             microbatches: microbatches of this data-parallel rank.
             step_ms: duration of the step.
         """
-        ...
 
     def close(self) -> None:
         """Stop background planning, also if training fails. Not collective."""
-        ...

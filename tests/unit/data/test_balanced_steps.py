@@ -105,7 +105,7 @@ def read_of(microbatch: BalancedMicrobatch, module: str) -> EncoderInputs | Gene
 def arriving(
     balanced: list[StepBatch], number: int, rank: int, module: str = "vision"
 ) -> list[torch.Tensor]:
-    """Images of a microbatch of a rank, from the ranks that read them, as features travel."""
+    """Images of a microbatch of a rank, from the ranks that read them, as features are sent."""
     found = []
     for batch in balanced:
         microbatch = batch.microbatches[number]

@@ -136,7 +136,7 @@ class Ahead:
             self._switch(count)
 
     def _switch(self, pieces: int) -> None:
-        """Let the thread run until it has finished so many pieces or all of its actions."""
+        """Let the thread run until it has finished this number of pieces or all of its actions."""
         self._left = pieces
         if self._thread.ident is None:
             self._thread.start()

@@ -11,9 +11,8 @@ from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run.runtime import StepResult
 from torchmm.planning.executions import run_tuning
-from torchmm.planning.planner import PlanStatistics, StepPlan, Upcoming
+from torchmm.planning.planner import Planner, PlanStatistics, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.training.pipeline import Pipeline
 
@@ -31,7 +30,7 @@ def build_single_planner(
     return SinglePlanner(pipeline, tuning, mesh.data_parallel_rank)
 
 
-class SinglePlanner:
+class SinglePlanner(Planner):
     """Plans the steps of one rank, see `Planner`. Its methods do not communicate.
 
     Args:
@@ -69,16 +68,3 @@ class SinglePlanner:
         # A step that cannot be planned fails when it begins, after this step is finished.
         with suppress(PlanError):
             self._ahead = metas, self._pipeline.plan(metas, tuning=self._tuning)
-
-    def learn(
-        self,
-        step: int,
-        planned: StepPlan,
-        result: StepResult,
-        microbatches: Sequence[Microbatch],
-        step_ms: float,
-    ) -> None:
-        """Do nothing: plans do not depend on measured times."""
-
-    def close(self) -> None:
-        """Do nothing: nothing runs in the background."""

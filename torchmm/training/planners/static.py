@@ -18,11 +18,10 @@ from torchmm.common.errors import PlanError
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import Gathering
-from torchmm.pipelining.run.runtime import StepResult
 from torchmm.planning.beside.process import PlanningProcess
 from torchmm.planning.beside.requests import Measured, PlannedStep, PlanningSetup
 from torchmm.planning.executions import run_tuning
-from torchmm.planning.planner import PlanStatistics, StepPlan, Upcoming
+from torchmm.planning.planner import Planner, PlanStatistics, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planners.leader import PlanLeader
@@ -46,7 +45,7 @@ def build_static_planner(
     )  # fmt: skip
 
 
-class StaticPlanner:
+class StaticPlanner(Planner):
     """Plans the steps of a pipeline, see `Planner`. Construction is collective over all ranks.
 
     Args:
@@ -133,19 +132,6 @@ class StaticPlanner:
 
     def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
         """Store data of the planned step that `learn` needs."""
-
-    def plan_ahead(self, upcoming: Upcoming) -> None:
-        """Do nothing: `PlanLeader` plans ahead in a background process."""
-
-    def learn(
-        self,
-        step: int,
-        planned: StepPlan,
-        result: StepResult,
-        microbatches: Sequence[Microbatch],
-        step_ms: float,
-    ) -> None:
-        """Do nothing: the plans of static schedules do not depend on measured times."""
 
     def close(self) -> None:
         """Stop the planning process."""
