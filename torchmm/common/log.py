@@ -93,11 +93,9 @@ def log_to_console(
     """
     logger = _own_logger()
     if not rank:
-        handler = _console_handler(console, rank)
+        handler = _console_handler(console, rank, 0.0 if only_progress else GROWTH_AFTER_S)
         if only_progress:
             handler.addFilter(lambda r: hasattr(r, "work") or r.levelno >= logging.ERROR)
-            if not console.is_terminal:
-                handler.addFilter(_GrowingIntervals())
         logger.addHandler(handler)
 
 
@@ -244,7 +242,7 @@ class _GrowingIntervals(logging.Filter):
         after_s: Time after which intervals begin to grow.
     """
 
-    def __init__(self, after_s: float = 0.0) -> None:
+    def __init__(self, after_s: float) -> None:
         super().__init__()
         self._after_s = after_s
         self._next_s: WeakKeyDictionary[Work, float] = WeakKeyDictionary()
@@ -312,13 +310,15 @@ class _RankFile(logging.FileHandler):
         sys.stderr.write(self.format(record) + "\n")
 
 
-def _console_handler(console: Console, rank: int | None) -> logging.Handler:
+def _console_handler(
+    console: Console, rank: int | None, growth_after_s: float = GROWTH_AFTER_S
+) -> logging.Handler:
     if console.is_terminal:
         return _Terminal(console)
     plain = logging.StreamHandler(console.file)  # rich would wrap long lines at 80 columns
     form = "%(message)s" if rank is None else f"[rank {rank}] %(levelname)s %(message)s"
     plain.setFormatter(logging.Formatter(form))
-    plain.addFilter(_GrowingIntervals(GROWTH_AFTER_S))
+    plain.addFilter(_GrowingIntervals(growth_after_s))
     return plain
 
 
