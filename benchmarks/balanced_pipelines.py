@@ -34,13 +34,13 @@ from support.harness import (
 from support.workloads import QUICK, Workload, add_options, measured_records, select_workloads
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.image_shares import ImageBalance, balanced_metas, balanced_shares
+from torchmm.balance.search import search
+from torchmm.balance.search.result import Candidate, fits
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.planning.first_step import heaviest
-from torchmm.planning.forecast import Forecaster, StepSample
-from torchmm.planning.search import search
-from torchmm.planning.search.result import Candidate, fits
 
 WORKLOADS = (
     Workload("recipes/papers/pipeweaver_vlm_s", 8),

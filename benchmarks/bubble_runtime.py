@@ -61,7 +61,7 @@ from support.sleepers import (
     message_rows,
 )
 
-from torchmm.balance.planners import PLANNERS
+from torchmm.balance.schedules import PLANNERS
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan

@@ -55,11 +55,11 @@ from support.papers.paper_figures import (
     OPTIMUS_STRONG_SCALING,
     OPTIMUS_TWO_ENCODERS,
 )
+from torchmm.balance.optimus.encoder_sizes import ColocatedPlan
 
-from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan
-from torchmm.balance.bubbles.encoder_work import EncoderWork
-from torchmm.balance.bubbles.llm_timeline import llm_timeline
-from torchmm.balance.bubbles.scheduler import (
+from torchmm.balance.optimus.encoder_work import EncoderWork
+from torchmm.balance.optimus.llm_timeline import llm_timeline
+from torchmm.balance.optimus.scheduler import (
     BubbleFiller,
     BubbleSchedule,
     Granularity,

@@ -2,7 +2,7 @@
 
     python benchmarks/cost_accuracy.py [--quick] [--json FILE]
 
-Operators are measured for each number of ranks (`torchmm.measure.operators`, as
+Operators are measured for each number of ranks (`torchmm.balance.measure.operators`, as
 `scripts/calibrate.py` does), before, between and after the steps, because the machine's own speed
 changes within minutes. Models that calibration has never seen (`cost_cases`) are trained as the
 trainer does it, each in processes of its own (`cost_program`), twice, in both orders. A step's
@@ -35,9 +35,9 @@ from support.measurements import mean_measurements
 from support.ranks import run_ranks
 
 from torchmm.balance.costs.calibration import Measurements, fit_profile
-from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.measure.operators import machine, measure
+from torchmm.balance.measure.operators import machine, measure
+from torchmm.costs.operators import Profile
 
 PAPER, WORST = 0.976, 0.90
 QUIET = 0.05

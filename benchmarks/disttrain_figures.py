@@ -32,13 +32,13 @@ from typing import NamedTuple
 from support.harness import Row, run_cases
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.orchestration.baselines import ratio_shares, rigid_plan
-from torchmm.balance.orchestration.search import OrchestrationPlan
-from torchmm.balance.orchestration.space import Variant
-from torchmm.planning.forecast import Forecast, Forecaster, StepSample
-from torchmm.planning.search.disaggregated import plan_variants, sized_recipe
-from torchmm.planning.search.result import Candidate, SearchResult, fits
-from torchmm.planning.search.search import search_plans
+from torchmm.balance.disttrain.orchestration.baselines import ratio_shares, rigid_plan
+from torchmm.balance.disttrain.orchestration.search import OrchestrationPlan
+from torchmm.balance.disttrain.orchestration.space import Variant
+from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
+from torchmm.balance.search.disaggregated import plan_variants, sized_recipe
+from torchmm.balance.search.result import Candidate, SearchResult, fits
+from torchmm.balance.search.search import search_plans
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 

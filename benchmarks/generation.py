@@ -38,6 +38,8 @@ from torchmm.common.batch import (
     MicrobatchMeta,
     SampleMeta,
 )
+from torchmm.extensions.evaluation.text.generate import generate_tokens
+from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
@@ -46,8 +48,6 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import whole_pipeline
-from torchmm.training.text.generate import generate_tokens
-from torchmm.training.text.sampling import Sampling
 
 SEED = 0
 CPU = torch.device("cpu")

@@ -31,21 +31,21 @@ from support.harness import Row, run_cases
 from support.integer_program import solve_exactly
 from support.memory_needs import memory_needs
 
-from torchmm.balance.costs.execution import Recompute
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.recomputation.costs import LAYER_MODES, PINNED_SHARE
-from torchmm.balance.recomputation.prices import solve_quickly
-from torchmm.balance.recomputation.rank_problems import RankProblem, Rows, rank_problems
-from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.pipeweaver.recomputation.costs import LAYER_MODES, PINNED_SHARE
+from torchmm.balance.pipeweaver.recomputation.prices import solve_quickly
+from torchmm.balance.pipeweaver.recomputation.rank_problems import RankProblem, Rows, rank_problems
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
+from torchmm.costs.execution import Recompute
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.executions import module_executions
-from torchmm.planning.forecast import Forecaster
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe

@@ -31,15 +31,16 @@ from support.harness import Row, describe_machine, make_parser, report, time_pai
 from support.memory_needs import memory_needs
 from torch import Tensor, nn
 
-from torchmm.balance.costs.blocks import Head
-from torchmm.balance.costs.execution import Execution, Recompute, Setting
-from torchmm.balance.costs.layers import stage_parameters
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import DTYPES
+from torchmm.costs.blocks import Head
+from torchmm.costs.execution import Execution, Recompute, Setting
+from torchmm.costs.layers import stage_parameters
+from torchmm.costs.sizes import llm_sizes
+from torchmm.extensions.low_precision import compact
 from torchmm.models.layers.loss import (
     ChunkHead,
     chunk_rows,
@@ -62,7 +63,6 @@ from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import OptimizerConfig, TrainingConfig
 from torchmm.training.optim import build_optimizer
-from torchmm.training.optimizers import compact
 
 CPU = torch.device("cpu")
 MIB = 2**20

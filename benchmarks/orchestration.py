@@ -16,8 +16,8 @@ from itertools import product
 import torch
 from support.harness import Row, describe_machine, make_parser, report
 
-from torchmm.balance.orchestration.problem import OrchestrationProblem, UnitCosts
-from torchmm.balance.orchestration.search import (
+from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem, UnitCosts
+from torchmm.balance.disttrain.orchestration.search import (
     OrchestrationPlan,
     UnitSizes,
     orchestrate,

@@ -28,9 +28,9 @@ from support.papers.paper_cells import (
 )
 from support.papers.paper_figures import Figure
 
-from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.layers import ModuleDescription
+from torchmm.costs.flops import microbatch_flops
 from torchmm.pipelining.schedules.layouts import balanced_cuts
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import resolve_sizes

@@ -73,9 +73,9 @@ from support.papers.paper_figures import (
 )
 from support.papers.pipeweaver_steps import COARSE, SEED, Model, Setting, Timed, ladder, systems
 
-from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.order_search.search import Budget, search
-from torchmm.balance.recomputation.costs import LAYER_MODES
+from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.order_search.search import Budget, search
+from torchmm.balance.pipeweaver.recomputation.costs import LAYER_MODES
 from torchmm.pipelining.plan.graph import StageGraph
 
 MICROBATCHES = 32

@@ -52,10 +52,10 @@ from support.workloads import (
 )
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.forecast import StepSample
+from torchmm.balance.search.result import Candidate
+from torchmm.balance.search.search import search_plans
 from torchmm.commands.plan import default_budget_s
-from torchmm.planning.forecast import StepSample
-from torchmm.planning.search.result import Candidate
-from torchmm.planning.search.search import search_plans
 
 BY_HAND = "by hand"
 PIPELINES = ("chain", "separated", "colocated", "disaggregated")

@@ -35,9 +35,9 @@ from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.data.loader import Loader, build_loader
-from torchmm.data.producers.calls import Server, connect
-from torchmm.data.producers.messages import SCHEMA, Message, from_arrow, to_arrow
-from torchmm.data.producers.server import open_producer
+from torchmm.extensions.remote.producers.calls import Server, connect
+from torchmm.extensions.remote.producers.messages import SCHEMA, Message, from_arrow, to_arrow
+from torchmm.extensions.remote.producers.server import open_producer
 from torchmm.recipe.data_section import DataConfig, ProducersConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 

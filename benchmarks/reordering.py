@@ -22,13 +22,13 @@ from support.cases import reorder_slices
 from support.harness import Row, describe_machine, make_parser, report
 from support.step_times import makespans_ms
 
-from torchmm.balance.reordering.groups import balance_groups, load_bound
-from torchmm.balance.reordering.microbatches import (
+from torchmm.balance.disttrain.reordering.groups import balance_groups, load_bound
+from torchmm.balance.disttrain.reordering.microbatches import (
     SearchEffort,
     interval_orders,
     reorder_microbatches,
 )
-from torchmm.balance.reordering.program import StepProgram, compile_order
+from torchmm.balance.disttrain.reordering.program import StepProgram, compile_order
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.schedules.classic import interleaved_1f1b, one_f_one_b
 

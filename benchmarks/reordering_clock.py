@@ -25,13 +25,13 @@ from support.models.pipeline_model import Size, make_microbatch
 from support.ranks import Comparison, Stopwatch, run_ranks
 from support.sleepers import WIDTH, ShardedSleeper, SleepStage, Work, message_rows
 
-from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.balance.disttrain.reordering.groups import balance_groups
+from torchmm.balance.disttrain.reordering.microbatches import reorder_microbatches
+from torchmm.balance.disttrain.reordering.program import compile_order
+from torchmm.balance.disttrain.reordering.slices import slice_items
 from torchmm.balance.image_shares import assign_images
-from torchmm.balance.reordering.groups import balance_groups
-from torchmm.balance.reordering.microbatches import reorder_microbatches
-from torchmm.balance.reordering.program import compile_order
-from torchmm.balance.reordering.slices import slice_items
 from torchmm.common.batch import Microbatch
+from torchmm.costs.flops import microbatch_flops
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.exchange import Counts
 from torchmm.parallel.mesh import ParallelMesh, build_mesh

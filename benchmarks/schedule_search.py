@@ -28,10 +28,10 @@ from support.cases.search_instances import LOOSE, MEDIUM, TIGHT, VERY_TIGHT, Ins
 from support.harness import Row, describe_machine, make_parser, report
 from support.strategies import STRATEGIES
 
-from torchmm.balance.order_search.bounds import lower_bound_ms
-from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.order_search.order_times import time_order
-from torchmm.balance.order_search.search import Budget, SearchResult, search
+from torchmm.balance.pipeweaver.order_search.bounds import lower_bound_ms
+from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.order_search.order_times import time_order
+from torchmm.balance.pipeweaver.order_search.search import Budget, SearchResult, search
 from torchmm.pipelining.schedules.separated import separated
 
 SHAPES = (((1, 4), (1, 5), (2, 6)), ((2, 4), (2, 5), (1, 6)))

@@ -48,8 +48,8 @@ from support.models.pipeline_model import IMAGE_TOKENS, SEED, Size, load_steps, 
 from support.models.stock_pipeline import StockProgram
 from support.ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
 
-from torchmm.balance.planners import PLANNERS
 from torchmm.balance.rates import ActionKind, scaled
+from torchmm.balance.schedules import PLANNERS
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel

@@ -32,7 +32,7 @@ from support.harness import Row, describe_machine, make_parser, report
 from support.subgraphs import Part, Subgraph, SubgraphCache
 
 from torchmm.balance.compiled import Int64s
-from torchmm.balance.order_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
 from torchmm.balance.simulation.graph_kernels import time_nodes
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
 from torchmm.balance.simulation.plan_graph import build_plan_graph

@@ -11,7 +11,7 @@ them is not timed.
     compiled        both sides, layer by layer
 
 Tokens are those of samples, without padding. FLOPs for MFU are what the samples need
-(`torchmm.balance.costs.flops`), on both sides. On CUDA both compute in bf16, with and without
+(`torchmm.costs.flops`), on both sides. On CUDA both compute in bf16, with and without
 torch.compile, on shapes of published models.
 
     python benchmarks/single_device.py [--quick] [--json FILE] [--shapes NAME ...]
@@ -41,7 +41,7 @@ from support.models import hf_baseline
 from support.models.hf_baseline import PaddedBatch, pad_batch
 from support.shapes import SHAPES, Shape
 
-from torchmm.balance.costs.flops import microbatch_flops
+from torchmm.costs.flops import microbatch_flops
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.resolved import resolve

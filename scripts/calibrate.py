@@ -28,7 +28,7 @@ from torchmm.recipe.read import load_recipe
 if TYPE_CHECKING:
     import torch
 
-    from torchmm.balance.costs.operators import Profile
+    from torchmm.costs.operators import Profile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def _measure(options: argparse.Namespace) -> Profile | None:
         import torch.distributed as dist
 
         from torchmm.balance.costs.calibration import fit_profile
-        from torchmm.measure.operators import machine, measure
+        from torchmm.balance.measure.operators import machine, measure
 
     cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
@@ -113,8 +113,8 @@ def _base(device: torch.device) -> tuple[Profile, bool]:
     """What is known of a device, and whether its peaks are in the table."""
     import torch
 
-    from torchmm.balance.costs.devices import DEVICES
     from torchmm.balance.costs.profiles import load_profile
+    from torchmm.costs.devices import DEVICES
 
     if device.type == "cuda":
         found = torch.cuda.get_device_name(device).lower()

@@ -1,7 +1,7 @@
 """Writes the table of families in docs/reference/models.md from what tests have proved.
 
 python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
-    tests/unit/balance/test_real_flops.py tests/unit/parallel/test_compilation.py \\
+    tests/unit/costs/test_real_flops.py tests/unit/parallel/test_compilation.py \\
     tests/distributed/test_*_tensor_parallel.py tests/distributed/test_context_parallel.py
 python scripts/family_table.py outputs/proofs.jsonl
 

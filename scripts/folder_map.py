@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "CONTRIBUTING.md"
 FOLDERS = (
-    "common", "recipe", "models", "data", "parallel", "pipelining", "balance", "planning",
-    "training", "measure", "commands",
+    "common", "recipe", "models", "data", "parallel", "pipelining", "costs", "planning",
+    "training", "balance", "extensions", "commands",
 )  # fmt: skip
 """From the ground up: each imports those before it only."""
 BEGIN = "<!-- map: written by scripts/folder_map.py -->"

@@ -26,7 +26,7 @@ from torchmm.common.processes import launched
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
-    from torchmm.balance.orchestration.trials import ModuleTrials
+    from torchmm.balance.disttrain.orchestration.trials import ModuleTrials
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,8 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
             import torch
             import torch.distributed as dist
 
-            from torchmm.balance.orchestration.trials import save_trials
-            from torchmm.measure.trials import make_trials
+            from torchmm.balance.disttrain.orchestration.trials import save_trials
+            from torchmm.balance.measure.trials import make_trials
             from torchmm.parallel.mesh import select_device
 
         device = select_device(options.device)
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def trials_table(trials: ModuleTrials) -> Table:
     """Times at the smallest, middle and largest input, and the error in between."""
-    from torchmm.measure.trials import interpolation_errors
+    from torchmm.balance.measure.trials import interpolation_errors
 
     table = Table(title=f"Trials of modules, measured on {trials.measured_on}")
     for column in ("module", "tensor", "inputs", "forward + backward, ms", "interpolation off by"):

@@ -49,8 +49,8 @@ def main() -> int:
 
 def _losses(run_dir: Path, blind_dir: Path | None) -> list[tuple[str, str, float]]:
     with loading():
+        from torchmm.extensions.evaluation.ablation import image_losses, text_only_loss
         from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
-        from torchmm.training.ablation import image_losses, text_only_loss
 
     with working("measuring losses"):
         run = _read(run_dir)

@@ -22,12 +22,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from torchmm.common.errors import ConfigError
-from torchmm.models.families.encoders.structural import known_processor, tower_class
+from torchmm.extensions.auto_models.encoders import known_processor, tower_class
+from torchmm.extensions.auto_models.unlisted import Proof, prove, prove_encoder
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.forms import mechanisms
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.registry import LLM_FILES, TOWER_FILES
-from torchmm.models.unlisted import Proof, prove, prove_encoder
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
 OF_LLMS = {

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.planning.executions import simulated_profile
-from torchmm.planning.forecast import Forecaster
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.training_section import UPDATE_PORTION
 

@@ -12,7 +12,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchmm.balance.compiled import Int64s
-from torchmm.balance.recomputation.problem import TuningProblem, TuningSolution
+from torchmm.balance.pipeweaver.recomputation.problem import TuningProblem, TuningSolution
 
 
 def solve_exactly(

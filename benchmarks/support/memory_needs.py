@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.recomputation.rank_problems import Rows, rank_problems
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.pipeweaver.recomputation.rank_problems import Rows, rank_problems
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.plan import PipelinePlan

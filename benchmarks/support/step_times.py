@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from torchmm.balance.compiled import Float64s
-from torchmm.balance.reordering.program import StepProgram
-from torchmm.balance.reordering.program_kernels import advance
+from torchmm.balance.disttrain.reordering.program import StepProgram
+from torchmm.balance.disttrain.reordering.program_kernels import advance
 
 
 def makespans_ms(

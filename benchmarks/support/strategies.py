@@ -16,8 +16,8 @@ from math import log, sqrt
 
 import numpy as np
 
-from torchmm.balance.order_search.annealing import Annealing, Evaluator, Strategy
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
+from torchmm.balance.pipeweaver.order_search.annealing import Annealing, Evaluator, Strategy
 
 ROLLOUTS = 10
 """Rollouts per expansion of the tree, as in the paper."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.harness import append_record, read_records
-from torchmm.balance.costs.devices import MEMORY_SHARE
+from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 

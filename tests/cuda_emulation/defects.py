@@ -5,16 +5,16 @@ from collections.abc import Callable
 import torch
 
 from torchmm.common.device_copies import HostCopy
+from torchmm.extensions.async_tp.backends import _Started
+from torchmm.extensions.low_precision.host import HostStreams
 from torchmm.models.encoder_graphs import _Graph
 from torchmm.models.llm import LlmModule
 from torchmm.parallel import torch_private
 from torchmm.parallel.fsdp import StepSharding
 from torchmm.parallel.host_inputs import InputStreams
 from torchmm.parallel.p2p import P2PChannels
-from torchmm.parallel.tensor.overlap_backends import _Started
 from torchmm.pipelining.run.runtime import _Clock
 from torchmm.pipelining.run.step_state import StepState
-from torchmm.training.optimizers.host import HostStreams
 
 
 def freed_early() -> None:

@@ -25,15 +25,15 @@ import torch
 from defects import DEFECTS
 from fakecuda.flash import as_one
 
+from torchmm.balance.optimus.ahead import Ahead
+from torchmm.extensions.low_precision import compact
 from torchmm.models.layers import loss
 from torchmm.parallel import compilation
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.health import preflight
-from torchmm.pipelining.run.ahead import Ahead
 from torchmm.pipelining.run.step_state import StepState
 from torchmm.planning import step as planning_step
 from torchmm.training.checkpoint.manager import CheckpointManager
-from torchmm.training.optimizers import compact
 from torchmm.training.trainer import Trainer
 
 device = fakecuda.ext

@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
+from torchmm.extensions.async_tp.choice import choose_backend, time_chunks, try_symmetric_memory
+from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
+from torchmm.extensions.async_tp.styles import Column
 from torchmm.models.initialize import init_weights
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
@@ -25,9 +28,6 @@ from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.mesh import build_mesh, start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
-from torchmm.parallel.tensor.overlap_choice import choose_backend, time_chunks, try_symmetric_memory
-from torchmm.parallel.tensor.overlap_linear import Overlap, gather_linear, linear_scatter
-from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tuned_limits import half_way
 
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PeerError
 from torchmm.models.initialize import init_weights

@@ -15,6 +15,7 @@ from proofs import proves
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import EncoderInputs
+from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
@@ -24,7 +25,6 @@ from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.fsdp import apply_fsdp
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
-from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.recipe.model_section import (
     AdapterConfig,
     EncoderConfig,

@@ -13,7 +13,9 @@ from tiny_recipe import arguments
 from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.prepare import tiny_qwen
+from torchmm.extensions.demo_data import tiny_qwen
+from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
+from torchmm.extensions.evaluation.scores import Answer, score
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -21,8 +23,6 @@ from torchmm.models.registry import build_model
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.training_section import TrainingConfig
-from torchmm.training.evaluation.exported import Export, Writing, write_texts
-from torchmm.training.evaluation.scores import Answer, score
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
 PEOPLE = [["two", "2", "two", "three"], ["a cat"], ["Yes."]]

@@ -20,12 +20,12 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
+from torchmm.extensions.evaluation.ablation import image_losses, text_only_loss
 from torchmm.parallel.mesh import build_mesh, select_device, start_process_group
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.ablation import image_losses, text_only_loss
 from torchmm.training.run import train
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -16,13 +16,13 @@ from meshes import mesh_for
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.sizes import generator_sizes
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.common.layers import ModuleDescription
-from torchmm.models.generator import GeneratorModule
+from torchmm.costs.execution import Execution
+from torchmm.costs.sizes import generator_sizes
+from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize

@@ -13,11 +13,14 @@ from launch import run_distributed
 from model_cases import LLMS, build, microbatch
 from test_colocated_equality import CPU, Case, _compare
 
-from torchmm.balance.bubbles.launches import plan_launches
-from torchmm.balance.costs.execution import Execution
-from torchmm.balance.layer_pieces import layer_collectives
+from torchmm.balance.optimus import ahead
+from torchmm.balance.optimus.ahead import UNLIMITED, Ahead
+from torchmm.balance.optimus.launch_choice import plan_launches
+from torchmm.balance.optimus.launches import with_launches
+from torchmm.balance.optimus.layer_pieces import layer_collectives
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
+from torchmm.costs.execution import Execution
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -28,10 +31,7 @@ from torchmm.parallel.tensor.collectives import Exchange
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.run import ahead
-from torchmm.pipelining.run.ahead import UNLIMITED, Ahead
 from torchmm.pipelining.schedules.colocated import encoder_stages
-from torchmm.pipelining.schedules.launches import with_launches
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 

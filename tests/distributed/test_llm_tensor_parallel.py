@@ -22,13 +22,13 @@ from test_multimodal import two_samples_with_images
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
+from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import start_process_group
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
-from torchmm.parallel.tensor.overlap_linear import Overlap
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 

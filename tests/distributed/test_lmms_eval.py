@@ -9,7 +9,7 @@ import pytest
 from test_evaluation import SCRIPT, write_export, write_questions
 from tiny_recipe import arguments
 
-from torchmm.training.evaluation.results import read
+from torchmm.extensions.evaluation.results import read
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".lmms-eval" / "bin" / "python"

@@ -6,9 +6,9 @@ import torch.distributed as dist
 from launch import run_distributed
 
 from torchmm.balance.costs.calibration import fit_profile
-from torchmm.balance.costs.operators import KINDS, NETWORK_KINDS
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.measure.operators import measure
+from torchmm.balance.measure.operators import measure
+from torchmm.costs.operators import KINDS, NETWORK_KINDS
 
 
 def calibrate() -> tuple[set[str], dict[str, list[float]], list[float]]:

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from launch import run_distributed
 from trial_recipe import RECIPE
 
-from torchmm.balance.orchestration.trials import ModuleTrials
-from torchmm.measure.trials import make_trials
+from torchmm.balance.disttrain.orchestration.trials import ModuleTrials
+from torchmm.balance.measure.trials import make_trials
 from torchmm.recipe.recipe import Recipe
 
 

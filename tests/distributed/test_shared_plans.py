@@ -17,15 +17,15 @@ import torch
 from launch import run_distributed
 from searched_cases import CPU, Searched, batch_of, build_searched
 
-from torchmm.balance.order_search.remembered import RememberedOrders
+from torchmm.balance.pipeweaver.background import work
+from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.order_search.remembered import RememberedOrders
 from torchmm.common import processes
 from torchmm.common.batch import Microbatch
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.beside import work
-from torchmm.planning.beside.process import PlanningProcess
-from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.planners.sharing import digest_of
 from torchmm.training.planners.static import StaticPlanner

@@ -50,19 +50,19 @@ AT_THE_END = (
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
 GENERATE = (
-    "torchmm.training.text.opened:open_writer",
-    "torchmm.training.text.opened:read_prompts",
+    "torchmm.extensions.evaluation.text.opened:open_writer",
+    "torchmm.extensions.evaluation.text.opened:read_prompts",
     "torchmm.training.pipeline:Pipeline.plan",
 )
-EVALUATE = ("torchmm.training.evaluation.exported:write_texts",)
+EVALUATE = ("torchmm.extensions.evaluation.exported:write_texts",)
 INSPECT = (
-    "torchmm.planning.inspection.findings:recipe_model",
-    "torchmm.planning.inspection.findings:Inspector.inspect",
-    "torchmm.planning.inspection.page:write_page",
+    "torchmm.extensions.reports.inspection.findings:recipe_model",
+    "torchmm.extensions.reports.inspection.findings:Inspector.inspect",
+    "torchmm.extensions.reports.inspection.page:write_page",
 )
 PLAN = (
-    "torchmm.planning.search.search:StepSample",
-    "torchmm.planning.search.recipe_plans:Forecaster",
+    "torchmm.balance.search.search:StepSample",
+    "torchmm.balance.search.recipe_plans:Forecaster",
 )
 QUICKSTART = ("--config", "recipes/quickstart.toml")
 PROGRAMS: dict[str, tuple[str, ...]] = {

@@ -10,19 +10,19 @@ from searched_cases import CPU, Searched, batch_of, build_searched
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.planners import PLANNERS
+from torchmm.balance.pipeweaver.background.process import PlanningProcessError
+from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
+from torchmm.balance.schedules import PLANNERS
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.beside.process import PlanningProcessError
-from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
 from torchmm.planning.planner import PlanStatistics
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.training.planners.measuring import MeasuringPlanner
 
 
 @dataclass

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from tiny_recipe import arguments, records
 
+from torchmm.extensions.evaluation.scores import Answer, score
 from torchmm.pipelining.view.records import read_records
 from torchmm.pipelining.view.timeline import analyze_timeline
-from torchmm.training.evaluation.scores import Answer, score
 from torchmm.training.exports.checkpoint import export_checkpoint
 
 pytestmark = pytest.mark.slow

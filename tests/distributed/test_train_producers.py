@@ -14,7 +14,7 @@ from ports import free_port
 from pyarrow import flight
 from tiny_recipe import ROOT, arguments, records, tiny_recipe, weights
 
-from torchmm.data.producers.messages import SCHEMA, TEXT, from_arrow, to_arrow
+from torchmm.extensions.remote.producers.messages import SCHEMA, TEXT, from_arrow, to_arrow
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.run import train
 

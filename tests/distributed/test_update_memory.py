@@ -7,9 +7,9 @@ from meshes import mesh_for
 from model_cases import LLMS
 from support.allocations import CountPeak
 
-from torchmm.balance.costs.execution import Execution, States
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.costs.execution import Execution, States
 from torchmm.models.hf.load import local_tensor
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize, module_of

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from support.memory_needs import memory_needs
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.balance.rates import ActionKind
-from torchmm.balance.recomputation.tuning import LayerTuning
 from torchmm.common.batch import MicrobatchMeta
+from torchmm.costs.execution import Execution
 from torchmm.training.pipeline import Pipeline
 
 

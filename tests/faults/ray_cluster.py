@@ -3,13 +3,13 @@
 import os
 import time
 
-from torchmm.data.producers.engine import LOOPBACK_ONLY
+from torchmm.extensions.remote.producers.engine import LOOPBACK_ONLY
 
 os.environ.update(LOOPBACK_ONLY)
 
 import ray
 
-from torchmm.data.producers.ray_actors import _connect
+from torchmm.extensions.remote.producers.ray_actors import _connect
 
 
 @ray.remote

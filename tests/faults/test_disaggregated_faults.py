@@ -19,7 +19,7 @@ from test_train_faults import process_of, wait_for_step
 from tiny_recipe import arguments, records, weights
 
 from torchmm.common.errors import DataError, PeerError
-from torchmm.data.producers.calls import TOKEN_VARIABLE
+from torchmm.extensions.remote.producers.calls import TOKEN_VARIABLE
 from torchmm.training.ending import read_status
 
 pytestmark = pytest.mark.slow

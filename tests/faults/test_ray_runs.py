@@ -17,8 +17,8 @@ from test_train_faults import parent_of, process_of
 from tiny_recipe import arguments, records, weights
 from undisturbed_run import wait_for_step
 
-from torchmm.data.producers.calls import connect
-from torchmm.data.producers.registry import Reported, ask_registry
+from torchmm.extensions.remote.producers.calls import connect
+from torchmm.extensions.remote.producers.registry import Reported, ask_registry
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ from object_server import SECRET, ObjectServer
 from tiny_recipe import arguments, records, weights
 from train_server import TRAIN, TrainServer
 
-from torchmm.data.storage.remote_files import Storage
+from torchmm.extensions.remote.storage.remote_files import Storage
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from fuzz import reference
 from torchmm.data.loader import build_loader
+from torchmm.extensions.low_precision.float8 import float8_linears
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.parallel.float8 import float8_linears
 from torchmm.parallel.health.peers import peer_errors
 from torchmm.parallel.mesh import select_device, start_process_group
 from torchmm.planning.resolved import Resolved

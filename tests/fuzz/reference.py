@@ -27,7 +27,7 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from fuzz.composites import CompositeReference
 from torchmm.common.dtypes import DTYPES
-from torchmm.training.optimizers.compact import CompactOptimizer, Settings
+from torchmm.extensions.low_precision.compact import CompactOptimizer, Settings
 
 Table = dict[str, Any]
 Grid = tuple[int, int, int]

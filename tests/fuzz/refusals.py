@@ -34,7 +34,7 @@ here:
   time on one rank, which no schedule can divide, and all of its 866 million parameters gathered
   at once.
 - Planners place, order and fit stages by times and bytes that are sums over the components of
-  transformer layers (`torchmm/balance/costs/components.py`), compared with real ones at every
+  transformer layers (`torchmm/costs/components.py`), compared with real ones at every
   allocation. What convolutions keep for backward, and what is computed again, none of them says;
   the autoencoder before a generator of latents has forwards only. A rank with guessed bytes would
   not keep to a memory limit.

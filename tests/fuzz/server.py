@@ -30,10 +30,10 @@ from fuzz.ranks import run_rank, run_reference
 from fuzz.recipes import complete
 from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
+from torchmm.balance.search.placement import orchestrated, with_arrangement
 from torchmm.common.errors import ConfigError, PlanError
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.first_step import plan_passes, training_samples
-from torchmm.planning.placement import orchestrated, with_arrangement
 from torchmm.planning.resolved import resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.read import load_recipe

@@ -22,8 +22,8 @@ import torch
 from tiny_recipe import ONLY_TRAINS, records
 from train_server import TrainServer
 
-from torchmm.planning import dry_run
-from torchmm.planning.forecast import Forecast
+from torchmm.balance.forecasts import dry_run
+from torchmm.balance.forecasts.forecast import Forecast
 from torchmm.recipe.read import list_recipes, load_recipe
 
 FOLDER = Path(__file__).parent

@@ -7,8 +7,8 @@ from model_cases import IMAGE_TOKEN_ID
 from transformers import PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
+from torchmm.extensions.evaluation.text.generate import next_row
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.training.text.generate import next_row
 
 TOKENS = 12
 

@@ -7,11 +7,16 @@ import torch
 from torch import Tensor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.extensions.evaluation.text.generate import (
+    generate_tokens,
+    grown_row,
+    join_prompts,
+    next_row,
+)
+from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.text.generate import generate_tokens, grown_row, join_prompts, next_row
-from torchmm.training.text.sampling import Chooser, Sampling
 from torchmm.training.validation import held_out_prompts
 
 GREEDY = Sampling(max_new_tokens=6)

@@ -8,12 +8,12 @@ import torch
 from support.allocations import CountPeak, held_in_a_step
 from support.memory_needs import memory_needs
 
-from torchmm.balance.costs.execution import Execution
-from torchmm.balance.costs.flops import module_layers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.costs.execution import Execution
+from torchmm.costs.flops import module_layers
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model

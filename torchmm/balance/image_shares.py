@@ -9,9 +9,9 @@ the rank that trains on an image is as idle as any other rank, it encodes the im
 no features travel if all ranks have the same images.
 
 Images that a generator learns are padded to the largest image of the rank
-(`torchmm.models.generator`). The work of a rank is then the number of images times the cost of the
-largest one. In the order of decreasing cost, each rank gets consecutive images up to a limit. The
-smallest feasible limit is optimal.
+(`torchmm.extensions.generation.generator`). The work of a rank is then the number of images times
+the cost of the largest one. In the order of decreasing cost, each rank gets consecutive images up
+to a limit. The smallest feasible limit is optimal.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from torchmm.balance.compiled import Int64s, compiled
-from torchmm.balance.costs.blocks import stage_blocks
-from torchmm.balance.costs.flops import pass_flops
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.sizes import encoder_sizes, generator_sizes
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import ImageMeta, ImageOwners, ImageSizes, MicrobatchMeta
 from torchmm.common.generated import GeneratedMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
+from torchmm.costs.blocks import stage_blocks
+from torchmm.costs.flops import pass_flops
+from torchmm.costs.sizes import encoder_sizes, generator_sizes
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.log import make_console
-from torchmm.training.page.contents import RunContents, read_run
-from torchmm.training.page.pages import comparison_page
-from torchmm.training.page.sections import comparison, recipe_differences
+from torchmm.extensions.reports.page.contents import RunContents, read_run
+from torchmm.extensions.reports.page.pages import comparison_page
+from torchmm.extensions.reports.page.sections import comparison, recipe_differences
 
 
 def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:

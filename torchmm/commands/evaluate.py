@@ -28,11 +28,11 @@ from rich.table import Table
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.extensions.evaluation import results
+from torchmm.extensions.evaluation.results import Evaluation
 from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.training_section import BenchmarksConfig, TrainingConfig, ValidationConfig
-from torchmm.training.evaluation import results
-from torchmm.training.evaluation.results import Evaluation
 
 if TYPE_CHECKING:
     from torchmm.training.validation import GeneratedText
@@ -88,7 +88,7 @@ def _answered(arguments: argparse.Namespace, target: Target) -> Evaluation:
     if not Path(config.python).is_file():
         raise ConfigError(f"{config.python}: no such program; run scripts/lmms_eval.sh")
     with loading():
-        from torchmm.training.evaluation import benchmarks
+        from torchmm.extensions.evaluation import benchmarks
 
     with tempfile.TemporaryDirectory() as scratch, working("answering"):
         output = Path(scratch) / "scores.json"
@@ -104,7 +104,7 @@ def _written(
         with loading():
             import transformers
 
-            from torchmm.training.evaluation.exported import Export, Writing, write_texts
+            from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
             from torchmm.training.validation import source_scores
 
         transformers.logging.set_verbosity_error()

@@ -30,9 +30,9 @@ from torchmm.common.log import loading, log_to_console, make_console, working
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchmm.training.text.opened import Writer
-    from torchmm.training.text.prompts import Request
-    from torchmm.training.text.sampling import Sampling
+    from torchmm.extensions.evaluation.text.opened import Writer
+    from torchmm.extensions.evaluation.text.prompts import Request
+    from torchmm.extensions.evaluation.text.sampling import Sampling
 
 COMMANDS = "/file FILE adds a file to what you say next, /new begins anew, /end ends"
 
@@ -44,8 +44,8 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
         from torchmm.common.dtypes import DTYPES
-        from torchmm.training.text.opened import answers_chats, open_writer
-        from torchmm.training.text.sampling import Sampling
+        from torchmm.extensions.evaluation.text.opened import answers_chats, open_writer
+        from torchmm.extensions.evaluation.text.sampling import Sampling
 
     try:
         sampling = Sampling(
@@ -129,7 +129,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
 
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
-    from torchmm.training.text.prompts import read_chats, request_of
+    from torchmm.extensions.evaluation.text.prompts import read_chats, request_of
 
     if arguments.draw is not None and (arguments.chats or arguments.chat or arguments.template):
         raise ConfigError("--draw draws from words; leave --chat, --chats and --template out")
@@ -148,7 +148,7 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
 
 
 def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace) -> None:
-    from torchmm.training.text.pictures import draw_requests, save_picture
+    from torchmm.extensions.generation.sampling import draw_requests, save_picture
 
     pictures = draw_requests(
         writer,
@@ -195,7 +195,7 @@ def _answer(
 
 def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> None:
     """Reads what a person says, line by line, until the end."""
-    from torchmm.training.text.prompts import chat_request, parts_of
+    from torchmm.extensions.evaluation.text.prompts import chat_request, parts_of
 
     print(COMMANDS, file=sys.stderr)
     messages: list[dict[str, Any]] = []

@@ -51,9 +51,9 @@ def _inspect(options: argparse.Namespace, overrides: list[str]) -> int:
     with loading():
         import transformers
 
-        from torchmm.planning.inspection.findings import inspect_recipe
-        from torchmm.planning.inspection.page import write_page
-        from torchmm.planning.inspection.table import (
+        from torchmm.extensions.reports.inspection.findings import inspect_recipe
+        from torchmm.extensions.reports.inspection.page import write_page
+        from torchmm.extensions.reports.inspection.table import (
             corrupt_limit_line,
             findings_table,
             length_lines,

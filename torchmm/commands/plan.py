@@ -24,7 +24,7 @@ from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from torchmm.planning.search.result import Candidate, SearchResult
+    from torchmm.balance.search.result import Candidate, SearchResult
 
 PLACEMENTS = {
     "auto": ("fsdp", "chain", "separated", "colocated", "disaggregated"),
@@ -83,9 +83,9 @@ def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> in
     result, cluster = _search(
         recipe, options.gpus, options.device, options.placement, options.budget_s
     )
+    from torchmm.balance.search.report import certificate, result_tables
+    from torchmm.balance.search.result import find_best
     from torchmm.planning.first_step import describe_samples
-    from torchmm.planning.search.report import certificate, result_tables
-    from torchmm.planning.search.result import find_best
 
     best = find_best(result, cluster.devices)
     console = make_console(width=170)
@@ -124,7 +124,7 @@ def plan(
         ConfigError: An argument is invalid, or no plan fits.
     """
     result, cluster = _search(recipe, gpus, device, placement, budget_s)
-    from torchmm.planning.search.result import find_best
+    from torchmm.balance.search.result import find_best
 
     return find_best(result, cluster.devices)
 
@@ -158,7 +158,7 @@ def _search(
         raise ConfigError(f"--budget-s = {budget_s} is negative; use 0 or more")
     with loading():
         from torchmm.balance.costs.profiles import load_profile
-        from torchmm.planning.search.search import search_plans
+        from torchmm.balance.search.search import search_plans
 
     device = device or recipe.simulation.device
     try:
@@ -188,7 +188,7 @@ def default_budget_s(devices: int) -> float:
 
 def _write(options: argparse.Namespace, best: Candidate, device: str, program: str) -> None:
     """Write the recipe of the best plan."""
-    from torchmm.planning.search.report import recipe_text
+    from torchmm.balance.search.report import recipe_text
 
     text = recipe_text(best, str(options.config), device)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ from typing import Any
 
 from torchmm.common.errors import TorchmmError
 from torchmm.common.log import loading, log_to_console, make_console, working
-from torchmm.data.prepare import manifest
+from torchmm.extensions.demo_data import manifest
 
 SPOKEN_LANGUAGES = ("es", "fr", "ro", "bg", "ru")
 Prepare = Callable[[Path, Path, dict[str, Any]], None]
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     with loading():
         import datasets
 
-        from torchmm.data.prepare import (
+        from torchmm.extensions.demo_data import (
             manual,
             smollm2,
             spoken_stamps,
@@ -98,7 +98,7 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 def prepare_scenes(output: Path, packages: Path) -> None:
     """Scenes, and the tokenizer of their captions."""
-    from torchmm.data.prepare import emoji_scenes, tokenizer
+    from torchmm.extensions.demo_data import emoji_scenes, tokenizer
 
     options: dict[str, Any] = {"scenes": emoji_scenes.SCENES}
     ensure(output, packages, emoji_scenes.NAME, options, emoji_scenes.prepare)
@@ -109,7 +109,7 @@ def prepare_scenes(output: Path, packages: Path) -> None:
 
 def prepare_times(output: Path, packages: Path) -> None:
     """Times, and the tokenizer of their texts."""
-    from torchmm.data.prepare import printed_times, tokenizer
+    from torchmm.extensions.demo_data import printed_times, tokenizer
 
     options: dict[str, Any] = {"times": printed_times.TIMES}
     ensure(output, packages, "printed_times", options, printed_times.prepare)
@@ -120,7 +120,7 @@ def prepare_times(output: Path, packages: Path) -> None:
 
 def prepare_clips(sets: list[str], output: Path, packages: Path) -> None:
     """Build the video data sets among `sets`."""
-    from torchmm.data.prepare import moving_stamps, video_captions
+    from torchmm.extensions.demo_data import moving_stamps, video_captions
 
     pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
     if "moving_stamps" in sets:
@@ -156,7 +156,7 @@ def ensure(
 
 def video_options() -> dict[str, Any]:
     """Size of the clips of video_captions."""
-    from torchmm.data.prepare import video_captions
+    from torchmm.extensions.demo_data import video_captions
 
     return {
         "fps": video_captions.FPS,
@@ -167,7 +167,7 @@ def video_options() -> dict[str, Any]:
 
 def tokenizer_options(output: Path, texts: str, vocabulary: int | None = None) -> dict[str, Any]:
     """Return the inputs that determine a tokenizer: checksums of its texts and vocabulary size."""
-    from torchmm.data.prepare import tokenizer
+    from torchmm.extensions.demo_data import tokenizer
 
     hashes = manifest.read(output)[texts]["sha256"]
     training = {file: digest for file, digest in hashes.items() if "/train/" in file}

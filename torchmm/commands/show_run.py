@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torchmm.common.log import make_console
-from torchmm.training.page.contents import Records, RunContents, read_run, slowest_ranks
-from torchmm.training.page.pages import write_run_page
+from torchmm.extensions.reports.page.contents import Records, RunContents, read_run, slowest_ranks
+from torchmm.extensions.reports.page.pages import write_run_page
 
 LABELS = {
     "index.html": "all of this as a page, for a browser",

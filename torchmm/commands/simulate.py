@@ -30,6 +30,6 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         overrides += ["--data.sources", "[]"]
     log_to_console(make_console(stderr=True), only_progress=True)
     with loading():
-        from torchmm.planning.forecast_command import simulate_recipe
+        from torchmm.balance.forecasts.command import simulate_recipe
 
     return simulate_recipe(options, overrides)

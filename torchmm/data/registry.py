@@ -1,57 +1,9 @@
-"""A registry: where producers report that they are there, and how busy they are.
+"""Start a registry of producers: `python -m torchmm.data.registry`.
 
-    python -m torchmm.data.registry --bind 10.0.0.7:7410 --tls-certificate PEM --tls-key PEM
-
-For producers and ranks on several machines (`data.producers.registry`); a run on one machine has
-its own. It knows nothing of recipes, and may be started again at any time. Other machines only
-reach it with a certificate and a token.
+See `torchmm.extensions.remote.registry`.
 """
 
-from __future__ import annotations
-
-import argparse
-import logging
-import os
-import sys
-from typing import NoReturn
-
-from torchmm.common.errors import ConfigError
-from torchmm.data.producers.calls import TOKEN_VARIABLE, check_exposure, ended_by_signals, key_pair
-from torchmm.data.producers.registry import Registry
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m torchmm.data.registry",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--bind", default="127.0.0.1:7410", help="HOST:PORT to listen on")
-    parser.add_argument("--tls-certificate", help="PEM file of this machine's certificate")
-    parser.add_argument("--tls-key", help="PEM file of its private key")
-    return parser
-
-
-def main() -> NoReturn:
-    """Answers until SIGTERM or SIGINT; exit codes are those of `train.py`."""
-    arguments = make_parser().parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    stopped = ended_by_signals()
-    try:
-        token = os.environ.get(TOKEN_VARIABLE)
-        certificate = key_pair(arguments.tls_certificate, arguments.tls_key)
-        check_exposure(arguments.bind, certificate is not None, token)
-        registry = Registry(arguments.bind, token, certificate)
-    except ConfigError as error:
-        sys.stderr.write(f"ConfigError: {error}\n")
-        sys.exit(error.exit_code)
-    sys.stdout.write(f"ready on port {registry.port}\n")
-    sys.stdout.flush()
-    stopped.wait()
-    registry.shutdown()
-    sys.exit(0)
-
+from torchmm.extensions.remote.registry import main
 
 if __name__ == "__main__":
     main()

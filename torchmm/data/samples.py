@@ -26,13 +26,13 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of
-from torchmm.data.producers.ask import Asking, RemoteDecoder
-from torchmm.data.producers.planning import Described, ProducersPlans
 from torchmm.data.shared_reader import ReaderAddress, ReaderClient
 from torchmm.data.sources.open import make_reader, open_records, open_samples, seed_of
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.elsewhere import Ask, StepsElsewhere
 from torchmm.data.steps.step_packs import Position, Steps
+from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
+from torchmm.extensions.remote.producers.planning import Described, ProducersPlans
 from torchmm.recipe.data_section import DataConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from torchmm.common.batch import ImageSpec, Marks, Microbatch, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
+from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.text import TextConventions, Token
-from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.layers.experts import expert_parts, stacked_weights
 from torchmm.models.llm import LlmModule

@@ -19,26 +19,26 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.common.tiles import TileSpec
+from torchmm.extensions.auto_models.encoders import known_processor
+from torchmm.extensions.auto_models.unlisted import adopt, adopt_encoder
+from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.parts import PAIR_PROCESSOR, EncoderPart, Unlisted
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
-from torchmm.models.families.encoders.structural import known_processor
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.forms import mechanisms, nearest
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
-from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.hf.config_checks import setting_problems
 from torchmm.models.hf.config_values import build_checked, value_problems
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
-from torchmm.models.unlisted import adopt, adopt_encoder
 from torchmm.recipe.model_section import (
     AdapterConfig,
     EncoderConfig,
@@ -284,7 +284,7 @@ def _build_generator(
             "[model.generator] needs diffusers, which is not installed; "
             f"{install_command('generation')}"
         )
-    from torchmm.models.families.generators.build import build_generator  # noqa: PLC0415 - optional
+    from torchmm.extensions.generation.families.build import build_generator  # noqa: PLC0415 - optional
 
     return build_checked(
         "model.generator",

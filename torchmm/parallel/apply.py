@@ -18,6 +18,9 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchmm.balance.optimus.pieces import stop_in_layers
+from torchmm.extensions.async_tp.choice import choose_overlap
+from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers import delta_net, experts
@@ -30,9 +33,6 @@ from torchmm.parallel.expert import apply_expert_parallel
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
 from torchmm.parallel.precision import apply_mixed_precision
 from torchmm.parallel.tensor.apply import apply_tensor_parallel
-from torchmm.parallel.tensor.overlap_choice import choose_overlap
-from torchmm.parallel.tensor.overlap_linear import Overlap
-from torchmm.parallel.tensor.pieces import stop_in_layers
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 

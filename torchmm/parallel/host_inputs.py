@@ -8,8 +8,8 @@ On CUDA, nothing but the link is in the way: copies have streams of their own, o
 
 The first input of a backward comes while the action before it runs, of a backward behind its last
 input: the plan says which backward is next, and `StepState` tells. So a device holds at most one
-input ahead of its use; tuning counts that one (`torchmm.balance.recomputation.costs`). The host
-waits for nothing.
+input ahead of its use; tuning counts that one (`torchmm.balance.pipeweaver.recomputation.costs`).
+The host waits for nothing.
 
 Memory of the device is that of the stream that computes, for both ways: an input is let go of once
 that stream has waited for the copy, and the place of one that comes is allocated there, behind

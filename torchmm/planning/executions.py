@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from torchmm.balance.costs.execution import Execution, States
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.orchestration.trials import load_trials, trial_conditions, trials_run
-from torchmm.balance.orchestration.unit_costs import TrialRunner, cost_model_run
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.disttrain.orchestration.trials import load_trials, trial_conditions, trials_run
+from torchmm.balance.disttrain.orchestration.unit_costs import TrialRunner, cost_model_run
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
+from torchmm.costs.execution import Execution, States
+from torchmm.costs.operators import Profile
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes
 from torchmm.recipe.recipe import Recipe

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.costs.flops import step_flops
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.sizes import module_tasks, text_tokens
 from torchmm.balance.costs.step_costs import Peers
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
+from torchmm.costs.flops import step_flops
+from torchmm.costs.sizes import module_tasks, text_tokens
 from torchmm.data.steps.balanced_packing import SEQUENCES, BalancedPacker
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.models.multimodal import MultimodalModel

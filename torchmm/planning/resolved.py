@@ -16,9 +16,9 @@ import torch
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
+from torchmm.extensions.low_precision.float8 import rounded_linears
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
-from torchmm.parallel.float8 import rounded_linears
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe

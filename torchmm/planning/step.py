@@ -17,14 +17,14 @@ from math import ceil
 from statistics import mean
 from typing import Literal, TypedDict, Unpack
 
-from torchmm.balance.bubbles.choice import StepOrder
-from torchmm.balance.costs.flops import module_layers, task_durations
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.order_search.best_order import bounded_orders
-from torchmm.balance.planners import PLANNERS
+from torchmm.balance.optimus.choice import StepOrder
+from torchmm.balance.optimus.launches import with_launches
+from torchmm.balance.pipeweaver.order_search.best_order import bounded_orders
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_layers
 from torchmm.balance.rates import ActionFit, ActionKind, RankKind, Total, scaled
-from torchmm.balance.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.schedules import PLANNERS
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.balance.transfer_times import Pair
 from torchmm.common.batch import MicrobatchMeta
@@ -33,6 +33,7 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.processes import without_collection
 from torchmm.common.row_slices import most_images
+from torchmm.costs.flops import module_layers, task_durations
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout
@@ -53,7 +54,6 @@ from torchmm.pipelining.schedules.disaggregated import (
     disaggregated_layout,
     disaggregated_order,
 )
-from torchmm.pipelining.schedules.launches import with_launches
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 from torchmm.pipelining.schedules.names import order_named, schedule_layout
 from torchmm.recipe.parallel_section import ParallelConfig

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torchmm.balance.costs.layers import Parameters, trained_parameters
 from torchmm.common.layers import ModuleDescription
+from torchmm.costs.layers import Parameters, trained_parameters
+from torchmm.extensions.low_precision.float8 import float8_linears
 from torchmm.models.hf.pairs import exported_as
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.parallel.float8 import float8_linears
 from torchmm.planning.executions import graphs_problem, parameter_states, recompute_mode
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import show_sizes

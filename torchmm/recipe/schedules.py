@@ -3,7 +3,7 @@
 Pure data, so that recipes are checked without torch. The functions behind the names are registered
 against this table: orders that follow from the step's graph alone in
 `torchmm.pipelining.schedules.names`, planners, which also need costs, in
-`torchmm.balance.planners`. A name without a function fails when those are imported.
+`torchmm.balance.schedules`. A name without a function fails when those are imported.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class SimulationConfig(Section):
     """
 
     device: str = "h100"
-    """Device of the table in `torchmm/balance/costs/devices.py`."""
+    """Device of the table in `torchmm/costs/devices.py`."""
     trials: str = ""
     """File of trial runs of the modules (`scripts/profile_modules.py`), whose times orchestration
     uses instead of the cost model's; "": none."""

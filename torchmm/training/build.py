@@ -20,8 +20,10 @@ import transformers
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.balance.disttrain.arrangement import dealt, image_balance, run_arrangement
+from torchmm.balance.disttrain.reordering.step import StepReorder
 from torchmm.balance.image_shares import ImageBalance
-from torchmm.balance.reordering.step import StepReorder
+from torchmm.balance.pipeweaver.segments import chosen_segments, leaves_segments_open
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
@@ -37,6 +39,8 @@ from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.sources.open import Samples
 from torchmm.data.tokenizer import load_tokenizer, untrained_tokens
+from torchmm.extensions.low_precision.float8 import apply_float8, float8_problems
+from torchmm.extensions.low_precision.forms import block_problems
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -47,7 +51,6 @@ from torchmm.parallel.compilation import Compilation, compiler_problem
 from torchmm.parallel.context import context_problems, cut_problems
 from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.expert import expert_problems
-from torchmm.parallel.float8 import apply_float8, float8_problems
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.health.preflight import check_ranks
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder_meshes
@@ -60,10 +63,8 @@ from torchmm.planning.executions import (
     run_profile,
 )
 from torchmm.planning.first_step import first_step, one_by_one
-from torchmm.planning.reordering import dealt, image_balance, run_arrangement
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.run_length import estimate_pass_steps, length_lines
-from torchmm.planning.segments import chosen_segments, leaves_segments_open
 from torchmm.planning.step import plan_layout
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -75,7 +76,6 @@ from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.optim import RunOptimizer, build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
-from torchmm.training.optimizers.forms import block_problems
 from torchmm.training.parts import RunParts
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planners.table import build_planner

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torchmm.balance.costs.devices import BF16_TFLOPS
-from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.log import JsonlWriter, working
 from torchmm.common.module_names import GENERATOR, LLM
+from torchmm.costs.devices import BF16_TFLOPS
+from torchmm.costs.flops import microbatch_flops
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.compilation import Graph
 from torchmm.parallel.gather import gather_floats
@@ -57,7 +57,7 @@ class RankStep:
     generated: int = 0
     """Images drawn by the generator."""
     flops: int = 0
-    """Forward and backward, see `torchmm.balance.costs.flops`."""
+    """Forward and backward, see `torchmm.costs.flops`."""
     skipped_samples: int = 0
     """Corrupt samples skipped since the run began."""
     step_ms: float = 0.0

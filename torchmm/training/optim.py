@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchmm.extensions.low_precision.compact import CompactOptimizer, Settings, count_step
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
@@ -32,7 +33,6 @@ from torchmm.parallel.torch_private import local_tensors
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.checkpoint.state import parameter_names
 from torchmm.training.optimizers.average import WeightAverage
-from torchmm.training.optimizers.compact import CompactOptimizer, Settings, count_step
 
 _EPSILON = 1e-6
 """Added to the gradient norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""

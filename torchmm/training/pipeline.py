@@ -22,6 +22,7 @@ from typing import Unpack
 import numpy as np
 import torch
 
+from torchmm.balance.optimus.ahead import run_ahead
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
@@ -32,7 +33,7 @@ from torchmm.common.row_slices import (
     slice_meta,
     slice_row,
 )
-from torchmm.models.generator import GeneratorModule
+from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
 from torchmm.models.layers.shared_rows import RowRanks
@@ -48,7 +49,6 @@ from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout, Task
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.plan.plan import Gathering, MessageSpecs, PipelinePlan
-from torchmm.pipelining.run.ahead import run_ahead
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.run.pixels import PixelRanks, reading_stages

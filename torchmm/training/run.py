@@ -19,14 +19,16 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from torchmm.balance.search.placement import orchestrated, with_arrangement
 from torchmm.common.errors import EXIT_DONE, TorchmmError
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import log_to_console, make_console, working
 from torchmm.common.processes import end_workers, launched
-from torchmm.data.producers.engine import started_producers
-from torchmm.data.producers.registry import own_registry
 from torchmm.data.samples import shares_reader
 from torchmm.data.shared_reader import ReaderAddress, SharedReader
+from torchmm.extensions.remote.producers.engine import started_producers
+from torchmm.extensions.remote.producers.registry import own_registry
+from torchmm.extensions.reports.page.pages import write_last_page
 from torchmm.models.multimodal import MultimodalModel, SampleSpecs
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.gather import gather_texts, ranks_of_machine
@@ -39,7 +41,6 @@ from torchmm.parallel.mesh import (
 )
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
-from torchmm.planning.placement import orchestrated, with_arrangement
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.recipe import Recipe
@@ -55,7 +56,6 @@ from torchmm.training.ending import (
     write_status,
 )
 from torchmm.training.exports.place import clear_unfinished
-from torchmm.training.page.pages import write_last_page
 from torchmm.training.parts import RunParts
 from torchmm.training.trainer import Trainer
 

@@ -28,13 +28,13 @@ from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import Loader, StepBatch
+from torchmm.extensions.evaluation.scores import Answer, score
+from torchmm.extensions.evaluation.text.generate import generate_tokens
+from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups, prompts_of
+from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.recipe.data_section import SourceConfig, unique_names
-from torchmm.training.evaluation.scores import Answer, score
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.text.generate import generate_tokens
-from torchmm.training.text.prompts import Prompt, in_groups, prompts_of
-from torchmm.training.text.sampling import Sampling
 
 PROMPTS_TOGETHER = 16
 """Held-out samples whose text is written at the same time, at most."""

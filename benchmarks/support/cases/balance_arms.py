@@ -19,19 +19,19 @@ import numpy as np
 
 from support.cases.plain_methods import NODE, SIZES, describe, recomputing, with_values
 from support.papers.paper_cells import in_one_chain
-from torchmm.balance.costs.operators import Profile
+from torchmm.balance.disttrain.arrangement import arrangement, image_balance, join_packs, reordered
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.image_shares import balanced_shares
+from torchmm.balance.pipeweaver.segments import chosen_segments
+from torchmm.balance.search.result import fits
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
+from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.planning.executions import run_costs
-from torchmm.planning.forecast import Forecaster, StepSample
-from torchmm.planning.reordering import arrangement, image_balance, join_packs, reordered
 from torchmm.planning.resolved import resolve
-from torchmm.planning.search.result import fits
-from torchmm.planning.segments import chosen_segments
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe

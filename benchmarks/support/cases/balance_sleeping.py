@@ -25,7 +25,7 @@ from support.papers.paper_cells import in_one_chain
 from support.ranks import Comparison, Program, Stopwatch, run_ranks
 from support.sleepers import LLM_LAYERS, RANKS, TOWER_LAYERS, ShardedSleeper, Work
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.sizes import pack_sizes
+from torchmm.costs.sizes import pack_sizes
 from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import recipe_model, resolve
 

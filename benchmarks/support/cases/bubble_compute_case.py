@@ -28,8 +28,8 @@ from support.cases.pipeline_model_case import (
 )
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Stopwatch
-from torchmm.balance.planners import PLANNERS
 from torchmm.balance.rates import ActionKind, scaled
+from torchmm.balance.schedules import PLANNERS
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh

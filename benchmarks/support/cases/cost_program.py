@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from support.cases.cost_cases import CostCase
 from support.ranks import StepTime, Stopwatch
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.step_costs import plan_costs, slowest_update_ms
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import keep_freed_memory
+from torchmm.costs.execution import Execution
+from torchmm.costs.operators import Profile
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize, module_of
 from torchmm.parallel.apply import parallelize, reshards_after_forward

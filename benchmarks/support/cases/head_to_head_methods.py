@@ -22,8 +22,12 @@ from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import Profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.recomputation.costs import costs_of_plan
-from torchmm.balance.recomputation.tuning import tune_layers
+from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
+from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
+from torchmm.balance.pipeweaver.recomputation.tuning import tune_layers
+from torchmm.balance.search.result import Candidate
+from torchmm.balance.search.search import search_plans
+from torchmm.balance.search.space import METHODS
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.errors import ConfigError, PlanError
@@ -32,10 +36,6 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.planning.executions import layer_tuning, module_executions
-from torchmm.planning.forecast import Forecast, Forecaster, StepSample
-from torchmm.planning.search.result import Candidate
-from torchmm.planning.search.search import search_plans
-from torchmm.planning.search.space import METHODS
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.flops import gradients_arrive
-from torchmm.balance.costs.sizes import pack_sizes
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.common.files import replace_atomically
+from torchmm.costs.flops import gradients_arrive
+from torchmm.costs.sizes import pack_sizes
 from torchmm.planning.executions import run_costs, simulated_profile
-from torchmm.planning.forecast import Forecaster, StepSample
 from torchmm.recipe.read import load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "papers" / "pipeweaver_vlm_s.toml"

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from support.papers.paper_cells import in_one_chain
 from torchmm.balance.costs.profiles import Profile
+from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
+from torchmm.balance.search.result import fits
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
-from torchmm.planning.forecast import Forecast, Forecaster, StepSample
-from torchmm.planning.search.result import fits
 from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
 

@@ -20,19 +20,19 @@ from typing import NamedTuple
 
 from support.harness import Row
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.orchestration.search import UnitSizes
+from torchmm.balance.disttrain.arrangement import arrangement
+from torchmm.balance.disttrain.orchestration.search import UnitSizes
+from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.work import plan_before_step
+from torchmm.balance.search.disaggregated import sized_recipe
 from torchmm.common.batch import Arrangement, MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.files import Handover
 from torchmm.data.items import Item, microbatch_meta
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
-from torchmm.planning.beside.requests import PlannedStep, PlanningSetup, PlanRequest
-from torchmm.planning.beside.work import plan_before_step
 from torchmm.planning.executions import layer_tuning, run_costs
-from torchmm.planning.forecast import Forecaster
-from torchmm.planning.reordering import arrangement
-from torchmm.planning.search.disaggregated import sized_recipe
 from torchmm.planning.step import plan_step, step_graph
 from torchmm.recipe.read import load_recipe
 from torchmm.training.pipeline import own_tasks

@@ -34,16 +34,16 @@ from support.models.pipeline_model import Size, load_steps
 from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup
+from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.beside.process import PlanningProcess
-from torchmm.planning.beside.requests import PlanningSetup
 from torchmm.planning.planner import PlanStatistics, StepPlan
 from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
-from torchmm.training.planners.measuring import MeasuringPlanner
 from torchmm.training.step import StepOutcome, TrainStep
 
 ON, REPLAY = "planning", "replay"

@@ -16,11 +16,11 @@ import numpy as np
 from support.harness import Row
 from torchmm.balance.compiled import Float64s
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.reordering.groups import balance_groups
-from torchmm.balance.reordering.slices import slice_items
+from torchmm.balance.disttrain.arrangement import arrangement
+from torchmm.balance.disttrain.reordering.groups import balance_groups
+from torchmm.balance.disttrain.reordering.slices import slice_items
+from torchmm.balance.forecasts.forecast import StepSample
 from torchmm.planning.executions import run_costs
-from torchmm.planning.forecast import StepSample
-from torchmm.planning.reordering import arrangement
 from torchmm.planning.resolved import resolve
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.read import load_recipe

@@ -11,12 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from support.harness import Row
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.sizes import llm_sizes
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
+from torchmm.costs.execution import Execution
+from torchmm.costs.sizes import llm_sizes
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import load_recipe
 

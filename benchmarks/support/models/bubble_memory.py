@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+from torchmm.balance.optimus.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
 
 from support.models.bubble_model import (
     LLM_TOKENS,
@@ -18,9 +19,8 @@ from support.models.bubble_model import (
     chain_layers,
     image_parts,
 )
-from torchmm.balance.bubbles.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
-from torchmm.balance.bubbles.scheduler import BubbleSchedule
-from torchmm.balance.costs.layers import Parameters
+from torchmm.balance.optimus.scheduler import BubbleSchedule
+from torchmm.costs.layers import Parameters
 
 DEVICE_BYTES = 80e9
 KEPT_PER_LAYER = 34

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 import numpy as np
+from torchmm.balance.optimus.encoder_sizes import EncoderPlan, ParallelSizes
 
 from support.models.layer_pieces import layer_pieces
 from support.papers.paper_figures import OPTIMUS_STRONG_SCALING
-from torchmm.balance.bubbles.encoder_sizes import EncoderPlan, ParallelSizes
-from torchmm.balance.bubbles.encoder_work import EncoderWork
-from torchmm.balance.bubbles.llm_timeline import LlmTimeline, llm_timeline
+from torchmm.balance.optimus.encoder_work import EncoderWork
+from torchmm.balance.optimus.llm_timeline import LlmTimeline, llm_timeline
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.layers import LayerDescription, ModuleDescription

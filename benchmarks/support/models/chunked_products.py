@@ -1,6 +1,6 @@
 """What cutting a matrix product into blocks of rows costs, without any transfer.
 
-Blocks are those of `torchmm.parallel.tensor.overlap_backends.Ring`: the rank's own slice at once,
+Blocks are those of `torchmm.extensions.async_tp.backends.Ring`: the rank's own slice at once,
 every other slice in a number of chunks.
 """
 

@@ -26,19 +26,19 @@ from typing import NamedTuple
 import numpy as np
 
 from support.models.layer_pieces import layer_pieces
-from torchmm.balance.bubbles.encoder_work import EncoderWork, encoder_work, pipeline_stages
-from torchmm.balance.bubbles.llm_orders import SEARCHED, sequences
-from torchmm.balance.bubbles.llm_timeline import RankActions, llm_timeline
-from torchmm.balance.bubbles.optimus import order_of, place_encoders, whole_actions
-from torchmm.balance.bubbles.scheduler import BubbleSchedule, fill_bubbles
 from torchmm.balance.compiled import Int64s
-from torchmm.balance.costs.layers import layer_linears
-from torchmm.balance.costs.sizes import Array
-from torchmm.balance.order_search.best_order import plan_searched
-from torchmm.balance.order_search.search import Budget
+from torchmm.balance.optimus.encoder_work import EncoderWork, encoder_work, pipeline_stages
+from torchmm.balance.optimus.llm_orders import SEARCHED, sequences
+from torchmm.balance.optimus.llm_timeline import RankActions, llm_timeline
+from torchmm.balance.optimus.order import order_of, place_encoders, whole_actions
+from torchmm.balance.optimus.scheduler import BubbleSchedule, fill_bubbles
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
+from torchmm.balance.pipeweaver.order_search.best_order import plan_searched
+from torchmm.balance.pipeweaver.order_search.search import Budget
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.layers import LayerDescription, ModuleDescription
+from torchmm.costs.layers import layer_linears
+from torchmm.costs.sizes import Array
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering

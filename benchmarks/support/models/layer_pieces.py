@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchmm.balance.bubbles.free_time import Pieces
+from torchmm.balance.optimus.free_time import Pieces
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchmm.balance.measure.trial_inputs import encoder_inputs, text_microbatch
 from torchmm.common.batch import IGNORE_TARGET, ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.data.loader import StepBatch
-from torchmm.measure.trial_inputs import encoder_inputs, text_microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe

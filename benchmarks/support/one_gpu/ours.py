@@ -23,15 +23,16 @@ from torch import Tensor
 
 from support.one_gpu.cases import Case
 from support.one_gpu.steps import Mark
-from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.step_costs import slowest_update_ms
-from torchmm.balance.recomputation.costs import costs_of_plan
+from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.layers import ModuleDescription
+from torchmm.costs.flops import microbatch_flops
+from torchmm.costs.operators import Profile
 from torchmm.data.loader import StepBatch
+from torchmm.extensions.reports.diagnostics import predict_peak_bytes
 from torchmm.models.hf.load import local_tensor
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel
@@ -42,7 +43,6 @@ from torchmm.planning.resolved import Resolved, recipe_model, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import build
 from torchmm.training.ending import StopSignal
-from torchmm.training.hooks.diagnostics import predict_peak_bytes
 from torchmm.training.trainer import Trainer
 
 
@@ -68,7 +68,7 @@ SWITCHES: Mapping[str, Switch] = {
     "with CUDA graphs": Switch(settings={"compile": {"cuda_graphs": True}}),
     "with FSDP2": Switch("torchmm.parallel.fsdp", "needs_fsdp", True),
     "without fused loss": Switch("torchmm.models.layers.loss", "uses_fused_loss"),
-    "without fused update": Switch("torchmm.training.optimizers.compact", "fuses_updates"),
+    "without fused update": Switch("torchmm.extensions.low_precision.compact", "fuses_updates"),
 }
 
 

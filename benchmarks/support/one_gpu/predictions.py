@@ -18,14 +18,14 @@ from support.one_gpu.cases import VL_FULL, Case, make_microbatch
 from support.one_gpu.comparison import MEMORY_ERROR, Bench
 from support.one_gpu.ours import draw_weights, predict
 from torchmm.balance.costs.calibration import fit_profile
-from torchmm.balance.costs.devices import DEVICES
-from torchmm.balance.costs.operators import Profile
 from torchmm.balance.costs.profiles import load_profile, save_profile
-from torchmm.balance.recomputation.costs import costs_of_plan
+from torchmm.balance.measure.operators import machine, measure
+from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
-from torchmm.measure.operators import machine, measure
+from torchmm.costs.devices import DEVICES
+from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import materialize
 from torchmm.parallel.p2p import PendingTransfer, ShapeAndDtype
 from torchmm.pipelining.plan.actions import COMPUTE, Action

@@ -25,12 +25,12 @@ from typing_extensions import override
 from support.papers import paper_figures as paper
 from support.papers.paper_cells import Comparison, Section, in_one_chain, recipe_named
 from support.papers.paper_figures import Figure
-from torchmm.balance.costs.operators import COMPUTE_KINDS, Curve, Profile
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.simulation.simulator import SimulatedStep
+from torchmm.costs.operators import COMPUTE_KINDS, Curve, Profile
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.planning.forecast import Forecaster
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 

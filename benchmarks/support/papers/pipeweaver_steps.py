@@ -14,19 +14,21 @@ from typing import NamedTuple
 import numpy as np
 
 from support.papers.paper_figures import PIPEWEAVER_ABLATION
-from torchmm.balance.costs.execution import Recompute
-from torchmm.balance.costs.flops import module_layers
-from torchmm.balance.costs.layers import stage_parameters
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.balance.order_search.dispatcher import Dispatcher
-from torchmm.balance.order_search.search import Budget, Settings, search
-from torchmm.balance.recomputation.joint import TunedSearch
-from torchmm.balance.recomputation.tuning import LayerTuning, Tuner
+from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.order_search.search import Budget, Settings, search
+from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, Tuner
+from torchmm.balance.pipeweaver.segments import leaves_segments_open, with_segments
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.balance.step_costs import PlanCosts
+from torchmm.costs.execution import Recompute
+from torchmm.costs.flops import module_layers
+from torchmm.costs.layers import stage_parameters
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -34,8 +36,6 @@ from torchmm.pipelining.plan.plan import ComputeOrder, PipelinePlan
 from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import megatron_balanced_layout
 from torchmm.planning.executions import module_executions
-from torchmm.planning.forecast import Forecaster
-from torchmm.planning.segments import leaves_segments_open, with_segments
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe

@@ -23,14 +23,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.components import Heads
-from torchmm.balance.costs.execution import Recompute
-from torchmm.balance.costs.layers import layer_operators, local_linears
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.operators import operator_ms
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.sizes import llm_sizes
-from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.costs.components import Heads
+from torchmm.costs.execution import Recompute
+from torchmm.costs.layers import layer_operators, local_linears
+from torchmm.costs.operators import operator_ms
+from torchmm.costs.sizes import llm_sizes
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe

@@ -13,11 +13,11 @@ from pipeline_cases import LAYERS, Case, step_of
 from torchmm.balance import image_shares
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.sizes import text_tokens
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.image_shares import balanced_metas
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta
+from torchmm.costs.sizes import text_tokens
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.pipelining.plan.graph import StageGraph, Task

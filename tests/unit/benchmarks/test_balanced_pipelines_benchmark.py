@@ -5,10 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from torchmm.balance.costs.flops import step_flops
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.image_shares import ImageBalance
-from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.costs.flops import step_flops
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.costs.flops import microbatch_flops
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchmm.balance.bubbles.encoder_work import encoder_work
-from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.optimus.encoder_work import encoder_work
+from torchmm.balance.optimus.order import optimus
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.layers import LayerDescription, ModuleDescription

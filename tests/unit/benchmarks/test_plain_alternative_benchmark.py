@@ -5,7 +5,7 @@ import json
 import pytest
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.planning.forecast import Forecaster, StepSample
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.recipe.read import check_recipe
 
 

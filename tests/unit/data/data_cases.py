@@ -18,8 +18,8 @@ from PIL import Image
 from torchmm.common.batch import Arrangement, ImageSpec, Microbatch
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import Item
-from torchmm.data.producers.answers import unpack_step
-from torchmm.data.producers.messages import from_arrow, messages_of, to_arrow
+from torchmm.extensions.remote.producers.answers import unpack_step
+from torchmm.extensions.remote.producers.messages import from_arrow, messages_of, to_arrow
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 

@@ -12,10 +12,10 @@ import torch
 from pyarrow import flight
 from test_producers import site, take
 
-from torchmm.data.producers import connections
-from torchmm.data.producers.calls import Server, connect
-from torchmm.data.producers.messages import Message, Request, names_of, pack_request
-from torchmm.data.producers.server import Producer
+from torchmm.extensions.remote.producers import connections
+from torchmm.extensions.remote.producers.calls import Server, connect
+from torchmm.extensions.remote.producers.messages import Message, Request, names_of, pack_request
+from torchmm.extensions.remote.producers.server import Producer
 
 __all__ = ["site"]
 LARGE = 300 * 10**6

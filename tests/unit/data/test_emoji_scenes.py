@@ -12,8 +12,8 @@ from data_cases import encode
 from PIL import Image
 
 from torchmm.data.media.images import to_rgb
-from torchmm.data.prepare import emoji_scenes, manifest
 from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.extensions.demo_data import emoji_scenes, manifest
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"scenes": {"train": 1500, "validation": 60}}

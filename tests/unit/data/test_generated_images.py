@@ -28,7 +28,7 @@ from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import SampleOptions
 from torchmm.data.loader import build_loader
-from torchmm.data.media.generated_images import DrawingPreprocessor
+from torchmm.extensions.generation.images import DrawingPreprocessor
 from torchmm.recipe.data_section import SourceConfig
 
 SPEC = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)

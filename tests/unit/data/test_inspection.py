@@ -12,8 +12,8 @@ from tiny_recipe import QUICKSTART
 
 from torchmm.data.layouts.sample import Record, SampleOptions
 from torchmm.data.sources.reader import SampleReader
-from torchmm.planning.inspection.findings import text_runs
-from torchmm.planning.inspection.pictures import file_pictures
+from torchmm.extensions.reports.inspection.findings import text_runs
+from torchmm.extensions.reports.inspection.pictures import file_pictures
 from torchmm.recipe.data_section import DataConfig
 
 ROOT = Path(__file__).parents[3]

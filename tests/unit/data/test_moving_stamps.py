@@ -11,11 +11,11 @@ from PIL import Image
 
 from torchmm.common.errors import DataError
 from torchmm.common.generated import GeneratedMeta, GeneratorSpec
-from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.media.images import decode_frames
-from torchmm.data.prepare import manifest, moving_stamps
-from torchmm.data.prepare.parquet import split_of
 from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.extensions.demo_data import manifest, moving_stamps
+from torchmm.extensions.demo_data.parquet import split_of
+from torchmm.extensions.generation.images import DrawingPreprocessor
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"source": {}, "frames": 5, "size_px": 32}

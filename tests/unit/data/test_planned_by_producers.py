@@ -16,11 +16,11 @@ from test_producers import DRAWN, content, take
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.loader import build_loader
-from torchmm.data.producers.calls import Server
-from torchmm.data.producers.planning import UNREADABLE
-from torchmm.data.producers.server import open_producer
 from torchmm.data.samples import SamplesElsewhere, find_samples
 from torchmm.data.steps.elsewhere import Asked
+from torchmm.extensions.remote.producers.calls import Server
+from torchmm.extensions.remote.producers.planning import UNREADABLE
+from torchmm.extensions.remote.producers.server import open_producer
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 

@@ -11,10 +11,17 @@ import pytest
 from data_cases import png
 
 from torchmm.common.errors import DataError
-from torchmm.data.prepare import manifest, manual, packages, spoken_stamps, stamps, tokenizer
-from torchmm.data.prepare.packages import Package
-from torchmm.data.prepare.parquet import split_of
 from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.extensions.demo_data import (
+    manifest,
+    manual,
+    packages,
+    spoken_stamps,
+    stamps,
+    tokenizer,
+)
+from torchmm.extensions.demo_data.packages import Package
+from torchmm.extensions.demo_data.parquet import split_of
 from torchmm.recipe.data_section import SourceConfig
 
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="needs dpkg-deb")

@@ -6,8 +6,8 @@ import pytest
 from PIL import Image, ImageChops
 
 from torchmm.data.media.images import to_rgb
-from torchmm.data.prepare import manifest, printed_times, tokenizer
 from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.extensions.demo_data import manifest, printed_times, tokenizer
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"times": {"train": 60, "validation": 20}}

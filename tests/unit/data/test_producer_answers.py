@@ -14,8 +14,8 @@ from data_cases import CLIP, QWEN
 from test_producers import Liar, Site, site, take
 
 from torchmm.common.errors import DataError
-from torchmm.data.producers.answers import unpack_step
-from torchmm.data.producers.messages import (
+from torchmm.extensions.remote.producers.answers import unpack_step
+from torchmm.extensions.remote.producers.messages import (
     MAX_VALUES_BYTES,
     TEXT,
     Message,
@@ -23,7 +23,7 @@ from torchmm.data.producers.messages import (
     messages_of,
     to_arrow,
 )
-from torchmm.data.producers.server import Producer
+from torchmm.extensions.remote.producers.server import Producer
 
 __all__ = ["site"]
 

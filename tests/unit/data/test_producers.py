@@ -33,13 +33,14 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share
 from torchmm.data.loader import build_loader
-from torchmm.data.producers.calls import (
+from torchmm.data.sources.open import open_samples
+from torchmm.extensions.remote.producers.calls import (
     TOKEN_VARIABLE,
     check_exposure,
     key_pair,
     read_certificate,
 )
-from torchmm.data.producers.messages import (
+from torchmm.extensions.remote.producers.messages import (
     SCHEMA,
     VERSION,
     Message,
@@ -49,8 +50,7 @@ from torchmm.data.producers.messages import (
     to_arrow,
     unpack_request,
 )
-from torchmm.data.producers.server import Producer
-from torchmm.data.sources.open import open_samples
+from torchmm.extensions.remote.producers.server import Producer
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)

@@ -10,11 +10,11 @@ import pytest
 from data_cases import CLIP, training
 from test_producers import site, take
 
-from torchmm.data.producers.calls import connect
-from torchmm.data.producers.registry import Registry, ask_registry
+from torchmm.extensions.remote.producers.calls import connect
+from torchmm.extensions.remote.producers.registry import Registry, ask_registry
 
 ray = pytest.importorskip("ray")
-from torchmm.data.producers.ray_actors import RayProducers  # noqa: E402
+from torchmm.extensions.remote.producers.ray_actors import RayProducers  # noqa: E402
 
 __all__ = ["site"]
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]

@@ -13,10 +13,10 @@ from pyarrow import flight
 from test_producers import site, take
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.producers import registry as registry_module
-from torchmm.data.producers.calls import TOKEN_VARIABLE, connect, said, within
-from torchmm.data.producers.choosing import in_turn
-from torchmm.data.producers.registry import (
+from torchmm.extensions.remote.producers import registry as registry_module
+from torchmm.extensions.remote.producers.calls import TOKEN_VARIABLE, connect, said, within
+from torchmm.extensions.remote.producers.choosing import in_turn
+from torchmm.extensions.remote.producers.registry import (
     FORGOTTEN_S,
     MAX_PRODUCERS_PER_HOST,
     Registry,
@@ -25,10 +25,10 @@ from torchmm.data.producers.registry import (
     ask_registry,
     own_registry,
 )
-from torchmm.data.registry import main as registry_program
-from torchmm.data.registry import make_parser as registry_parser
-from torchmm.data.serve import make_parser as serve_parser
-from torchmm.data.serve import serve
+from torchmm.extensions.remote.registry import main as registry_program
+from torchmm.extensions.remote.registry import make_parser as registry_parser
+from torchmm.extensions.remote.serve import make_parser as serve_parser
+from torchmm.extensions.remote.serve import serve
 from torchmm.recipe.data_section import ProducersConfig
 
 LAUNCH = Path(__file__).parents[3] / "scripts" / "launch"

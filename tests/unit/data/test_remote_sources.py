@@ -21,7 +21,7 @@ from torchmm.data.sources.local_and_hub import open_map_source, pinned, resolve_
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.row_groups import ParquetSource
 from torchmm.data.sources.streams import open_stream
-from torchmm.data.storage.remote_files import RemoteFolder
+from torchmm.extensions.remote.storage.remote_files import RemoteFolder
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
 COUNT = 40

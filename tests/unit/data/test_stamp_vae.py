@@ -8,7 +8,7 @@ from data_cases import png, write_parquet
 from generator_cases import latent_config
 
 from torchmm.common.errors import DataError
-from torchmm.data.prepare import stamp_vae
+from torchmm.extensions.demo_data import stamp_vae
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model

@@ -15,10 +15,15 @@ from recipe_problems import problems_of
 from tiny_recipe import QUICKSTART
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.storage.addresses import join_address, without_secrets
-from torchmm.data.storage.block_cache import BlockCache
-from torchmm.data.storage.clients import ReplacedError, StoreClient
-from torchmm.data.storage.remote_files import BLOCK_BYTES, RemoteFile, RemoteFolder, Storage
+from torchmm.extensions.remote.storage.addresses import join_address, without_secrets
+from torchmm.extensions.remote.storage.block_cache import BlockCache
+from torchmm.extensions.remote.storage.clients import ReplacedError, StoreClient
+from torchmm.extensions.remote.storage.remote_files import (
+    BLOCK_BYTES,
+    RemoteFile,
+    RemoteFolder,
+    Storage,
+)
 from torchmm.recipe.data_section import is_address, secret_in
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)

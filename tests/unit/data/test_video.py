@@ -26,7 +26,7 @@ from torchmm.data.loader import build_loader
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
-from torchmm.data.prepare.clip_files import CONTAINERS, write_clip
+from torchmm.extensions.demo_data.clip_files import CONTAINERS, write_clip
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 
 PIXELS = 10_000

@@ -18,12 +18,12 @@ from model_cases import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.sizes import pack_sizes
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
+from torchmm.costs.execution import Execution
+from torchmm.costs.sizes import pack_sizes
 from torchmm.models.layers.loss import (
     CHUNK_TARGETS,
     MIN_CHUNKED_VOCABULARY,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.models.generator import GeneratorModule
+from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights

@@ -13,18 +13,18 @@ from safetensors.torch import load_file, save_file
 from support.allocations import CountPeak
 from torch import Tensor
 
-from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.flops import microbatch_flops
-from torchmm.balance.costs.operators import Encoding
-from torchmm.balance.costs.sizes import generator_sizes
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.models.generator import GeneratorModule
+from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.flops import microbatch_flops
+from torchmm.costs.operators import Encoding
+from torchmm.costs.sizes import generator_sizes
+from torchmm.extensions.generation.generator import GeneratorModule
+from torchmm.extensions.generation.latents import to_images, to_patches
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
-from torchmm.models.latents import to_images, to_patches
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import AutoencoderConfig, FreezeConfig

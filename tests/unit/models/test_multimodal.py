@@ -32,6 +32,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageSpec, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.common.tiles import Kept
+from torchmm.extensions.evaluation.text.generate import grown_row
 from torchmm.models.families.composites.table import COMPOSITES as COMPOSITE_KINDS
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
@@ -39,7 +40,6 @@ from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.layers.attention import image_blocks, prompt_blocks
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import EncoderConfig, LlmConfig, ModelConfig
-from torchmm.training.text.generate import grown_row
 
 ROWS = ("mistral3", "pixtral_llava")
 """Whose images are any rectangles of patches."""

@@ -6,7 +6,7 @@ from test_specs import word_tokenizer
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from torchmm.common.errors import DataError
-from torchmm.data.prepare import manifest, tiny_qwen
+from torchmm.extensions.demo_data import manifest, tiny_qwen
 from torchmm.models.hf.load import load_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model

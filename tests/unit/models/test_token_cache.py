@@ -9,9 +9,9 @@ from model_cases import DELTA, LLMS, microbatch, relative_error, text_model
 from torch import Tensor
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, MicrobatchMeta
+from torchmm.extensions.evaluation.text.generate import next_row
 from torchmm.models.layers.token_cache import PromptLengths
 from torchmm.models.llm import LlmModule
-from torchmm.training.text.generate import next_row
 
 LENGTHS = [5, 21, 2]
 """Shorter and longer than the window of 4; the last one shorter than filters."""

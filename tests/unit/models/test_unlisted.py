@@ -11,17 +11,17 @@ from counting import count_flops
 from model_cases import LLMS, build, microbatch
 from transformers import CONFIG_MAPPING
 
-from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
-from torchmm.models import unlisted
+from torchmm.costs.flops import microbatch_flops
+from torchmm.extensions.auto_models import unlisted
+from torchmm.extensions.auto_models.llms import copy_config
+from torchmm.extensions.auto_models.unlisted import prove
 from torchmm.models.families.forms import layer_kind
-from torchmm.models.families.llms.structural import copy_config
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers import attention
 from torchmm.models.llm import LlmModule
 from torchmm.models.registry import LLM_FILES, build_model
-from torchmm.models.unlisted import prove
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 

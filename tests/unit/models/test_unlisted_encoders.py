@@ -15,16 +15,16 @@ from PIL import Image
 from transformers import CONFIG_MAPPING, PreTrainedModel, ViTForImageClassification
 from transformers.models.vit import modeling_vit
 
-from torchmm.balance.costs.flops import microbatch_flops
 from torchmm.common.batch import EncoderInputs, ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
+from torchmm.costs.flops import microbatch_flops
 from torchmm.data.media.images import ImagePreprocessor
-from torchmm.models import unlisted
+from torchmm.extensions.auto_models import unlisted
+from torchmm.extensions.auto_models.encoders import StructuralFamily, copy_config
+from torchmm.extensions.auto_models.unlisted import Proof, prove_encoder
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.encoders.structural import StructuralFamily, copy_config
 from torchmm.models.hf.load import load_weights
 from torchmm.models.registry import TOWER_FILES, build_model
-from torchmm.models.unlisted import Proof, prove_encoder
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 

@@ -8,15 +8,15 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.nn import functional
 
 from torchmm.common.errors import ConfigError
-from torchmm.parallel.tensor import overlap_choice
-from torchmm.parallel.tensor.overlap_backends import BACKENDS, Collective, Ring
-from torchmm.parallel.tensor.overlap_linear import (
+from torchmm.extensions.async_tp import choice as overlap_choice
+from torchmm.extensions.async_tp.backends import BACKENDS, Collective, Ring
+from torchmm.extensions.async_tp.linear import (
     Overlap,
     gather_linear,
     gather_slices,
     linear_scatter,
 )
-from torchmm.parallel.tensor.overlap_styles import Column, ScopeInput
+from torchmm.extensions.async_tp.styles import Column, ScopeInput
 from torchmm.recipe.parallel_section import ParallelConfig
 
 NAMES = ["gather_linear", "linear_scatter", "gather_slices", "take_slice"]

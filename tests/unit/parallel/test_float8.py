@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 
+from torchmm.extensions.low_precision import float8
+from torchmm.extensions.low_precision.float8 import apply_float8, float8_linears, float8_problems
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
-from torchmm.parallel import float8
-from torchmm.parallel.float8 import apply_float8, float8_linears, float8_problems
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.training_section import Float8Config
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from test_mirrors import graph
 
+from torchmm.balance.optimus.ahead import Ahead
+from torchmm.balance.optimus.pieces import stop_in_layers
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.initialize import init_weights
@@ -15,11 +17,9 @@ from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.tensor.collectives import LayerHooks
-from torchmm.parallel.tensor.pieces import stop_in_layers
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Launch
-from torchmm.pipelining.run.ahead import Ahead
 from torchmm.pipelining.schedules.classic import forward_only
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from test_mirrors import graph
 
-from torchmm.balance.bubbles.launches import plan_launches
-from torchmm.balance.bubbles.llm_orders import llm_orders
-from torchmm.balance.bubbles.optimus import optimus_steps
+from torchmm.balance.optimus.ahead import Ahead
+from torchmm.balance.optimus.launch_choice import plan_launches
+from torchmm.balance.optimus.launches import with_launches
+from torchmm.balance.optimus.llm_orders import llm_orders
+from torchmm.balance.optimus.order import optimus_steps
 from torchmm.balance.simulation.launched import launch_times, timed_pieces
 from torchmm.balance.simulation.simulator import memory_changes, simulate
 from torchmm.balance.step_costs import LayerPieces, Piece, PlanCosts
@@ -21,9 +23,7 @@ from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
 from torchmm.pipelining.plan.plan import Launch, PipelinePlan
-from torchmm.pipelining.run.ahead import Ahead
 from torchmm.pipelining.schedules.colocated import encoder_stages
-from torchmm.pipelining.schedules.launches import with_launches
 
 SHARE = 0.4
 PARTS = (6, 5, 6, 7, 6, 6)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.optimus.order import optimus
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan

@@ -7,7 +7,7 @@ import pytest
 from pipeline_cases import Case, step_of
 from random_orders import random_order
 
-from torchmm.balance.bubbles.optimus import optimus
+from torchmm.balance.optimus.order import optimus
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.graph import StageGraph

@@ -9,9 +9,9 @@ from fuzz.data import make_data
 from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 
+from torchmm.balance.forecasts.dry_run import describe_run
 from torchmm.common.errors import ConfigError
 from torchmm.data.loader import build_loader
-from torchmm.planning.dry_run import describe_run
 from torchmm.planning.first_step import training_samples
 from torchmm.planning.resolved import resolve
 from torchmm.planning.run_length import (

@@ -13,11 +13,11 @@ from types import ModuleType
 
 import pytest
 
-from torchmm.balance.costs.operators import COMPUTE_KINDS
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.simulation.workload import sample_microbatches
+from torchmm.costs.operators import COMPUTE_KINDS
+from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.generator import GeneratorModule
 from torchmm.planning.resolved import recipe_model
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.read import dump_recipe, load_recipe

@@ -4,7 +4,7 @@ import pytest
 import tomli
 from recipe_problems import problems_of
 
-from torchmm.balance.planners import PLANNERS
+from torchmm.balance.schedules import PLANNERS
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.recipe.explain import without_removed_keys

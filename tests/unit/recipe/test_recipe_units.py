@@ -4,10 +4,10 @@ import pytest
 from recipe_problems import problems_of
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.dry_run import describe_run
+from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.search.search import compare_schedules
 from torchmm.common.errors import ConfigError
-from torchmm.planning.dry_run import describe_run
-from torchmm.planning.forecast import Forecaster
-from torchmm.planning.search.search import compare_schedules
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.read import load_recipe

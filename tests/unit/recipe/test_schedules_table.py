@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from torchmm.balance.bubbles.llm_orders import INTERLEAVED, SEARCHED
-from torchmm.balance.planners import PLANNERS
+from torchmm.balance.optimus.llm_orders import INTERLEAVED, SEARCHED
+from torchmm.balance.schedules import PLANNERS
 from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Placement, registered, schedules_for

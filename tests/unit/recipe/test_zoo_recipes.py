@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchmm.balance.forecasts.dry_run import describe_run
 from torchmm.common.errors import ConfigError
-from torchmm.planning.dry_run import describe_run
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import load_recipe
 

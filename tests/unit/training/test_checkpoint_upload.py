@@ -14,16 +14,16 @@ from checkpoint_damage import FullDisk, damage, rewrite
 from checkpoint_runs import build, everything, make_manager, same, saved, steps
 
 from torchmm.common.errors import CheckpointError
-from torchmm.data.storage import clients
-from torchmm.recipe.training_section import BestConfig
-from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
-from torchmm.training.checkpoint.remote import (
+from torchmm.extensions.remote.checkpoints.remote import (
     RemoteCheckpoints,
     StoreError,
     folder_of,
     step_of_folder,
 )
-from torchmm.training.checkpoint.upload import share
+from torchmm.extensions.remote.checkpoints.upload import share
+from torchmm.extensions.remote.storage import clients
+from torchmm.recipe.training_section import BestConfig
+from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
 
 logger = logging.getLogger("test_checkpoint_upload")
 

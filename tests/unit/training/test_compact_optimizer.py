@@ -8,11 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from torchmm.extensions.low_precision.compact import CompactOptimizer
+from torchmm.extensions.low_precision.forms import (
+    BLOCK,
+    Int8Blocks,
+    Places,
+    RandomBits,
+    dynamic_map,
+)
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import build_optimizer, set_learning_rate
 from torchmm.training.optimizers import compact, forms, fused
-from torchmm.training.optimizers.compact import CompactOptimizer
-from torchmm.training.optimizers.forms import BLOCK, Int8Blocks, Places, RandomBits, dynamic_map
 from torchmm.training.optimizers.muon import orthogonal
 
 FAST = {"lr": 1e-2, "schedule": "constant"}

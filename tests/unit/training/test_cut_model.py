@@ -13,11 +13,11 @@ from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 
 import torchmm.training.run
+from torchmm.balance.disttrain.arrangement import reordered, run_arrangement
+from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.common.errors import ConfigError
 from torchmm.planning.executions import simulated_profile
 from torchmm.planning.first_step import first_microbatches
-from torchmm.planning.forecast import Forecaster
-from torchmm.planning.reordering import reordered, run_arrangement
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe

@@ -12,7 +12,7 @@ from PIL import Image
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import DRAWN, GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.data.loader import StepBatch
-from torchmm.data.media.generated_images import DrawingPreprocessor
+from torchmm.extensions.generation.images import DrawingPreprocessor
 from torchmm.training.report import plot_pictures
 from torchmm.training.validation import held_out_drawings, to_frames
 

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from torchmm.commands import generate
 from torchmm.common import log
+from torchmm.extensions.evaluation.text.prompts import parts_of, request_of
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -30,7 +31,6 @@ from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports.checkpoint import export_checkpoint
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.text.prompts import parts_of, request_of
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "generate.py"
 DRAWN = ["--temperature", "1.5", "--max-new-tokens", "8"]

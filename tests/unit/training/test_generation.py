@@ -31,13 +31,13 @@ from torchmm.common.batch import (
     SampleMeta,
 )
 from torchmm.data.media.text import VisionBlock, mrope_positions
+from torchmm.extensions.evaluation.text.generate import generate_tokens, next_row
+from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups
+from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.pipeline import Pipeline, whole_pipeline
-from torchmm.training.text.generate import generate_tokens, next_row
-from torchmm.training.text.prompts import Prompt, in_groups
-from torchmm.training.text.sampling import Sampling
 
 CPU = torch.device("cpu")
 SHOWN = ("llava", "internvl", "smolvlm", "qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma", "qwen3_5")

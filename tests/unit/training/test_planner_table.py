@@ -7,10 +7,10 @@ from importlib import import_module
 
 import pytest
 
+from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
 from torchmm.planning.planner import Planner
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import SCHEDULES
-from torchmm.training.planners.measuring import MeasuringPlanner
 from torchmm.training.planners.single import SinglePlanner
 from torchmm.training.planners.static import StaticPlanner
 from torchmm.training.planners.table import PLANNERS, find_planner

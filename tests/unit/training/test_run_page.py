@@ -19,11 +19,16 @@ from rich.console import Console
 
 from torchmm.commands import compare_runs, show_run
 from torchmm.commands.compare_runs import print_comparison
+from torchmm.extensions.reports.page import pages
+from torchmm.extensions.reports.page.contents import MOST_POINTS, read_run, thinned
+from torchmm.extensions.reports.page.pages import (
+    PageSink,
+    comparison_page,
+    run_page,
+    write_run_page,
+)
+from torchmm.extensions.reports.page.sections import comparison, recipe_differences
 from torchmm.training.ending import Status, write_status
-from torchmm.training.page import pages
-from torchmm.training.page.contents import MOST_POINTS, read_run, thinned
-from torchmm.training.page.pages import PageSink, comparison_page, run_page, write_run_page
-from torchmm.training.page.sections import comparison, recipe_differences
 from torchmm.training.report import keep_thumbnail
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"

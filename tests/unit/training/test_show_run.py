@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from torchmm.commands import show_run
+from torchmm.extensions.evaluation.results import Evaluation, append
+from torchmm.extensions.reports.page.contents import RunContents
 from torchmm.training.ending import Status, write_status
-from torchmm.training.evaluation.results import Evaluation, append
-from torchmm.training.page.contents import RunContents
 
 
 def shown(slowest: list[int], share: float = 0.25) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from torchmm.extensions.evaluation import results
+from torchmm.extensions.evaluation.benchmarks import Benchmarks, command, environment
 from torchmm.recipe.training_section import BenchmarksConfig
-from torchmm.training.evaluation import results
-from torchmm.training.evaluation.benchmarks import Benchmarks, command, environment
 
 SCORES = {
     "scores": {"task/exact_match": 0.25, "task/of_nothing": float("nan")},

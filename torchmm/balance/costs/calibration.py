@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.devices import Device
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.operators import (
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.common.layers import ModuleDescription
+from torchmm.costs.devices import Device
+from torchmm.costs.operators import (
     COMPUTE_KINDS,
     KINDS,
     NETWORK_KINDS,
@@ -34,8 +36,6 @@ from torchmm.balance.costs.operators import (
     operator_ms,
     stage_shares,
 )
-from torchmm.balance.costs.step_costs import plan_costs
-from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ActionRecord

@@ -18,18 +18,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.costs.blocks import (
+from torchmm.common.dtypes import DTYPES
+from torchmm.common.layers import ModuleDescription
+from torchmm.costs.blocks import (
     Block,
     Flag,
     Layers,
     gradients,
     stage_blocks,
 )
-from torchmm.balance.costs.components import around_generator_bytes
-from torchmm.balance.costs.devices import NETWORK, NODE, Link
-from torchmm.balance.costs.execution import Execution, Setting
-from torchmm.balance.costs.flops import PassFlops, pass_flops
-from torchmm.balance.costs.layers import (
+from torchmm.costs.components import around_generator_bytes
+from torchmm.costs.devices import NETWORK, NODE, Link
+from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.flops import PassFlops, pass_flops
+from torchmm.costs.layers import (
     Parameters,
     matrix_rounds,
     module_tensors,
@@ -37,7 +39,7 @@ from torchmm.balance.costs.layers import (
     shared_bytes,
     stage_parameters,
 )
-from torchmm.balance.costs.operators import (
+from torchmm.costs.operators import (
     HOST_KINDS,
     Kind,
     Operator,
@@ -47,9 +49,7 @@ from torchmm.balance.costs.operators import (
     all_reduce_bytes,
     operator_ms,
 )
-from torchmm.balance.costs.sizes import Array, TaskSizes
-from torchmm.common.dtypes import DTYPES
-from torchmm.common.layers import ModuleDescription
+from torchmm.costs.sizes import Array, TaskSizes
 
 ELEMENT_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
@@ -98,7 +98,7 @@ class StageCosts(NamedTuple):
     kept_bytes: Array
     kept_for_weights_bytes: Array
     workspace_bytes: Array
-    """Largest temporary, see `torchmm.balance.costs.layers`; with it, activations of a
+    """Largest temporary, see `torchmm.costs.layers`; with it, activations of a
     layer that is recomputed or has no backward."""
     flops: PassFlops
 

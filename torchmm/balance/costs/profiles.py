@@ -34,8 +34,9 @@ from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torchmm.balance.costs.devices import DEVICES, Device
-from torchmm.balance.costs.operators import (
+from torchmm.common.files import replace_atomically
+from torchmm.costs.devices import DEVICES, Device
+from torchmm.costs.operators import (
     HOST_KINDS,
     KINDS,
     NETWORK_KINDS,
@@ -44,7 +45,6 @@ from torchmm.balance.costs.operators import (
     Kind,
     Profile,
 )
-from torchmm.common.files import replace_atomically
 
 FORMAT = "torchmm device profile 1"
 _KEYS = (

@@ -14,17 +14,17 @@ from operator import add
 
 import numpy as np
 
-from torchmm.balance.costs.components import TIME_WIDTH
-from torchmm.balance.costs.devices import NETWORK, NODE, Link
-from torchmm.balance.costs.execution import Execution
 from torchmm.balance.costs.model import BlockCache, CostModel, StageCosts
-from torchmm.balance.costs.operators import Work
-from torchmm.balance.costs.sizes import ModuleTasks, module_tasks, text_tokens
-from torchmm.balance.layer_pieces import layer_collectives, layer_pieces
+from torchmm.balance.optimus.layer_pieces import layer_collectives, layer_pieces
 from torchmm.balance.step_costs import LayerPieces, PlanCosts
 from torchmm.common.batch import MicrobatchMeta, padded_images
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import LLM, VISION
+from torchmm.costs.components import TIME_WIDTH
+from torchmm.costs.devices import NETWORK, NODE, Link
+from torchmm.costs.execution import Execution
+from torchmm.costs.operators import Work
+from torchmm.costs.sizes import ModuleTasks, module_tasks, text_tokens
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout, StageSpec, Task
 from torchmm.pipelining.plan.slices import MessageSlices, Slices

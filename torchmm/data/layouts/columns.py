@@ -27,7 +27,7 @@ from torchmm.data.layouts.sample import (
     VideoSegment,
 )
 from torchmm.data.sample_files import InnerFile, TableValue, content_of
-from torchmm.data.storage.remote_files import RemoteFolder, RemoteName
+from torchmm.extensions.remote.storage.remote_files import RemoteFolder, RemoteName
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
 VIDEO_COLUMNS = ("video", "mp4", "webm", "mkv", "mov", "avi")

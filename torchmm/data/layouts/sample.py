@@ -14,7 +14,7 @@ from typing import Any
 
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.sample_files import InnerFile, open_regular
-from torchmm.data.storage.remote_files import RemoteFolder, RemoteName
+from torchmm.extensions.remote.storage.remote_files import RemoteFolder, RemoteName
 from torchmm.recipe.data_section import SourceConfig
 
 Root = str | RemoteFolder | None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import first_of
 from torchmm.data.sample_files import open_regular
-from torchmm.data.storage.remote_files import AnyFile
+from torchmm.extensions.remote.storage.remote_files import AnyFile
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")

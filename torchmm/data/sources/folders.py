@@ -15,7 +15,7 @@ from typing import Any
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sources.text_files import JsonLines, Table, TextSource
-from torchmm.data.storage.remote_files import AnyFile
+from torchmm.extensions.remote.storage.remote_files import AnyFile
 
 COLUMNS = {"imagefolder": "image", "videofolder": "video"}
 """What `file_name` is, by format."""

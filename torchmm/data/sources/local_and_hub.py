@@ -9,8 +9,8 @@ tar files, Energon's folders included (`tar_samples.py`, `energon.py`), whose sa
 different parts.
 
 Files elsewhere (`s3://` and others) have the same readers, which open them as they open paths
-(`torchmm.data.storage`); only parquet has one of its own (`row_groups.py`), since what `datasets`
-does, converting all of it, needs room for all of it.
+(`torchmm.extensions.remote.storage`); only parquet has one of its own (`row_groups.py`), since what
+`datasets` does, converting all of it, needs room for all of it.
 
 Every source of a recipe is opened on every rank; nothing here knows ranks.
 """
@@ -34,17 +34,22 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import row_of
 from torchmm.data.sources.configured import MapSource, SelectedRows, SourceAsConfigured, Split
-from torchmm.data.sources.energon import EnergonFolder, EnergonSource, is_energon, open_folder
 from torchmm.data.sources.folders import FolderSource, described
-from torchmm.data.sources.lance_tables import LanceSource, is_lance
 from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
 from torchmm.data.sources.parquet_rows import RowGroups, rows_of_groups
 from torchmm.data.sources.row_groups import ParquetSource
 from torchmm.data.sources.tar_samples import WebdatasetSource
 from torchmm.data.sources.text_files import Table, TextSource, is_array, open_json
-from torchmm.data.storage.addresses import fixed_part, is_pattern, split_address
-from torchmm.data.storage.places import Places
-from torchmm.data.storage.remote_files import AnyFile, RemoteFile, RemoteFolder, Storage
+from torchmm.extensions.formats.energon import EnergonFolder, EnergonSource, is_energon, open_folder
+from torchmm.extensions.formats.lance_tables import LanceSource, is_lance
+from torchmm.extensions.remote.storage.addresses import fixed_part, is_pattern, split_address
+from torchmm.extensions.remote.storage.places import Places
+from torchmm.extensions.remote.storage.remote_files import (
+    AnyFile,
+    RemoteFile,
+    RemoteFolder,
+    Storage,
+)
 from torchmm.recipe.data_section import DataConfig, SourceConfig, is_address
 
 SUFFIXES = {

@@ -27,7 +27,6 @@ from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.layouts.recognise import is_chat
 from torchmm.data.layouts.sample import Record
-from torchmm.data.media.generated_images import DrawingPreprocessor
 from torchmm.data.sources.configured import LOOKED_AT, warn_of_trained_rows
 from torchmm.data.sources.index.building import Building, load_or_build
 from torchmm.data.sources.index.length_index import (
@@ -48,6 +47,7 @@ from torchmm.data.steps.elsewhere import SharedSteps
 from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed
 from torchmm.data.steps.sample_order import OrderedSource, SampleOrder
 from torchmm.data.steps.step_packs import Position, Steps
+from torchmm.extensions.generation.images import DrawingPreprocessor
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 

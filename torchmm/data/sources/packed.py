@@ -25,7 +25,7 @@ import pyarrow as pa
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.files import replace_atomically, sync_directory
 from torchmm.data.sample_files import open_regular
-from torchmm.data.storage.remote_files import AnyFile, RemoteFile
+from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAX_RATIO = 50

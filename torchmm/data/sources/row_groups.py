@@ -2,8 +2,8 @@
 
 Parquet is compressed row group by row group: one row costs the whole group. So a group that is met
 is fetched and decompressed once and kept, as Arrow's own format, in the bounded cache of this
-machine (`torchmm.data.storage`), from which any row of it is then mapped, by all processes. An
-order that stays within some shards for a while meets their groups again and again.
+machine (`torchmm.extensions.remote.storage`), from which any row of it is then mapped, by all
+processes. An order that stays within some shards for a while meets their groups again and again.
 
 Rejected: converting everything at the start, as `datasets` does with files of this machine, which
 needs room for all of it; groups in memory, which are too few: at 100 MB each, a sample of every
@@ -25,7 +25,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sample_files import row_of
-from torchmm.data.storage.remote_files import RemoteFile, RemoteFolder
+from torchmm.extensions.remote.storage.remote_files import RemoteFile, RemoteFolder
 
 MAX_GROUP_BYTES = 4 << 30
 """Largest row group that is decompressed."""

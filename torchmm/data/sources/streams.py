@@ -57,8 +57,8 @@ from torchmm.data.sources.text_files import (
 )
 from torchmm.data.steps.order import Drawn, FeedOptions, permutation
 from torchmm.data.steps.shuffling import Int64s
-from torchmm.data.storage.places import Places
-from torchmm.data.storage.remote_files import AnyFile, Storage
+from torchmm.extensions.remote.storage.places import Places
+from torchmm.extensions.remote.storage.remote_files import AnyFile, Storage
 from torchmm.recipe.data_section import SourceConfig
 
 _UNREADABLE = (

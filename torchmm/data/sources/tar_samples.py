@@ -29,8 +29,8 @@ from torchmm.data.layouts.sample import Record
 from torchmm.data.sample_files import SMALL_BYTES, FileRange, open_regular
 from torchmm.data.sources.archives import check_tars
 from torchmm.data.sources.text_files import MAX_RECORD_BYTES
-from torchmm.data.storage.places import Places
-from torchmm.data.storage.remote_files import AnyFile, RemoteFile
+from torchmm.extensions.remote.storage.places import Places
+from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile
 
 VERSION = 1
 """Increased when samples are found differently, so that what was kept is not used."""

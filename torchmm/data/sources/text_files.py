@@ -29,8 +29,8 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import open_regular
-from torchmm.data.storage.places import Places
-from torchmm.data.storage.remote_files import AnyFile, RemoteFile
+from torchmm.extensions.remote.storage.places import Places
+from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile
 
 VERSION = 1
 """Increased when records are found differently, so that what was kept is not used."""

@@ -1,9 +1,9 @@
 """Steps planned by one process for many: where samples' sizes are known to it alone.
 
 Two kinds of ranks do not plan for themselves: those whose machine has neither the data nor their
-index (`torchmm.data.producers.planning`), and those of a machine on which one process reads a
-stream for all (`torchmm.data.shared_reader`). Both ask for the step *after a state*, the one that
-checkpoints keep, and get the packs that they need of it:
+index (`torchmm.extensions.remote.producers.planning`), and those of a machine on which one process
+reads a stream for all (`torchmm.data.shared_reader`). Both ask for the step *after a state*, the
+one that checkpoints keep, and get the packs that they need of it:
 
     rank ── after this state, packs 8 to 15 ──> SharedSteps ── finds or plans the step ──> packs
 

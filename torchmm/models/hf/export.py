@@ -42,10 +42,10 @@ from transformers import (
 from torchmm.common.errors import ConfigError
 from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
+from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.composites.table import COMPOSITES
-from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.experts_apart import Keep, has_stacked_experts, in_memory, taken_apart
 from torchmm.models.hf.legacy_keys import add_legacy_keys
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files

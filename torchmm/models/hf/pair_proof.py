@@ -23,15 +23,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import ConfigError
+from torchmm.extensions.auto_models.encoders import shrunk_settings
+from torchmm.extensions.auto_models.llms import copy_config
+from torchmm.extensions.auto_models.unlisted import TOLERANCE, run_foreign
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.parts import LLAVA_LLM
-from torchmm.models.families.encoders.structural import shrunk_settings
 from torchmm.models.families.forms import randomize
 from torchmm.models.families.llms.family import LlmFamily
-from torchmm.models.families.llms.structural import copy_config
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.llm import LlmModule
-from torchmm.models.unlisted import TOLERANCE, run_foreign
 
 _PLACEHOLDER = 63
 """Last token of the small vocabulary."""

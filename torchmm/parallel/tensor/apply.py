@@ -8,7 +8,7 @@ gate, up) also share one collective in backward instead of one each.
 Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
 what lies between scopes, and travels between stages, are slices of the sequence
 (`torchmm.parallel.tensor.sequence`): scopes gather on entry and reduce-scatter on exit. With an
-`Overlap` they do so below their own matrix products (`torchmm.parallel.tensor.overlap_styles`): the
+`Overlap` they do so below their own matrix products (`torchmm.extensions.async_tp.styles`): the
 same plan, the same parameters, other forwards.
 
 Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
@@ -32,13 +32,13 @@ from torch.distributed.tensor.parallel import (
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import DeltaSizes, LayerDescription
+from torchmm.extensions.async_tp.linear import Overlap
+from torchmm.extensions.async_tp.styles import AsyncColumn, AsyncRow, AsyncScope, Column
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
 from torchmm.parallel.tensor.collectives import Exchange, Hook, replicated, shared
 from torchmm.parallel.tensor.linears import LocalColumn, LocalRow, compute_locally
 from torchmm.parallel.tensor.low_rank import split_lora
-from torchmm.parallel.tensor.overlap_linear import Overlap
-from torchmm.parallel.tensor.overlap_styles import AsyncColumn, AsyncRow, AsyncScope, Column
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
     MeshRows,

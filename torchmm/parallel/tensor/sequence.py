@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
+from torchmm.extensions.async_tp.linear import Overlap, gather_slices, take_slice
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.collectives import Exchange, gathered, replicated, scattered
-from torchmm.parallel.tensor.overlap_linear import Overlap, gather_slices, take_slice
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes that no forward reads."""

@@ -30,11 +30,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchmm.common.layers import LayerDescription
+from torchmm.extensions.async_tp.styles import Column
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
 from torchmm.parallel.tensor.linears import compute_locally, multiply_of
 from torchmm.parallel.tensor.low_rank import OWN_ROWS
-from torchmm.parallel.tensor.overlap_styles import Column
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
     LocalWeights,

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import get_args
 
+from torchmm.balance.optimus.launches import launch_problems
 from torchmm.pipelining.checks.problems import PlanProblem, PlanReport, ProblemKind
 from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.checks.scan import Played, Scan, play
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.plan import LayerMode, PipelinePlan, TensorSpec
-from torchmm.pipelining.schedules.launches import launch_problems
 
 COLLECTIVES = (ActionType.UNSHARD, ActionType.REDUCE_GRAD, ActionType.REDUCE_TIED)
 WAITS = (ActionType.WAIT_F, ActionType.WAIT_B, ActionType.WAIT_SEND_F, ActionType.WAIT_SEND_B)

@@ -21,8 +21,8 @@ import torch
 from torchmm.common.batch import ImageMeta, MicrobatchMeta
 from torchmm.common.module_names import VISION
 from torchmm.common.row_slices import task_images
+from torchmm.extensions.generation.generator import DUMMY, GeneratorModule
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.generator import DUMMY, GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task

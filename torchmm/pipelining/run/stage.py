@@ -33,10 +33,10 @@ from torchmm.common.batch import Microbatch, even_ranges
 from torchmm.common.device_copies import to_device
 from torchmm.common.generated import GeneratorInputs
 from torchmm.common.row_slices import SlicedMicrobatch, task_images
+from torchmm.extensions.generation.generator import DUMMY, GeneratorModule
+from torchmm.extensions.generation.generator import Given as GivenToGenerator
 from torchmm.models.between import RowsOfRanks
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.generator import DUMMY, GeneratorModule
-from torchmm.models.generator import Given as GivenToGenerator
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.token_cache import PackedCache
 from torchmm.models.llm import Given, LlmModule

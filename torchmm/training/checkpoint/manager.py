@@ -39,11 +39,18 @@ from torchmm.common.errors import CheckpointError, PeerError
 from torchmm.common.files import canonical_json, sync_directory, write_synced
 from torchmm.common.log import working
 from torchmm.common.rng import capture_rng
+from torchmm.extensions.remote.checkpoints.fetch import fetch_checkpoint
+from torchmm.extensions.remote.checkpoints.remote import (
+    RemoteCheckpoints,
+    folder_of,
+    is_in_store,
+    step_of_folder,
+)
+from torchmm.extensions.remote.checkpoints.upload import UPLOAD_TIMEOUT_S, SaveMeter, Uploads
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
 from torchmm.recipe.data_section import local_path
 from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
-from torchmm.training.checkpoint.fetch import fetch_checkpoint
 from torchmm.training.checkpoint.load import (
     STATE_NAME,
     Restored,
@@ -63,12 +70,6 @@ from torchmm.training.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
-from torchmm.training.checkpoint.remote import (
-    RemoteCheckpoints,
-    folder_of,
-    is_in_store,
-    step_of_folder,
-)
 from torchmm.training.checkpoint.site import Site
 from torchmm.training.checkpoint.state import (
     average_tensors,
@@ -77,7 +78,6 @@ from torchmm.training.checkpoint.state import (
     trainable_names,
 )
 from torchmm.training.checkpoint.storage import SafetensorsWriter
-from torchmm.training.checkpoint.upload import UPLOAD_TIMEOUT_S, SaveMeter, Uploads
 from torchmm.training.optimizers.average import WeightAverage
 
 _LEAVE_WAIT_S = 60.0

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchmm.extensions.low_precision.compact import CompactOptimizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.training.checkpoint.storage import dtype_named
-from torchmm.training.optimizers.compact import CompactOptimizer
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OptimizerState = dict[Tensor, dict[str, Tensor]]

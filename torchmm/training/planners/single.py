@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import ParallelMesh

@@ -12,19 +12,19 @@ import logging
 from collections.abc import Callable, Sequence
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.recomputation.tuning import LayerTuning
+from torchmm.balance.pipeweaver.background.leader import PlanLeader
+from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.requests import Measured, PlannedStep, PlanningSetup
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import Gathering
-from torchmm.planning.beside.process import PlanningProcess
-from torchmm.planning.beside.requests import Measured, PlannedStep, PlanningSetup
 from torchmm.planning.executions import run_tuning
 from torchmm.planning.planner import Planner, PlanStatistics, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.planners.leader import PlanLeader
 from torchmm.training.planners.sharing import SharedPlans, digest_of
 
 

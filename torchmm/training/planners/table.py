@@ -37,7 +37,7 @@ PLANNERS: Mapping[str, PlannerEntry] = MappingProxyType(
             lambda config, pipeline_size: pipeline_size == 1,
         ),
         "measuring": PlannerEntry(
-            "torchmm.training.planners.measuring:build_measuring_planner", _uses_times
+            "torchmm.balance.pipeweaver.measuring:build_measuring_planner", _uses_times
         ),
         "static": PlannerEntry(
             "torchmm.training.planners.static:build_static_planner",

@@ -15,16 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from torchmm.pipelining.view.draw import Panel
-from torchmm.pipelining.view.records import read_records
-from torchmm.recipe.training_section import Artifact
-from torchmm.training.checkpoint.manifest import list_steps
-from torchmm.training.page.contents import (
+from torchmm.extensions.reports.page.contents import (
     SAMPLES_FILE,
     SAMPLES_FOLDER,
     GeneratedText,
     RunContents,
 )
+from torchmm.pipelining.view.draw import Panel
+from torchmm.pipelining.view.records import read_records
+from torchmm.recipe.training_section import Artifact
+from torchmm.training.checkpoint.manifest import list_steps
 
 GIT_TIMEOUT_S = 5.0
 _STEP = re.compile(r"step-(\d+)\.")

@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 import tomli_w
 
-from torchmm.recipe.training_section import MetricsConfig
-from torchmm.training.page.pages import PAGE, PageSink
-from torchmm.training.tracking.figures import Record
-from torchmm.training.tracking.local_trackers import (
+from torchmm.extensions.reports.local_trackers import (
     TensorBoardTracker,
     TrackioTracker,
     tensorboard_writer,
     trackio_start,
 )
+from torchmm.extensions.reports.page.pages import PAGE, PageSink
+from torchmm.recipe.training_section import MetricsConfig
+from torchmm.training.tracking.figures import Record
 from torchmm.training.tracking.run_files import RunFiles, WholeModels, code_version
 
 CLOSE_TIMEOUT_S = 60.0

@@ -59,8 +59,8 @@ class EncoderFamily:
     """Other parts that no features pass."""
     has_class_token = True
     listed = True
-    """Whether it is in the table; otherwise `models/unlisted.py` proved what is claimed of it,
-    which tensor parallelism is not part of."""
+    """Whether it is in the table; otherwise `extensions/auto_models/unlisted.py` proved what is
+    claimed of it, which tensor parallelism is not part of."""
     in_composites = True
     """Whether Hugging Face's LLaVA and its like can have the tower: they build it with `AutoModel`
     and take all but a class token for patches."""

@@ -1,0 +1,78 @@
+"""What dividing experts among ranks changes of what is gathered, kept and sent."""
+
+from dataclasses import replace
+
+import pytest
+from model_cases import LLMS, build
+
+from torchmm.balance.costs.model import CostModel, ShardLinks, gather_operators
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.costs.devices import NODE, Device
+from torchmm.costs.execution import Execution
+from torchmm.costs.layers import expert_parameters, layer_parameters, stage_parameters
+from torchmm.costs.operators import KINDS, Curve, Profile
+from torchmm.models.layers.experts import expert_parts
+from torchmm.recipe.model_section import LlmConfig, ModelConfig
+
+
+@pytest.fixture(scope="module")
+def llm():
+    wide = {**LLMS["qwen3_moe"], "hidden_size": 128, "num_experts": 8}
+    return build(ModelConfig(llm=LlmConfig(config=wide))).llm
+
+
+def test_weights_of_experts_are_those_of_the_real_layer(llm) -> None:
+    for description, layer in zip(llm.describe().layers, llm.layers, strict=True):
+        real = sum(p.numel() for part in expert_parts([layer]) for p in part.parameters())
+        assert expert_parameters(description) == pytest.approx(real, rel=0.01)
+        whole = layer_parameters(description)
+        fewer = whole - layer_parameters(description, expert=4)
+        assert fewer == pytest.approx(real * 3 / 4, rel=0.01)
+
+
+def test_a_rank_gathers_only_its_own_experts(llm) -> None:
+    module = llm.describe()
+    count = len(module.layers)
+    shared = Execution(shard=4)
+    divided = replace(shared, expert=4)
+    experts = sum(expert_parameters(layer) for layer in module.layers)
+    dense = stage_parameters(module, 0, count).all - experts
+    sent = {
+        execution.expert: next(
+            o.network_bytes
+            for o in gather_operators(module, 0, count, execution, 2, ShardLinks(NODE))
+            if o.kind == "all_gather"
+        )
+        for execution in (shared, divided)
+    }
+    assert sent[1] == pytest.approx(2 * (dense + experts) * 3 / 4)
+    assert sent[4] == pytest.approx(2 * dense * 3 / 4), "nobody else has the same experts"
+    profile = load_profile("h100")
+    bytes_of = {
+        execution.expert: CostModel(profile, "bfloat16", {"llm": execution}).static_bytes(
+            module, 0, count
+        )
+        for execution in (shared, divided)
+    }
+    # Gathered weights (2 bytes) and gradients (4 bytes) of three quarters of the experts.
+    assert bytes_of[1] - bytes_of[4] == pytest.approx(6 * experts * 3 / 4, rel=1e-6)
+
+
+def test_experts_over_nodes_use_one_card(llm) -> None:
+    module = llm.describe()
+    count = len(module.layers)
+    experts = sum(expert_parameters(layer) for layer in module.layers)
+    dense = stage_parameters(module, 0, count).all - experts
+    device = Device("toy", {"float32": 1e12}, 1e11, 1e9, 400e9, 50e9, 8, False, "8 cards")
+    profile = Profile(device, dict.fromkeys(KINDS, Curve((1.0,), (1.0,))))
+
+    def gather_ms(expert: int) -> float:
+        execution = Execution(shard=16, expert=expert)
+        work = CostModel(profile, "float32", {"llm": execution}).gather_work(module, 0, count)
+        return float(work.network_ms[0])
+
+    # 16 ranks on two nodes gather over eight cards.
+    assert gather_ms(1) == pytest.approx(4e3 * (dense + experts) * 15 / 16 / 400e9)
+    # Two ranks on different nodes have the same eighth of the experts, and one card each.
+    dense_ms = 4e3 * dense * 15 / 16 / 400e9
+    assert gather_ms(8) == pytest.approx(dense_ms + 4e3 * experts / 8 / 2 / 50e9)

@@ -1,0 +1,96 @@
+"""Compiled schedules: makespans equal the list simulator's, bit by bit."""
+
+import numpy as np
+import pytest
+from schedule_cases import LAYOUTS, chain
+from support.step_times import makespans_ms
+
+from torchmm.balance.disttrain.reordering.program import compile_order
+from torchmm.pipelining.plan.actions import ActionType
+from torchmm.pipelining.plan.graph import StageGraph, StageLayout
+from torchmm.pipelining.schedules.classic import one_f_one_b, zero_bubble
+from torchmm.pipelining.view.timeline import uniform_timeline
+
+
+def random_durations(layout, microbatches, rng):
+    return rng.lognormal(0, 1, (2, len(layout.stages), microbatches))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 13])
+def test_makespans_equal_the_list_simulator(name, microbatches):
+    layout, schedule = LAYOUTS[name]
+    graph = StageGraph(layout, microbatches)
+    order = schedule(graph)
+    program = compile_order(order, graph)
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        forward, backward = random_durations(layout, microbatches, rng)
+        permutation = rng.permutation(microbatches)
+
+        def duration(action, both=(forward, backward), permutation=permutation):
+            kind = both[action.type is ActionType.B]
+            return kind[action.stage, permutation[action.microbatch]]
+
+        records = uniform_timeline(order, graph, duration)
+        expected = max(record.end_ms for record in records)
+        (found,) = makespans_ms(program, forward[None], backward[None], permutation[None])
+        assert found == expected
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 5), (4, 2), (4, 9), (12, 16)])
+def test_equal_microbatches_take_the_published_time(ranks, microbatches):
+    graph = StageGraph(chain(ranks), microbatches)
+    program = compile_order(one_f_one_b(graph), graph)
+    forward = np.full((1, ranks, microbatches), 2.0)
+    assert makespans_ms(program, forward, forward * 1.5).tolist() == [
+        (microbatches + ranks - 1) * 5
+    ]
+
+
+def test_what_precedes_a_slot_does_not_depend_on_it():
+    for name, (layout, schedule) in LAYOUTS.items():
+        graph = StageGraph(layout, 6)
+        tables = compile_order(schedule(graph), graph).tables
+        rows = 2 * len(layout.stages) * 6
+        slots = np.where(tables.row_N < rows, tables.row_N % 6, 0)
+        for slot in range(6):
+            before = slice(1, tables.begin_M[slot])
+            assert (slots[before] < max(slot, 1)).all(), name
+            assert (tables.before_N[before] < tables.begin_M[slot]).all()
+            assert (tables.need_N[before] < tables.begin_M[slot]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "lag"),
+    [("five ranks", 5), ("encoder beside the LLM", 3), ("two per rank", 0), ("frozen start", 0),
+     ("gpipe", 0)],
+)  # fmt: skip
+def test_1f1b_on_the_first_rank_is_recognised(name, lag):
+    layout, schedule = LAYOUTS[name]
+    graph = StageGraph(layout, 8)
+    assert compile_order(schedule(graph), graph).lag == lag
+
+
+def test_what_cannot_be_compiled_is_refused():
+    graph = StageGraph(chain(3), 4)
+    with pytest.raises(ValueError, match="kind I, W"):
+        compile_order(zero_bubble(graph), graph)
+    order = one_f_one_b(graph)
+    with pytest.raises(ValueError, match="no rank can go on"):
+        compile_order([order[0], order[1][::-1], order[2]], graph)
+    parts = StageLayout(chain(2).stages, chain(2).edges, frozenset({"llm"}))
+    with pytest.raises(ValueError, match=r"'llm'.*sub-microbatches"):
+        compile_order((), StageGraph(parts, 1, {"llm": (2,)}))
+
+
+def test_durations_that_do_not_fit_are_refused():
+    graph = StageGraph(chain(2), 3)
+    program = compile_order(one_f_one_b(graph), graph)
+    ones = np.ones((1, 2, 3))
+    with pytest.raises(ValueError, match=r"\(3, 2\).*2 stages x 3 microbatches"):
+        program.checked(ones.transpose(0, 2, 1), ones)
+    with pytest.raises(ValueError, match=r"-1\.0 to 1\.0 ms"):
+        program.checked(ones, -ones)
+    with pytest.raises(ValueError, match="nan"):
+        program.checked(ones, ones * np.nan)

@@ -1,0 +1,129 @@
+"""Profiles of units: interpolation is exact where it has to be, costs are those of the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_reorder_step import LLM, MODULES, pack, packs
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.disttrain.orchestration.unit_costs import (
+    ModuleProfile,
+    Profiler,
+    Trial,
+    cost_model_run,
+    fitting_tensor_sizes,
+)
+from torchmm.costs.execution import Execution
+from torchmm.costs.sizes import pack_sizes
+
+PROFILE = load_profile("a800")
+
+
+def profiler(modules=MODULES, batch=None, run=None, **options) -> Profiler:
+    run = run or cost_model_run(PROFILE, "bfloat16", modules)
+    return Profiler(modules, batch or packs(64), PROFILE, "bfloat16", run, **options)
+
+
+def linear(module, tensor, batch) -> Trial:
+    """Two seconds for a pack and one per 1000 units, on each of the tensor-parallel ranks less."""
+    units_N = pack_sizes(module, batch)[1].units_N
+    nothing = units_N * 0
+    return Trial((2 + units_N / 1000) / tensor, units_N, 3 * units_N, nothing + 7)
+
+
+def test_interpolation_gives_what_lies_between_trials() -> None:
+    seconds = np.array([[1.0, 3.0], [0.5, 1.0]])
+    found = ModuleProfile((1, 4), np.array([10.0, 20.0]), seconds, 2 * seconds, (0, 0), True)
+    np.testing.assert_allclose(found.seconds(1, np.array([0, 10, 15, 20.0])), [0, 1, 2, 3])
+    np.testing.assert_allclose(found.seconds(2, np.array([10, 20.0])), [0.75, 2])
+    np.testing.assert_allclose(found.kept_bytes(1, np.array([5, 25.0])), [2, 6])
+    with pytest.raises(ValueError, match="tensor = 8"):
+        found.seconds(8, np.array([1.0]))
+
+
+def test_linear_costs_are_profiled_exactly() -> None:
+    batch = packs(50, seed=3)
+    for unit in profiler(batch=batch, run=linear, tensor_sizes=(1, 2)).units():
+        module = next(m for m in MODULES if m.name == unit.name)
+        at, sizes = pack_sizes(module, batch)
+        wanted = (2 * len(at) + sizes.units_N.sum() / 1000) / len(batch)
+        assert unit.seconds == pytest.approx({1: wanted, 2: wanted / 2})
+        assert unit.workspace_bytes == {1: 7, 2: 7}
+
+
+def test_profiles_are_near_the_cost_model_on_all_samples() -> None:
+    batch = packs(300, seed=5)
+    for unit in profiler(batch=batch).units():
+        module = next(m for m in MODULES if m.name == unit.name)
+        _, sizes = pack_sizes(module, batch)
+        for tensor, seconds in unit.seconds.items():
+            model = CostModel(PROFILE, "bfloat16", {unit.name: Execution(tensor=tensor)})
+            costs = model.stage_costs(module, 0, 8, sizes, module.kind != "encoder")
+            exact = (costs.forward.total_ms + costs.backward.total_ms).sum() / 1e3 / len(batch)
+            assert seconds == pytest.approx(exact, rel=0.01)
+        assert list(unit.seconds) == [1, 2, 4, 8]
+        assert sorted(unit.seconds.values(), reverse=True) == list(unit.seconds.values())
+
+
+def frozen(names: str) -> list:
+    return [
+        replace(
+            module,
+            trainable=module.name in names,
+            connector_trainable="connectors" in names,
+        )
+        for module in MODULES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trained", "expected"),
+    [
+        ("vision llm generator connectors", (3, 3, 3)),
+        ("connectors", (1, 2, 2)),
+        ("vision connectors", (3, 2, 2)),
+        ("llm connectors", (1, 3, 2)),
+        ("generator connectors", (1, 2, 3)),
+        ("generator", (1, 1, 3)),
+        ("", (1, 1, 1)),
+    ],
+)
+def test_frozen_modules_take_no_backward_but_what_passes_through(trained, expected) -> None:
+    """In forwards: a gradient costs about one more, for inputs and for weights each."""
+    whole = profiler(batch=[pack(8, 2)] * 4)
+    units = profiler(frozen(trained), batch=whole.packs).units()
+    for unit, full, passes in zip(units, whole.units(), expected, strict=True):
+        share = unit.seconds[1] / full.seconds[1]
+        # Attention has no weights: without their gradients less than a third is saved.
+        least, most = {1: (0.25, 0.4), 2: (0.6, 0.85), 3: (0.999, 1.001)}[passes]
+        assert least < share < most, (unit.name, trained)
+        assert unit.has_backward == (passes > 1 or (unit.name == "vision" and "conn" in trained))
+        assert (unit.replica_bytes < 0.5 * full.replica_bytes) == (unit.name not in trained)
+
+
+def test_memory_covers_what_differs_between_samples() -> None:
+    batch = packs(400, seed=7)
+    rng = np.random.default_rng(0)
+    for unit, module in zip(profiler(batch=batch).units(), MODULES, strict=True):
+        kept_N = np.zeros(len(batch))
+        at, _ = pack_sizes(module, batch)
+        run = cost_model_run(PROFILE, "bfloat16", MODULES)
+        kept_N[at] = run(module, 2, [batch[i] for i in at]).kept_bytes_N
+        assert unit.activation_bytes[2] == pytest.approx(kept_N.mean(), rel=0.03)
+        for waiting in (1, 4, 16):
+            windows = rng.choice(kept_N, (2000, waiting)).sum(axis=1)
+            bound = waiting * unit.activation_bytes[2] + waiting**0.5 * unit.surge_bytes[2]
+            assert windows.max() <= 1.05 * min(bound, waiting * unit.peak_bytes[2])
+
+
+def test_sizes_follow_heads_and_samples_are_needed() -> None:
+    few = replace(LLM.layers[0], heads=12, kv_heads=2)
+    assert fitting_tensor_sizes(replace(LLM, layers=(few,)), (1, 2, 4, 8)) == [1, 2, 4]
+    with pytest.raises(
+        ValueError, match="none of 3 sampled sequences has anything for 'generator'"
+    ):
+        profiler(batch=[pack(2)] * 3).units()

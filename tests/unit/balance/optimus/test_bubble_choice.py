@@ -1,0 +1,87 @@
+"""Optimus' candidates are played through: what is chosen is never longer than its siblings."""
+
+from dataclasses import replace
+
+import pytest
+from test_optimus import random_step
+
+from torchmm.balance.optimus.choice import bubble_choices
+from torchmm.balance.optimus.order import optimus
+from torchmm.balance.pipeweaver.order_search.search import Budget
+from torchmm.balance.schedules import optimus_orders, plan_by_costs, relative_costs
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.recipe.parallel_section import ParallelConfig
+
+CASES = 40
+
+
+def makespan_ms(step, costs, sharding) -> float:
+    plan = lower_plan(step.order, step.graph, {}, sharding, reduces_early=costs.runs_beside)
+    validate_plan(plan).raise_for_problems()
+    return simulate(plan, costs).makespan_ms
+
+
+def test_choice_is_not_longer_than_siblings():
+    kinds = set()
+    for seed in range(CASES):
+        graph, costs, schedule = random_step(seed, wires=True)
+        costs = replace(costs, runs_beside=seed % 3 > 0)
+        sharding = "step" if seed % 2 else "none"
+        options = {"llm_schedule": schedule, "sharding": sharding, "evaluations": 6}
+        choices = list(bubble_choices(graph, costs, granularity="fine", **options))
+        best = choices[-1]
+        kinds.add(best.bubbles)
+        ends = [choice.simulated.makespan_ms for choice in choices]
+        assert ends == sorted(ends, reverse=True)
+        assert best.played == len(choices) and best.simulated.makespan_ms <= best.coarse_ms
+        own = best.simulated.costs
+        found_ms = makespan_ms(best.step, own, sharding)
+        assert found_ms == best.simulated.makespan_ms
+        played_ms = {
+            kind: makespan_ms(optimus(graph, costs, granularity=kind, **options), own, sharding)
+            for kind in ("coarse", "fine")
+        }
+        assert found_ms <= min(played_ms.values()) + 1e-9, seed
+    assert "fine" in kinds
+
+
+def test_a_recipe_that_wants_coarse_plans_gets_no_others():
+    graph, costs, schedule = random_step(3)
+    choices = bubble_choices(
+        graph, costs, llm_schedule=schedule, granularity="coarse", sharding="none", evaluations=5
+    )
+    assert {choice.bubbles for choice in choices} == {"coarse"}
+
+
+def test_without_time_it_is_the_first_coarse_order():
+    graph, costs, schedule = random_step(4, wires=True)
+    config = ParallelConfig(placement="colocated", schedule="optimus", llm_schedule=schedule)
+    first = plan_by_costs(config, graph, costs, "step", Budget(1))
+    assert (first.planner, first.evaluations) == ("optimus coarse", 1)
+    orders = list(optimus_orders(config, graph, costs, "step", 5))
+    assert first.predicted_ms >= orders[-1].predicted_ms
+    assert plan_by_costs(config, graph, costs, "step", Budget(5)) == orders[-1]
+    gain = orders[-1].gain_over_natural
+    coarse_ms = min(o.predicted_ms for o in orders if o.planner == "optimus coarse")
+    assert gain == pytest.approx(coarse_ms / orders[-1].predicted_ms - 1)
+
+
+def test_transfers_gathers_and_reductions_are_costs_of_the_plan():
+    """On average, as candidates are few: what is planned by durations alone takes longer."""
+    planned_ms = by_work_ms = 0.0
+    for seed in range(12):
+        graph, costs, schedule = random_step(seed, wires=True)
+        costs = replace(
+            costs,
+            transfer_ms={key: 20 * ms for key, ms in costs.transfer_ms.items()},
+            reduce_ms={stage: 10 * ms for stage, ms in costs.reduce_ms.items()},
+            runs_beside=True,
+        )
+        config = ParallelConfig(placement="colocated", schedule="optimus", llm_schedule=schedule)
+        planned_ms += plan_by_costs(config, graph, costs, "step", Budget(10)).predicted_ms
+        bare = relative_costs(graph, costs.compute_ms.__getitem__).costs
+        by_work = plan_by_costs(config, graph, bare, "none", Budget(10))
+        by_work_ms += makespan_ms(by_work.step, costs, "step")
+    assert planned_ms < by_work_ms

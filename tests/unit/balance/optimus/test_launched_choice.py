@@ -1,0 +1,95 @@
+"""Pieces at the LLM's collectives are taken where a simulated step is shorter with them, only."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_optimus import random_step
+
+from torchmm.balance.optimus.choice import bubble_choices, tensor_ms
+from torchmm.balance.optimus.launches import with_launches
+from torchmm.balance.optimus.layer_pieces import layer_collectives, layer_pieces
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import LayerPieces, Piece
+from torchmm.common.layers import LayerDescription
+from torchmm.costs.execution import Execution
+from torchmm.costs.sizes import TaskSizes
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.lowering import lower_plan
+
+CASES = 24
+SHARE = 0.3
+EVEN = LayerPieces(*(tuple(Piece(1 / 24, False) for _ in range(24)),) * 2)
+
+
+def choices_of(seed: int, pieces: LayerPieces, share: float = SHARE):
+    graph, costs, schedule = random_step(seed, wires=True)
+    encoders = {s.module for s in graph.layout.stages} & {"vision", "audio"}
+    costs = replace(
+        costs, runs_beside=True, pieces=dict.fromkeys(encoders, pieces), collectives=(4, 4)
+    )
+    choices = bubble_choices(
+        graph, costs, llm_schedule=schedule, granularity="fine", sharding="step",
+        tensor_share=share, evaluations=6,
+    )  # fmt: skip
+    return graph, costs, list(choices)
+
+
+def test_launches_are_taken_where_the_step_is_shorter():
+    taken, shorter = 0, 0.0
+    for seed in range(CASES):
+        graph, costs, choices = choices_of(seed, EVEN)
+        best = choices[-1]
+        without = choices_of(seed, EVEN, 0.0)[2][-1]
+        assert best.simulated.makespan_ms <= without.simulated.makespan_ms
+        assert bool(best.step.launches) == (best.bubbles == "launched")
+        if best.bubbles != "launched":
+            continue
+        taken += 1
+        shorter += without.simulated.makespan_ms / best.simulated.makespan_ms - 1
+        assert best.simulated.makespan_ms < without.simulated.makespan_ms
+        # What runs is what was played.
+        plan = lower_plan(best.step.order, best.step.graph, {}, "step", reduces_early=True)
+        plan = with_launches(plan, best.step.launches)
+        validate_plan(plan).raise_for_problems()
+        assert plan == best.simulated.plan
+        played = replace(costs, tensor_ms=tensor_ms(graph, costs, SHARE))
+        assert simulate(plan, played).makespan_ms == best.simulated.makespan_ms
+    assert taken > CASES / 2
+    assert shorter / taken > 0.01
+
+
+def test_launches_that_do_not_pay_are_not_taken():
+    """Of pieces that are longer than bubbles."""
+    kinds = {choices_of(seed, EVEN, share=1e-4)[2][-1].bubbles for seed in range(CASES)}
+    assert "fine" in kinds and "launched" not in kinds
+
+
+LAYER = LayerDescription(64, 4, 4, 16, 256, False, False, parameters=12 * 64**2)
+SIZES = TaskSizes(
+    *(np.full(2, 64.0) for _ in range(3)),
+    lengths_S=np.full(2, 64.0),
+    task_S=np.arange(2),
+    contexts_S=np.zeros(2),
+    given_N=np.zeros(2),
+)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("tensor", "sequence"), [(1, False), (2, False), (2, True)])
+def test_pieces_of_a_layer(tensor, sequence, recompute):
+    execution = Execution(tensor=tensor, sequence_parallel=sequence, recompute=recompute)
+    forward, backward = layer_pieces(LAYER, SIZES, execution)
+    each = 8 if sequence else 6
+    assert (len(forward), len(backward)) == (each, each * (2 if recompute == "full" else 1))
+    for pieces in (forward, backward):
+        assert sum(piece.share for piece in pieces) == pytest.approx(1)
+    sends = sum(piece.sends for piece in forward)
+    assert sends == {1: 0, 2: 4 if sequence else 2}[tensor]
+    own = layer_collectives(execution)
+    assert own == (0, 0) if tensor == 1 else own[0] == sends
+    # Four times as much in the feed-forward part's products as in the attention's output.
+    shares = sorted(piece.share for piece in forward)
+    output = next(p.share for p in forward if p.share > 0 and p.share < shares[-1] / 3.9)
+    assert shares[-1] == pytest.approx(4 * output)
+    assert layer_collectives(replace(execution, async_tensor=True)) == (0, 0)

@@ -1,0 +1,97 @@
+"""Orders of the LLM alone, searched ones among them, into whose bubbles encoders are put."""
+
+from collections import Counter
+from dataclasses import replace
+from math import inf
+
+from test_optimus import random_step
+
+from torchmm.balance.optimus.choice import bubble_choices
+from torchmm.balance.optimus.llm_orders import llm_orders, sequences
+from torchmm.balance.optimus.llm_timeline import llm_timeline
+from torchmm.balance.optimus.order import optimus_steps
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.schedules.classic import interleaved_1f1b
+from torchmm.pipelining.schedules.colocated import backbone_order
+
+EVALUATIONS = 40
+
+
+def alone_ms(graph: StageGraph, costs, order) -> float:
+    return llm_timeline(graph, order, costs, lambda a: (0.0, costs.compute_ms[a])).llm_ps * 1e-9
+
+
+def test_searched_orders_run_all_of_the_llm_and_some_are_faster():
+    faster = 0
+    for seed in range(12):
+        graph, costs, _ = random_step(seed, wires=seed % 2 > 0)
+        named = list(llm_orders(graph, costs, "interleaved_1f1b", EVALUATIONS))
+        every = list(llm_orders(graph, costs, "searched", EVALUATIONS))
+        assert every[: len(named)] == named, "a choice is never worse off than without a search"
+        for order in every:
+            assert [Counter(row) for row in order] == [Counter(row) for row in named[0]], seed
+        published = named[: len(list(sequences(graph, costs)))]
+        shortest_ms = min(alone_ms(graph, costs, order) for order in published)
+        faster += min(alone_ms(graph, costs, order) for order in every) < 0.999 * shortest_ms
+    assert faster > 2
+
+
+def test_a_frozen_llm_has_fewer_backwards():
+    """None for microbatches without anything trained before the LLM."""
+    graph, costs, _ = random_step(5)
+    stages = tuple(
+        replace(stage, trainable=stage.module == "vision", tied_to=-1)
+        for stage in graph.layout.stages
+    )
+    frozen = replace(graph, layout=replace(graph.layout, stages=stages))
+    assert not all(frozen.needs_backward(len(stages) - 1, i) for i in range(frozen.microbatches))
+    missing = {
+        action: ms
+        for action, ms in costs.compute_ms.items()
+        if action.type.value == "F" or frozen.needs_backward(action.stage, action.microbatch)
+    }
+    own = replace(costs, compute_ms=missing)
+    named, *_ = llm_orders(frozen, own, "interleaved_1f1b", EVALUATIONS)
+    *_, searched = llm_orders(frozen, own, "searched", EVALUATIONS)
+    assert [Counter(row) for row in searched] == [Counter(row) for row in named]
+
+
+def test_a_step_with_a_searched_llm_is_never_longer_than_with_1f1b():
+    shorter = 0
+    for seed in range(16):
+        graph, costs, _ = random_step(seed, wires=True)
+        ends = {}
+        for schedule in ("interleaved_1f1b", "searched"):
+            *_, best = bubble_choices(
+                graph, costs,
+                llm_schedule=schedule, granularity="fine", sharding="step", evaluations=20,
+            )  # fmt: skip
+            ends[schedule] = best.simulated.makespan_ms
+        assert ends["searched"] <= ends["interleaved_1f1b"], seed
+        shorter += ends["searched"] < 0.999 * ends["interleaved_1f1b"]
+    assert shorter > 1, "rivals with adjusted warm-ups leave little"
+
+
+def test_adjusted_warm_ups_are_tried_and_shorten_some_steps():
+    """The step is never longer than with the published warm-ups alone, coarse or fine."""
+    shorter = 0
+    for seed in range(24):
+        graph, costs, _ = random_step(seed, wires=seed % 2 > 0)
+        *_, best = bubble_choices(
+            graph, costs,
+            llm_schedule="interleaved_1f1b", granularity="fine", sharding="step", evaluations=20,
+        )  # fmt: skip
+        published = [
+            backbone_order(graph, interleaved_1f1b, sequence)
+            for sequence in sequences(graph, costs)
+        ]
+        own_ms = inf
+        for kind in ("coarse", "fine"):
+            for found in optimus_steps(graph, costs, published, kind, "step", evaluations=20):
+                plan = lower_plan(found.order, found.graph, {}, "step")
+                own_ms = min(own_ms, simulate(plan, costs).makespan_ms)
+        assert best.simulated.makespan_ms <= own_ms, seed
+        shorter += best.simulated.makespan_ms < 0.999 * own_ms
+    assert shorter > 1, shorter

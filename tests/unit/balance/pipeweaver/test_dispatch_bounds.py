@@ -1,0 +1,143 @@
+"""Lower bounds: never above any order, tight where an optimum is known."""
+
+import math
+import random
+from itertools import permutations
+
+import numpy as np
+import pytest
+from dispatch_cases import even_costs, pipeline
+from naive_dispatch import random_dispatch
+
+from torchmm.balance.pipeweaver.order_search.bounds import _one_rank, lower_bound_ms
+from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.step_costs import PlanCosts
+from torchmm.pipelining.plan.actions import Action, ActionType
+
+
+def test_no_order_of_any_step_is_faster():
+    checked = 0
+    for seed in range(200):
+        graph, costs = random_dispatch(seed)
+        dispatcher = Dispatcher(graph, costs)
+        bound_ms, rng = lower_bound_ms(dispatcher), np.random.default_rng(seed)
+        for _ in range(5):
+            makespan_ms = dispatcher.evaluate(rng.permutation(len(dispatcher.segments)))
+            assert makespan_ms >= bound_ms > 0
+            checked += makespan_ms < math.inf
+    assert checked > 500
+
+
+def test_no_order_is_faster_where_all_ranks_are_equal():
+    reached = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        ranks, llm_ms = rng.choice((2, 3, 4, 8)), rng.choice((1.0, 2.0, 5.0))
+        counts = [rng.randint(0, 3) for _ in range(rng.randint(1, 12))]
+        graph = pipeline(ranks, counts, rng.randint(1, 3))
+        kept = {task: 1 for task in graph.tasks()}
+        limit = rng.choice((None, 3 * ranks))
+        # Encoder tasks of different lengths, alike on all ranks.
+        compute = dict(even_costs(graph, 1.0, llm_ms).compute_ms)
+        for action in compute:
+            if graph.layout.stages[action.stage].module == "vision":
+                compute[action] *= 1 + (action.microbatch * 5 + action.sub_microbatch) % 3 / 4
+        costs = PlanCosts(compute, kept_bytes=kept, memory_limit_bytes=limit)
+        dispatcher = Dispatcher(graph, costs)
+        bound_ms = lower_bound_ms(dispatcher)
+        busy_ms = sum(compute[a] for a in compute if graph.layout.stages[a.stage].ranks == (0,))
+        assert bound_ms >= busy_ms + (ranks - 1) * 3 * llm_ms - 1e-9
+        for _ in range(5):
+            order = np.random.default_rng(seed).permutation(len(dispatcher.segments))
+            makespan_ms = dispatcher.evaluate(order)
+            assert makespan_ms >= bound_ms - 1e-9, seed
+            reached += makespan_ms == pytest.approx(bound_ms)
+    assert reached > 100
+
+
+def test_best_of_all_orders_of_a_small_step_is_no_faster():
+    graph = pipeline(3, [1, 0, 2])
+    dispatcher = Dispatcher(graph, even_costs(graph, 1.0, 3.0))
+    best_ms = min(
+        dispatcher.evaluate(np.array(order))
+        for order in permutations(range(len(dispatcher.segments)))
+    )
+    bound_ms = lower_bound_ms(dispatcher)
+    busy_ms = 3 * (3 * 1.0) + 3 * (3 * 3.0)
+    assert bound_ms == busy_ms + 2 * 9.0 <= best_ms
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 8), (8, 8)])
+def test_an_llm_alone_reaches_it(ranks, microbatches):
+    graph = pipeline(ranks, [0] * microbatches)
+    dispatcher = Dispatcher(graph, even_costs(graph, llm_ms=1.0))
+    bound_ms = lower_bound_ms(dispatcher)
+    assert dispatcher.evaluate() == bound_ms == (microbatches + ranks - 1) * 3.0
+
+
+def test_the_llms_times_count_although_the_encoder_is_on_the_way_sooner():
+    graph = pipeline(4, [1] * 8)
+    dispatcher = Dispatcher(graph, even_costs(graph, 1.0, 10.0))
+    assert lower_bound_ms(dispatcher) == 8 * 33.0 + 3 * 30.0
+
+
+def test_microbatches_without_backward_may_fill_the_end():
+    graph = pipeline(2, [0, 1], trainable=(False, False), pre_trainable=False,
+                     post_trainable=False)  # fmt: skip
+    frozen = graph.layout.stages[0]
+    assert not frozen.trainable
+    dispatcher = Dispatcher(graph, even_costs(graph))
+    backwards = [a for a in dispatcher.actions if a.type is ActionType.B]
+    assert Action(ActionType.B, 0, 1) not in backwards
+    assert dispatcher.evaluate() >= lower_bound_ms(dispatcher)
+
+
+def slower_last_rank(counts):
+    """Three ranks, of which the last has the head: its LLM takes longer."""
+    graph = pipeline(3, counts)
+    compute = dict(even_costs(graph, 2.0, 3.0).compute_ms)
+    stages = graph.layout.stages
+    for action in compute:
+        if stages[action.stage].module == "llm" and stages[action.stage].ranks == (2,):
+            compute[action] *= 1.5
+    return Dispatcher(graph, PlanCosts(compute))
+
+
+def test_of_unequal_ranks_every_way_counts():
+    """More than the shortest way to the slowest rank, its work and the shortest way from it: only
+    few actions have these."""
+    tighter = 0
+    for counts in ([1, 0, 2], [2, 1], [0, 1, 1], [3, 0]):
+        dispatcher = slower_last_rank(counts)
+        orders = permutations(range(len(dispatcher.segments)))
+        best_ms = min(dispatcher.evaluate(np.array(order)) for order in orders)
+        bound_ms = lower_bound_ms(dispatcher)
+        assert bound_ms <= best_ms
+        compute = dispatcher.costs.compute_ms
+        stages = dispatcher.graph.layout.stages
+        work_ms = sum(compute[a] for a in dispatcher.actions if stages[a.stage].ranks == (2,))
+        shortest_ms = 2 * 2.0 + 2 * 4.0  # over two ranks, as encoders come and go
+        tighter += bound_ms > work_ms + shortest_ms + 1e-9
+    assert tighter > 1
+
+
+def test_one_ranks_bound_is_that_of_interrupted_work():
+    # Long ways from what is there late: the rank must not begin with all of the rest.
+    assert _one_rank([(0, 5, 0), (3, 2, 10)]) == 15
+    assert _one_rank([(0, 5, 0), (3, 2, 0)]) == 7
+    assert _one_rank([(4, 1, 2), (0, 1, 0)]) == 7
+    for seed in range(200):
+        rng = random.Random(seed)
+        own = [
+            (rng.randint(0, 9), rng.randint(1, 5), rng.randint(0, 9))
+            for _ in range(rng.randint(1, 5))
+        ]
+        ends = []
+        for order in permutations(own):
+            now = end = 0
+            for head, time, tail in order:
+                now = max(now, head) + time
+                end = max(end, now + tail)
+            ends.append(end)
+        simple = min(o[0] for o in own) + sum(o[1] for o in own) + min(o[2] for o in own)
+        assert simple <= _one_rank(own) <= min(ends)

@@ -1,0 +1,263 @@
+"""Schedule search: deterministic, never worse than static orders, optimal where we know."""
+
+import os
+import random
+from dataclasses import replace
+from itertools import permutations
+from math import inf, isfinite
+
+import numpy as np
+import pytest
+from dispatch_cases import even_costs, pipeline
+from naive_dispatch import random_dispatch
+from support.strategies import STRATEGIES, DepthFirst, RandomSearch
+
+from torchmm.balance.pipeweaver.order_search.annealing import constructed_orders
+from torchmm.balance.pipeweaver.order_search.best_order import limited_like_separated, plan_searched
+from torchmm.balance.pipeweaver.order_search.bounds import lower_bound_ms
+from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
+from torchmm.balance.pipeweaver.order_search.order_times import time_order
+from torchmm.balance.pipeweaver.order_search.search import Budget, search
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_costs import PlanCosts
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.plan.orders import order_problems
+from torchmm.pipelining.schedules.classic import gpipe, interleaved_1f1b
+from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
+from torchmm.pipelining.schedules.separated import separated
+
+
+def skewed(seed: int, microbatches: int = 8, limit: int | None = None) -> Dispatcher:
+    """Three ranks, two segments of the LLM, and encoders of differing length."""
+    rng = random.Random(seed)
+    counts = [rng.choice((0, 0, 1, 2, 4)) for _ in range(microbatches)]
+    graph = pipeline(3, counts, 2)
+    costs = even_costs(graph, encoder_ms=1.7, kept_bytes=dict.fromkeys(graph.tasks(), 1))
+    return Dispatcher(graph, replace(costs, memory_limit_bytes=limit))
+
+
+def loaded(seed: int) -> tuple[StageGraph, PlanCosts]:
+    dispatcher = skewed(seed)
+    return dispatcher.graph, limited_like_separated(dispatcher.graph, dispatcher.costs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_depends_on_seed_and_evaluations_alone(strategy, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)  # of which two may be used
+    dispatcher = skewed(1, microbatches=24, limit=12)
+    budget = Budget(evaluations=400)
+    for workers in (1, 2):
+        first, second = (
+            search(dispatcher, budget, strategy=STRATEGIES[strategy], seed=3, workers=workers)
+            for _ in range(2)
+        )
+        assert np.array_equal(first.order, second.order)
+        assert first.evaluations == second.evaluations <= 400
+    if strategy != "natural":
+        assert first.evaluations == 400
+    if strategy in ("random", "mcts", "annealing"):
+        other = search(dispatcher, budget, strategy=STRATEGIES[strategy], seed=4)
+        assert not np.array_equal(first.order, other.order)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_never_worse_than_the_natural_order_and_says_the_truth(strategy):
+    for seed in range(10):
+        dispatcher = skewed(seed, limit=random.Random(seed).choice((None, 9, 12)))
+        found = search(dispatcher, Budget(evaluations=60), strategy=STRATEGIES[strategy], seed=seed)
+        assert found.makespan_ms <= found.natural_ms == dispatcher.evaluate()
+        assert dispatcher.evaluate(found.order) == found.makespan_ms
+        assert found.fits == isfinite(found.makespan_ms)
+
+
+def test_it_finds_the_optimum_of_tiny_steps():
+    """Of all orders of groups; single segments may be better still."""
+    gained = 0
+    for seed in range(6):
+        dispatcher = skewed(seed, microbatches=3, limit=9)
+        count = len(dispatcher.groups)
+        assert count <= 6
+        best = min(
+            dispatcher.evaluate(dispatcher.order_of_groups(groups))
+            for groups in permutations(range(count))
+        )
+        found = search(dispatcher, Budget(evaluations=600), seed=seed)
+        every = search(dispatcher, Budget(evaluations=10**6), strategy=DepthFirst)
+        assert every.makespan_ms == best
+        assert every.evaluations == len(list(permutations(range(count))))
+        assert found.makespan_ms <= best
+        gained += best < found.natural_ms
+    assert gained > 2
+
+
+def test_annealing_reaches_the_lower_bound_and_stops_there():
+    graph = pipeline(4, [0, 2, 0, 1, 3, 0, 1, 2], 2)
+    dispatcher = Dispatcher(graph, even_costs(graph, encoder_ms=1.5))
+    bound_ms = lower_bound_ms(dispatcher)
+    found = search(dispatcher, Budget(evaluations=5000), bound_ms=bound_ms)
+    assert found.makespan_ms == pytest.approx(bound_ms)
+    assert found.natural_ms > 1.02 * bound_ms
+    assert found.evaluations < 5000
+
+
+def test_it_gets_out_of_orders_that_do_not_fit():
+    rescued = 0
+    for seed in range(40):
+        dispatcher = skewed(seed, limit=7)
+        found = search(dispatcher, Budget(evaluations=300), seed=seed)
+        rescued += found.natural_ms == inf and found.fits
+    assert rescued > 5
+
+
+def test_a_search_can_be_ended_from_outside():
+    seen = []
+
+    def on_round(found):
+        seen.append(found)
+        return len(seen) < 3
+
+    dispatcher = skewed(2)
+    found = search(dispatcher, Budget(evaluations=10**6), on_round=on_round, strategy=RandomSearch)
+    assert len(seen) == 3
+    times = [each.makespan_ms for each in (*seen, found)]
+    assert times == sorted(times, reverse=True) and times[2] == times[3]
+    assert np.array_equal(found.order, seen[-1].order)
+    for earlier in seen:
+        assert dispatcher.evaluate(earlier.order) == earlier.makespan_ms
+
+
+def test_seconds_end_a_search():
+    found = search(skewed(2), Budget(seconds=0.05), strategy=RandomSearch)
+    assert found.evaluations > 0
+
+
+@pytest.mark.parametrize("arguments", [{}, {"evaluations": 0}, {"seconds": -1.0}])
+def test_budgets_are_checked(arguments):
+    with pytest.raises(ValueError, match="give at least one"):
+        Budget(**arguments)
+
+
+def test_workers_are_checked():
+    with pytest.raises(ValueError, match="workers = 0"):
+        search(skewed(1), Budget(evaluations=1), workers=0)
+
+
+def test_constructed_orders_are_permutations_of_the_groups():
+    for seed in range(5):
+        dispatcher = skewed(seed)
+        orders = constructed_orders(dispatcher)
+        assert len({order.tobytes() for order in orders}) == len(orders) > 5
+        for order in orders:
+            assert sorted(order.tolist()) == list(range(len(dispatcher.groups)))
+
+
+def test_given_orders_are_timed_as_the_simulator_does():
+    checked = limited = 0
+    for seed in range(200):
+        graph, costs = random_dispatch(seed)
+        if min(costs.compute_ms.values()) == 0:
+            continue  # what takes no time takes a picosecond here
+        dispatcher = Dispatcher(graph, costs)
+        order = separated(graph, costs.compute_ms.__getitem__)
+        timed = time_order(dispatcher, order)
+        step = simulate(lower_plan(order, graph, {}, receives_ahead=10**6), costs)
+        assert timed.makespan_ms == step.makespan_ms
+        assert timed.peak_bytes == step.peak_bytes
+        assert timed.fits == step.fits
+        checked += 1
+        limited += not timed.fits
+    assert checked > 80
+    assert limited > 10
+
+
+def test_orders_of_other_steps_are_refused():
+    dispatcher = skewed(1)
+    order = separated(dispatcher.graph)
+    with pytest.raises(ValueError, match="for a step of"):
+        time_order(dispatcher, [row[1:] for row in order])
+    with pytest.raises(ValueError, match="wait for each other"):
+        time_order(dispatcher, [row[::-1] for row in order])
+
+
+def test_plans_are_legal_fit_and_are_not_slower_than_static_ones():
+    searched = 0
+    for seed in range(25):
+        graph, costs = loaded(seed)
+        planned = plan_searched(graph, costs, Budget(evaluations=200), seed=seed)
+        assert order_problems(graph, planned.order) == []
+        plan = lower_plan(planned.order, graph, {}, receives_ahead=10**6)
+        assert validate_plan(plan).problems == ()
+        step = simulate(plan, costs)
+        assert step.makespan_ms == planned.predicted_ms
+        assert step.peak_bytes == planned.peak_bytes
+        assert step.fits
+        dispatcher = Dispatcher(graph, costs)
+        for order in (gpipe(graph), separated(graph, costs.compute_ms.__getitem__)):
+            timed = time_order(dispatcher, order)
+            assert not timed.fits or planned.predicted_ms <= timed.makespan_ms
+        assert planned.predicted_ms <= min(planned.natural_ms, planned.static_ms)
+        searched += planned.planner == "search"
+    assert searched > 12
+
+
+def test_the_default_limit_is_what_the_separated_schedule_needs():
+    graph, costs = loaded(3)
+    timed = time_order(Dispatcher(graph, costs), separated(graph, costs.compute_ms.__getitem__))
+    assert set(timed.peak_bytes) == {costs.memory_limit_bytes}
+
+
+def test_with_little_memory_fewer_microbatches_are_in_flight():
+    graph, costs = loaded(3)
+    tight = replace(costs, static_bytes=(), memory_limit_bytes=6)
+    planned = plan_searched(graph, tight, Budget(evaluations=1))
+    assert Dispatcher(graph, tight).evaluate() == inf
+    assert planned.natural_ms == planned.predicted_ms
+    assert planned.gain_over_natural == 0
+    assert planned.planner.startswith("separated, at most")
+    assert max(planned.peak_bytes) <= 6
+
+
+@pytest.mark.campaign
+def test_there_is_a_plan_whenever_one_microbatch_at_a_time_fits():
+    """Limits from there to what the natural order needs: priorities alone often run out."""
+    unlucky = 0
+    for seed in range(8):
+        graph, costs = loaded(seed)
+        free = replace(costs, static_bytes=(), memory_limit_bytes=None)
+        durations = costs.compute_ms.__getitem__
+        least = max(time_order(Dispatcher(graph, free), separated(graph, durations, 1)).peak_bytes)
+        most = max(Dispatcher(graph, free).dispatch().peak_bytes)
+        for limit in {least, least + 1, (least + most) // 2, max(least, most)}:
+            tight = replace(free, memory_limit_bytes=limit)
+            for evaluations in (1, 20):  # the natural order, a search
+                planned = plan_searched(graph, tight, Budget(evaluations))
+                plan = lower_plan(planned.order, graph, {}, receives_ahead=10**6)
+                assert validate_plan(plan).problems == ()
+                assert simulate(plan, tight).fits, (seed, limit, evaluations)
+            found = search(Dispatcher(graph, tight), Budget(evaluations=1))
+            unlucky += not found.fits
+    assert unlucky > 4
+
+
+def test_a_chain_of_stages_is_never_slower_than_1f1b():
+    for seed in range(10):
+        rng = random.Random(seed)
+        towers = ModuleLayers("vision", "encoder", (1.0,) * 4, True, (True,) * 4)
+        llm = ModuleLayers("llm", "llm", (1.0,) * 8, False, (True,) * 8)
+        layout = megatron_layout([towers, llm], 2)
+        graph = StageGraph(layout, 6, {"vision": tuple(rng.randint(0, 1) for _ in range(6))})
+        kept = dict.fromkeys(graph.tasks(), 1)
+        free = even_costs(graph, encoder_ms=rng.uniform(0.2, 3.0), kept_bytes=kept)
+        costs = limited_like_separated(graph, free)
+        planned = plan_searched(graph, costs, Budget(evaluations=50), seed=seed)
+        timed = time_order(Dispatcher(graph, costs), interleaved_1f1b(graph))
+        assert timed.fits and planned.predicted_ms <= timed.makespan_ms
+
+
+def test_a_step_that_does_not_fit_at_all_says_what_is_missing():
+    graph, costs = loaded(3)
+    tight = replace(costs, static_bytes=(), memory_limit_bytes=1)
+    with pytest.raises(ValueError, match=r"not even one microbatch at a time: rank 0: .* needs 1"):
+        plan_searched(graph, tight, Budget(evaluations=5))

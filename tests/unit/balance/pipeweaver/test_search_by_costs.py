@@ -1,0 +1,44 @@
+"""Searches with the costs of a device: memory in bytes, and steps that do not fit at all."""
+
+from dataclasses import replace
+
+import pytest
+from dispatch_cases import even_costs, pipeline
+
+from torchmm.balance.pipeweaver.order_search.best_order import limited_like_separated
+from torchmm.balance.schedules import search_by_costs
+from torchmm.balance.simulation.simulator import simulate
+from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.pipelining.plan.lowering import lower_plan
+from torchmm.pipelining.schedules.separated import separated
+from torchmm.recipe.parallel_section import ParallelConfig
+
+CONFIG = ParallelConfig.model_validate(
+    {"pipeline": 3, "schedule": "searched", "search": {"evaluations": 200}}
+)
+
+
+def test_orders_fit_into_the_devices_share_of_memory():
+    graph = pipeline(3, [0, 4, 1, 0, 2, 4, 0, 1], 2)
+    costs = even_costs(graph, encoder_ms=1.7, kept_bytes=dict.fromkeys(graph.tasks(), 1))
+    used = []
+    for limit in (12, 20, 1000):
+        found = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
+        assert max(found.peak_bytes) <= round(MEMORY_SHARE * limit)
+        used.append(max(found.peak_bytes))
+        step = simulate(lower_plan(found.order, graph, {}, receives_ahead=10**6), costs)
+        static = separated(graph, costs.compute_ms.__getitem__)
+        assert step.makespan_ms == found.predicted_ms <= found.natural_ms
+        if limit == 1000:
+            timed = simulate(lower_plan(static, graph, {}, receives_ahead=10**6), costs)
+            assert step.makespan_ms <= timed.makespan_ms
+    assert used[0] < used[-1]
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_what_never_fits_is_planned_as_the_separated_schedule(limit):
+    graph = pipeline(3, [0, 4, 1], 2)
+    costs = even_costs(graph, kept_bytes=dict.fromkeys(graph.tasks(), 5))
+    found = search_by_costs(CONFIG, graph, replace(costs, memory_limit_bytes=limit))
+    like = limited_like_separated(graph, costs)
+    assert max(found.peak_bytes) <= like.memory_limit_bytes

@@ -1,0 +1,141 @@
+"""Sizes of colocated encoders that a recipe leaves open, chosen by the search."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import tomli
+from simulated_parts import ENCODER, LLM
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.dry_run import describe_run
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.search.placement import orchestrated, search_encoder_sizes
+from torchmm.balance.search.recipe_plans import base_recipe, open_keys, recipe_plans
+from torchmm.balance.search.report import certificate
+from torchmm.balance.search.result import Candidate, SearchResult, find_best
+from torchmm.balance.search.space import planned_recipe
+from torchmm.common.errors import ConfigError
+from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.recipe.recipe import Recipe
+
+RECIPE = f"""
+name = "tiny"
+{LLM}
+[parallel]
+pipeline = 4
+placement = "colocated"
+schedule = "optimus"
+orchestrate = true
+[training]
+sequence_length = 512
+global_batch_size = 16
+steps = 10
+dtype = "bfloat16"
+[simulation]
+device = "a100"
+gpus = 8
+"""
+
+
+def recipe_of(*encoders: str, parallel: str = "") -> Recipe:
+    text = RECIPE.replace("orchestrate = true\n", "orchestrate = true\n" + parallel)
+    text += "".join(ENCODER.format(name=name) for name in encoders)
+    return Recipe.model_validate(tomli.loads(text))
+
+
+def sizes_of(recipe: Recipe) -> list[tuple[object, ...]]:
+    """Pipeline and tensor-parallel sizes of all encoders of the listed plans."""
+    sample = StepSample(recipe)
+    keys = ("pipeline", "tensor")
+    names = [module.name for module in sample.modules if module.kind == "encoder"]
+    return sorted(
+        tuple(plan.changes.get(f"parallel.{name}.{key}") for name in names for key in keys)
+        for plan in recipe_plans("colocated", recipe, 8, sample)
+    )
+
+
+def search(recipe: Recipe) -> SearchResult:
+    """The search of a run or dry run, by the device of the recipe."""
+    profile = load_profile(recipe.simulation.device)
+    return search_encoder_sizes(Forecaster(recipe, 8, profile))
+
+
+def with_memory(directory: Path, nbytes: float) -> str:
+    file = directory / "small.toml"
+    file.write_text(f'base = "a100"\n[device]\nmemory_bytes = {nbytes}\n')
+    return str(file)
+
+
+def test_encoder_plans_combine_open_sizes():
+    one = recipe_of("vision", parallel="tensor = 2\n")
+    assert sizes_of(one) == sorted(product((1, 2, 4), (1, 2)))
+    given = recipe_of("vision", "scans", parallel="tensor = 2\nvision = {tensor = 1, pipeline=2}\n")
+    assert sizes_of(given) == sorted(
+        (2, 1, pipeline, tensor) for pipeline, tensor in product((1, 2, 4), (1, 2))
+    )
+    assert "parallel.vision.tensor" not in open_keys("colocated", given, StepSample(given))
+    assert "parallel.vision.segments" in open_keys("colocated", given, StepSample(given))
+
+
+@pytest.mark.parametrize("parallel", ["", "tensor = 2\n"])
+def test_encoder_sizes_are_the_fastest_combination(parallel):
+    recipe = recipe_of("vision", parallel=parallel)
+    found = search(recipe)
+    sample, profile = StepSample(recipe), load_profile("a100")
+    steps_ms = []
+    for plan in recipe_plans("colocated", recipe, 8, sample):
+        own = planned_recipe(base_recipe(recipe, "colocated"), plan)
+        forecast = Forecaster(own, 8, profile, sample=sample).forecast()
+        if forecast.step is not None and forecast.step.fits:
+            steps_ms.append(forecast.iteration_ms)
+    assert len(steps_ms) > 2
+    assert found.best.step_ms <= min(steps_ms)
+    assert orchestrated(recipe, 8).parallel == found.best.recipe.parallel
+    assert found.complete
+
+
+def test_encoder_sizes_in_the_recipe_stay():
+    parallel = "tensor = 2\nvision = {pipeline = 2, segments = 2, sub_microbatch_images = 2}\n"
+    recipe = recipe_of("vision", "scans", parallel=parallel)
+    chosen = orchestrated(recipe, 8).parallel
+    vision = chosen.modules["vision"]
+    assert (vision.pipeline, vision.segments, vision.sub_microbatch_images) == (2, 2, 2)
+    for key in ("tensor", "pipeline", "virtual_stages", "llm_schedule", "schedule"):
+        assert getattr(chosen, key) == getattr(recipe.parallel, key), key
+    assert not chosen.orchestrate
+
+
+def test_encoder_sizes_fit_into_memory(tmp_path):
+    recipe = recipe_of("vision")
+    free = search(recipe).best
+    peak_bytes = max(free.forecast.step.peak_bytes)
+
+    def with_device(nbytes: float) -> Recipe:
+        simulation = recipe.simulation.model_copy(update={"device": with_memory(tmp_path, nbytes)})
+        return recipe.model_copy(update={"simulation": simulation})
+
+    device_bytes = peak_bytes / 0.95  # the fastest plan would use 95 %
+    found = search(with_device(device_bytes))
+    tight = found.best
+    assert isinstance(tight, Candidate)
+    assert max(tight.forecast.step.peak_bytes) <= MEMORY_SHARE * device_bytes
+    assert "plans may use 90% of the memory of a device" in certificate(found)
+    assert tight.recipe.activation_checkpoint == recipe.activation_checkpoint
+    with pytest.raises(ConfigError, match="no plan fits on 8 devices"):
+        find_best(search(with_device(1e5)), 8)
+
+
+def test_dry_run_and_search_choose_the_same_sizes():
+    recipe = recipe_of("vision")
+    best = search(recipe).best
+    text = " ".join(describe_run(recipe, 8).split())
+    assert f"chosen {best.sizes} (" in text
+    assert f"first step {best.step_ms:,.1f} ms" in text
+
+
+def test_recipe_without_open_sizes_is_unchanged():
+    recipe = recipe_of("vision")
+    parallel = recipe.parallel.model_copy(update={"orchestrate": False})
+    recipe = recipe.model_copy(update={"parallel": parallel})
+    assert orchestrated(recipe, 8) is recipe

@@ -1,0 +1,369 @@
+"""The search for parallel sizes against brute force, its bounds, its order and its script."""
+
+import re
+import runpy
+from dataclasses import replace
+from itertools import product
+from math import inf
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import tomli
+from test_orchestration import PROFILE, RECIPE
+
+import torchmm
+from torchmm.balance.forecasts.dry_run import describe_run
+from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
+from torchmm.balance.search import search as searches
+from torchmm.balance.search.bounds import PlanBound, PlanBounds
+from torchmm.balance.search.method import LARGEST_GAIN, Draft, MethodSearch
+from torchmm.balance.search.report import certificate, recipe_text, why_slower
+from torchmm.balance.search.result import find_best, fits
+from torchmm.balance.search.search import search_plans
+from torchmm.balance.search.space import (
+    METHODS,
+    Plan,
+    neighbors,
+    plain_recipe,
+    planned_recipe,
+    shared_plans,
+)
+from torchmm.common.errors import ConfigError
+from torchmm.recipe.check import find_problems
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.recipe import Recipe
+
+ROOT = Path(__file__).parents[4]
+PLAN = runpy.run_path(str(ROOT / "scripts/plan.py"))["main"]
+SHARED = ("fsdp", "chain", "separated")
+SEARCHED = ("fsdp", "chain")
+FLAGS = (("step", "microbatch"), ("none", "intra"), ("none", "images"))
+"""Values of parallel.gradient_reduction, data.reorder and data.balance without a pipeline."""
+PIPED_FLAGS = (("step",), ("none", "intra", "both"), ("none",))
+
+
+def random_recipe(seed: int) -> tuple[Recipe, int, object]:
+    """A small recipe, a number of devices, and a profile with little memory."""
+    random = Random(seed)
+    table = tomli.loads(RECIPE)
+    llm = table["model"]["llm"]["config"]
+    vision = table["model"]["encoders"]["vision"]["config"]
+    llm["num_hidden_layers"] = random.choice((4, 6, 8))
+    llm["num_key_value_heads"] = llm["num_attention_heads"] = random.choice((2, 4))
+    vision["num_hidden_layers"] = random.choice((2, 4, 8))
+    vision["num_attention_heads"] = random.choice((2, 4))
+    table["training"]["global_batch_size"] = random.choice((8, 16, 24))
+    table["simulation"]["sequences"][0]["images"] = random.choice(([0, 4], [0, 8], [6, 8]))
+    table["parallel"] = {}
+    devices = random.choice((4, 6, 8, 16))
+    memory = random.choice((3, 6, 80)) * 2**30
+    table["data"] = {"reorder": random.choice(("auto", "none", "intra", "both"))}
+    profile = replace(PROFILE, device=replace(PROFILE.device, memory_bytes=memory))
+    return Recipe.model_validate(table), devices, profile
+
+
+def brute_force(recipe, devices, profile, sample, seed):
+    """Return the steps of all sizes that fit, enumerated without the search.
+
+    Every size is tried without recomputation, and with two random combinations of recomputation,
+    gradient reduction, reordering and balanced images.
+    """
+    batch = recipe.training.global_batch_size
+    plain = plain_recipe(recipe)
+    random = Random(seed)
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    found = {}
+    for tensor, pipeline, size, shard in product((1, 2), sizes, (1, 2), sizes):
+        ranks = tensor * pipeline * shard
+        if devices % ranks or batch % (devices // (tensor * pipeline) * size):
+            continue
+        schedules = (("1f1b", 1), ("interleaved_1f1b", 2)) if pipeline > 1 else (("1f1b", 1),)
+        rest = list(product(("none", "full", "tuned"), *(FLAGS if pipeline == 1 else PIPED_FLAGS)))
+        own_rest = [rest[0], random.choice(rest), random.choice(rest)]
+        for (schedule, stages), values in product(schedules, own_rest):
+            mode, reduction, reorder, balance = values
+            changes = {
+                "parallel.tensor": tensor,
+                "parallel.pipeline": pipeline,
+                "parallel.shard": shard,
+                "parallel.replicate": devices // ranks,
+                "parallel.schedule": schedule,
+                "parallel.virtual_stages": stages,
+                "parallel.sequence_parallel": tensor > 1,
+                "parallel.gradient_reduction": reduction,
+                "data.reorder": reorder,
+                "data.balance": balance,
+                "training.microbatch_size": size,
+                "activation_checkpoint.mode": mode,
+            }
+            own = planned_recipe(plain, Plan("chain", devices, changes))
+            if find_problems(own, devices):
+                continue
+            try:
+                forecaster = Forecaster(own, devices, profile, sample=sample)
+            except ConfigError:
+                continue
+            made = forecaster.forecast_parallel(own.parallel)
+            if made.step is not None and fits(made.step):
+                found[tensor, pipeline, size, shard, schedule, values] = made.iteration_ms
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_search_is_never_slower_than_brute_force(seed):
+    recipe, devices, profile = random_recipe(seed)
+    sample = StepSample(recipe)
+    every = brute_force(recipe, devices, profile, sample, seed)
+    found = search_plans(
+        recipe, devices, profile, methods=("fsdp", "chain"), budget_s=inf, sample=sample
+    )
+    assert found.complete
+    if every:
+        assert found.best.step_ms <= min(every.values()) * (1 + 1e-9), min(every, key=every.get)
+        assert found.bound_ms <= found.best.step_ms
+
+
+def test_search_without_pipelines_loses_to_brute_force():
+    """The control: the comparison finds a search that omits a method."""
+    recipe, devices, profile = random_recipe(0)
+    sample = StepSample(recipe)
+    every = brute_force(recipe, devices, profile, sample, 0)
+    found = search_plans(recipe, devices, profile, methods=("fsdp",), budget_s=inf, sample=sample)
+    assert found.best.step_ms > min(every.values()) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_do_not_exceed_simulations(seed):
+    recipe, devices, profile = random_recipe(seed)
+    sample = StepSample(recipe)
+    plain = plain_recipe(recipe)
+    bounds = PlanBounds(plain, profile, sample)
+    random, checked = Random(seed), 0
+    for method in SHARED:
+        plans = list(shared_plans(method, plain, devices, profile, sample))
+        plans += [other for plan in plans[:4] for other in neighbors(plan, plain, sample)]
+        for plan in random.sample(plans, min(12, len(plans))):
+            own = planned_recipe(plain, plan)
+            if plan.schedule == "searched" or find_problems(own, devices):
+                continue
+            forecaster = Forecaster(own, plan.devices, profile, sample=sample)
+            made = forecaster.forecast_parallel(own.parallel)
+            if made.step is None:
+                continue
+            bound = bounds.bound(plan)
+            assert bound.step_ms <= made.iteration_ms, plan.text
+            assert bound.memory_bytes <= max(made.step.peak_bytes), plan.text
+            checked += 1
+    assert checked > 10
+
+
+def test_search_with_wrong_bounds_is_detected(monkeypatch):
+    """The control: bounds that are too high exclude the best plan."""
+    recipe, devices, profile = random_recipe(0)
+    sample = StepSample(recipe)
+    best = search_plans(
+        recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample
+    ).best
+    real = PlanBounds.bound
+
+    def doubled(self, plan):
+        found = real(self, plan)
+        factor = 4.0 if plan.data_parallel > 2 else 1.0
+        return PlanBound(factor * found.step_ms, factor * found.estimate_ms, found.memory_bytes)
+
+    monkeypatch.setattr(PlanBounds, "bound", doubled)
+    wrong = search_plans(
+        recipe, devices, profile, methods=SEARCHED, budget_s=inf, sample=sample
+    ).best
+    assert wrong.step_ms > best.step_ms
+
+
+def test_search_is_deterministic():
+    recipe, devices, profile = random_recipe(1)
+    first, second = (
+        search_plans(recipe, devices, profile, budget_s=inf, effort=2_000) for _ in range(2)
+    )
+    assert first.simulated == second.simulated and first.best.step_ms == second.best.step_ms
+    assert first.best.recipe == second.best.recipe
+    assert set(first.best_by_method) == set(METHODS)
+
+
+def test_search_reports_a_cut_and_its_bound():
+    recipe, devices, profile = random_recipe(2)
+    messages = []
+    found = search_plans(
+        recipe, devices, profile, methods=("chain",), budget_s=0.0, report=messages.append
+    )
+    assert not found.complete and found.best is None
+    assert all(isinstance(reason, str) for reason in found.best_by_method.values())
+    with pytest.raises(ConfigError, match="found no plan for 8 devices before") as raised:
+        find_best(found, devices)
+    assert "no plan fits" not in str(raised.value)
+    assert "chain: no plan was simulated in time" in str(raised.value)
+
+
+def test_wrong_recipes_are_config_errors():
+    recipe, devices, profile = random_recipe(0)
+    training = recipe.training.model_copy(update={"microbatch_size": 5})
+    with pytest.raises(ConfigError, match="microbatch_size"):
+        search_plans(recipe.model_copy(update={"training": training}), devices, profile)
+    with pytest.raises(ConfigError, match="method 'pipeline' is unknown"):
+        search_plans(recipe, devices, profile, methods=("pipeline",))
+
+
+def test_planned_recipe_has_the_reported_step(tmp_path):
+    recipe, devices, _ = random_recipe(3)
+    found = search_plans(recipe, devices, PROFILE, methods=SEARCHED, budget_s=inf)
+    path = tmp_path / "planned.toml"
+    path.write_text(recipe_text(found.best, "tiny.toml", "a800"))
+    own = load_recipe(path, (), found.best.devices).recipe
+    text = re.sub(" +", " ", describe_run(own, found.best.devices))
+    assert f"first step {found.best.step_ms:,.1f} ms on a800" in text
+    for other in found.ranked[1:]:
+        assert re.match(r"\+[\d.]+%", why_slower(other, found.best))
+    assert "others have higher bounds" in certificate(found)
+
+
+def test_plan_script_prints_all_methods_and_writes(tmp_path, capsys):
+    recipe, out = tmp_path / "tiny.toml", tmp_path / "out" / "planned.toml"
+    recipe.write_text(RECIPE)
+    command = ["--config", recipe, "--gpus", "4", "--global-batch-size", "8", "--out", out]
+    command += ["--budget-s", "4", "--training.steps", "7"]
+    assert PLAN([str(argument) for argument in command]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for word in (*METHODS, "best", "MFU %", "tokens/s", "plans simulated", str(out)):
+        assert word in printed
+    loaded = load_recipe(out, (), 4).recipe
+    assert loaded.training.steps == 7 and loaded.training.global_batch_size == 8
+    assert describe_run(loaded, loaded.simulation.gpus)
+    best = torchmm.plan(
+        torchmm.load_recipe(recipe), gpus=4, device="a800", placement=["fsdp"], budget_s=1
+    )
+    assert best.method == "fsdp" and best.devices == 4
+    assert best.recipe.simulation.device == "a800" and best.step_ms < inf
+
+
+def test_plain_recipe_drops_recomputation_of_modules():
+    recipe = random_recipe(0)[0]
+    own = recipe.activation_checkpoint.model_copy(update={"modules": {"vision": "full"}})
+    recipe = recipe.model_copy(update={"activation_checkpoint": own})
+    assert plain_recipe(recipe).activation_checkpoint.modules == {}
+    simulation = recipe.simulation.model_copy(update={"trials": "trials.json"})
+    measured = recipe.model_copy(update={"simulation": simulation})
+    assert plain_recipe(measured).activation_checkpoint.modules == {"vision": "full"}
+
+
+def test_plans_with_the_lowest_estimate_come_first():
+    """Sizes that cannot be the best with another schedule wait for neighbors of the best plan."""
+    method = MethodSearch("separated", best=SimpleNamespace(step_ms=100.0))
+    slow, near = 101.0 / LARGEST_GAIN, 99.0 / LARGEST_GAIN
+
+    def draft(text, estimate_ms, *, is_rough):
+        return Draft(estimate_ms, text, Plan("separated", 8, {}), 1.0, is_rough)
+
+    for name in ("first", "second"):
+        method.push(draft(name, 100.0, is_rough=False))
+    method.push(draft("slow", slow, is_rough=True))
+    assert [method.pop().text for _ in range(3)] == ["first", "second", "slow"]
+    method.push(draft("first", 100.0, is_rough=False))
+    method.push(draft("near", near, is_rough=True))
+    assert method.pop().text == "near"
+    method = MethodSearch("separated", best=SimpleNamespace(step_ms=100.0), simulated=1)
+    method.push(draft("neighbor that is not expected to be the best", 120.0, is_rough=False))
+    method.push(draft("sizes", 110.0, is_rough=True))
+    assert method.pop().text == "sizes"
+    # Schedules of the best sizes halved the step, and may do so for others.
+    method.schedule_ms = {"separated": 200.0, "searched": 100.0}
+    method.push(draft("neighbor", 99.0, is_rough=False))
+    method.push(draft("more sizes", 210.0, is_rough=True))
+    method.simulated = 2
+    assert method.pop().text == "more sizes"
+
+
+def test_methods_with_short_simulations_take_turns():
+    """Preparing a simulation takes time, too, so that few actions do not mean little work."""
+    best = SimpleNamespace(step_ms=100.0)
+    short = MethodSearch("fsdp", started=True, best=best, simulated=20, spent=400, open_ms=90.0)
+    long = MethodSearch(
+        "separated", started=True, best=best, simulated=1, spent=1_000, open_ms=95.0
+    )
+    search = SimpleNamespace(_turns=1, _methods={"fsdp": short, "separated": long}, best_ms=100.0)
+    assert searches._Search._next_method(search) is long
+
+
+def test_every_method_simulates_a_plan():
+    """Listing the plans of a large model may take longer than the first share of a method."""
+    search = SimpleNamespace(_budget_s=10.0)
+    for simulated in (0, 1):
+        method = MethodSearch("fsdp", seconds=9.0, simulated=simulated)
+        assert searches._Search._has_tried(search, method) is bool(simulated)
+
+
+def test_plans_without_pipeline_shard_over_any_number_of_nodes():
+    recipe, _, profile = random_recipe(0)
+    training = recipe.training.model_copy(update={"global_batch_size": 256})
+    recipe = recipe.model_copy(update={"training": training})
+    plans = shared_plans("fsdp", recipe, 256, profile, StepSample(recipe))
+    shards = {plan.size("shard") for plan in plans if plan.size("tensor") == 1}
+    assert shards >= {1, 8, 16, 32, 64, 128, 256}
+
+
+@pytest.mark.parametrize("reorder", ["none", "intra"])
+def test_search_varies_the_reordering_of_the_recipe(reorder):
+    recipe, devices, profile = random_recipe(0)
+    data = recipe.data.model_copy(update={"reorder": reorder})
+    recipe = recipe.model_copy(update={"data": data})
+    sample = StepSample(recipe)
+    for method, expected in (("fsdp", {"none", "intra"}), ("chain", {"none", "intra", "both"})):
+        plans = shared_plans(method, recipe, devices, profile, sample)
+        plan = next(plan for plan in plans if plan.data_parallel > 1)
+        found = {plan.changes["data.reorder"]}
+        found |= {other.changes["data.reorder"] for other in neighbors(plan, recipe, sample)}
+        assert found == expected
+        assert planned_recipe(recipe, plan).data.reorder == plan.changes["data.reorder"]
+
+
+def test_recipe_with_open_segments_is_simulated_late(monkeypatch):
+    """Choosing segments takes seconds, which other methods need for a first plan."""
+    recipe, devices, profile = random_recipe(0)
+    changes = {"pipeline": 2, "schedule": "searched"}
+    own = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
+    order = []
+    simulate = searches._Search._simulate
+
+    def recorded(self, method, plan, **options):
+        order.append(method.name)
+        return simulate(self, method, plan, **options)
+
+    monkeypatch.setattr(searches._Search, "_simulate", recorded)
+    monkeypatch.setattr(searches, "recipe_candidate", lambda *_: order.append("recipe"))
+    for tried, first in ((own, "fsdp"), (recipe, "recipe")):
+        order.clear()
+        search_plans(tried, devices, profile, methods=("fsdp",), budget_s=inf, effort=1_000)
+        assert order[0] == first and order.count("recipe") == 1
+
+
+def test_plans_without_a_step_count_as_effort(monkeypatch):
+    recipe, devices, profile = random_recipe(0)
+    failed = Forecast("1f1b", problem="no order of the step fits")
+    monkeypatch.setattr(Forecaster, "forecast_parallel", lambda *_: failed)
+    found = search_plans(recipe, devices, profile, methods=("chain",), budget_s=inf, effort=1)
+    assert not found.complete and found.simulated["chain"] == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_search_without_time_returns_recipe_sizes(seed):
+    """The plan of the recipe is a candidate, so that the result is never slower than it."""
+    recipe, devices, profile = random_recipe(seed)
+    sample = StepSample(recipe)
+    plan = next(iter(shared_plans("fsdp", recipe, devices, profile, sample)))
+    own = planned_recipe(plain_recipe(recipe), plan)
+    expected = Forecaster(own, plan.devices, profile, sample=sample).forecast()
+    found = search_plans(own, plan.devices, profile, budget_s=0.0, sample=sample)
+    if expected.step is None or not fits(expected.step):
+        assert found.best is None
+        return
+    assert found.best.method == "fsdp" and found.best.recipe is own
+    assert found.best.step_ms == expected.iteration_ms

@@ -1,0 +1,64 @@
+"""FLOPs and memory traffic of a real generator are what descriptions and metadata say."""
+
+from __future__ import annotations
+
+import model_cases
+import pytest
+import torch
+from counting import count_flops
+from generator_cases import generator_config, generator_inputs
+
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.generated import GeneratedMeta
+from torchmm.costs.flops import microbatch_flops, module_layers, step_flops
+
+pytest.importorskip("diffusers")
+
+GRIDS, CONTEXTS = [(1, 4, 4), (1, 4, 4), (1, 4, 4)], [6, 6, 6]
+META = MicrobatchMeta(
+    tuple(
+        SampleMeta("s", i, c, generated=(GeneratedMeta(g, c),))
+        for i, (g, c) in enumerate(zip(GRIDS, CONTEXTS, strict=True))
+    ),
+    sum(CONTEXTS),
+)
+EVERYTHING = ("generator", "generator.connector")
+
+
+@pytest.mark.parametrize("llm_frozen", [False, True])
+@pytest.mark.parametrize("freeze", [(), EVERYTHING[:1], EVERYTHING[1:], EVERYTHING], ids=str)
+def test_a_generator_costs_what_torch_counts(freeze: tuple[str, ...], llm_frozen: bool) -> None:
+    model = model_cases.build(
+        generator_config(encoder=None), (*freeze, *(("llm",) if llm_frozen else ()))
+    )
+    context = torch.randn(sum(CONTEXTS), model_cases.LLMS["llama"]["hidden_size"])
+    context.requires_grad_(not llm_frozen)
+    inputs = generator_inputs(GRIDS, CONTEXTS)
+    forward, loss = count_flops(lambda: model.generator(inputs, context))
+    backward, _ = count_flops(loss.backward) if loss.requires_grad else (0, None)
+    modules = [module.describe() for module in model.modality_modules()]
+    found = microbatch_flops(modules, META)["generator"]
+    assert found.forward == pytest.approx(forward, rel=0.01)
+    # Hidden states before the first cross attention get no gradient where only context needs one.
+    assert found.backward == pytest.approx(backward, rel=0.01 if not freeze else 0.25)
+    assert bool(found.backward) == bool(backward)
+
+
+def test_its_layers_can_be_cut_by_cost() -> None:
+    modules = [m.describe() for m in model_cases.build(generator_config()).modality_modules()]
+    layers = module_layers(modules, [META])[-1]
+    assert layers.kind == "generator" and layers.sub_microbatched
+    assert len(layers.costs) == 3 and min(layers.costs) > 0 < min(layers.pre_cost, layers.post_cost)
+    flops = microbatch_flops(modules, META)["generator"]
+    whole = sum(layers.costs) + layers.pre_cost + layers.post_cost
+    assert whole == pytest.approx(flops.forward + flops.backward, rel=1e-6)
+
+
+def test_step_flops_equal_those_of_each_microbatch() -> None:
+    modules = [m.describe() for m in model_cases.build(generator_config()).modality_modules()]
+    image = ImageMeta(0, 0, 16, 4, encoder=next(m.name for m in modules if m.kind == "encoder"))
+    shown = MicrobatchMeta((SampleMeta("s", 0, 12, (image,)),), 16)
+    metas = [META, shown, MicrobatchMeta((SampleMeta("s", 1, 9),), 16)]
+    expected = [sum(map(sum, microbatch_flops(modules, meta).values())) for meta in metas]
+    assert step_flops(modules, metas).tolist() == expected
+    assert len(set(expected)) == 3

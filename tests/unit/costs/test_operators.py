@@ -1,0 +1,115 @@
+"""Latency of operators, by hand."""
+
+import numpy as np
+import pytest
+
+from torchmm.costs.devices import DEVICES, NETWORK, Device, Link
+from torchmm.costs.operators import (
+    COMPUTE_KINDS,
+    KINDS,
+    NETWORK_KINDS,
+    Curve,
+    Kind,
+    Operator,
+    Profile,
+    Work,
+    operator_ms,
+)
+
+DEVICE = Device("toy", {"float32": 1e12}, 1e11, 1e9, 1e10, 1e9, 4, False, "made up")
+HALF = Curve((1.0,), (0.5,))
+
+
+def profile(asynchronous: bool = False, **call_us: float) -> Profile:
+    device = Device(**{**vars(DEVICE), "asynchronous": asynchronous})
+    curves: dict[Kind, Curve] = dict.fromkeys(KINDS, HALF)
+    return Profile(device, curves, call_us, launch_us=10.0 if asynchronous else 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("operator", "seconds"),
+    [
+        # 1 GFLOP at 0.5 TFLOP/s; its 10 MB would take 0.2 ms.
+        (Operator("matmul", flops=1e9, memory_bytes=1e7), 2e-3),
+        # The same with 1 GB at 50 GB/s: now memory is what it waits for.
+        (Operator("matmul", flops=1e9, memory_bytes=1e9), 20e-3),
+        (Operator("attention", flops=2e9, memory_bytes=1e6), 4e-3),
+        (Operator("norm", memory_bytes=1e8), 2e-3),
+        (Operator("all_gather", network_bytes=1e8, link=Link(1, 4)), 20e-3),
+        (Operator("all_gather", network_bytes=1e8, link=NETWORK), 200e-3),
+    ],
+    ids=str,
+)
+def test_the_slowest_of_compute_memory_and_network_counts(
+    operator: Operator, seconds: float
+) -> None:
+    assert operator_ms(operator, profile(), "float32") == pytest.approx(seconds * 1e3)
+
+
+def test_every_call_has_an_overhead() -> None:
+    operator = Operator("norm", memory_bytes=np.array([0.0, 1e8]), calls=np.array([3.0, 5.0]))
+    times = operator_ms(operator, profile(norm=100.0), "float32")
+    assert times == pytest.approx([0.3, 2.5])
+
+
+def test_efficiency_follows_the_size_of_a_call() -> None:
+    curve = Curve((1e6, 1e8), (0.1, 0.5))
+    assert curve.at(1e3) == 0.1
+    assert curve.at(1e7) == pytest.approx(0.3)  # half way in the logarithm
+    assert curve.at(1e12) == 0.5
+    small = Profile(DEVICE, {**dict.fromkeys(KINDS, HALF), "matmul": curve})
+    whole, parts = Operator("matmul", flops=1e8), Operator("matmul", flops=1e8, calls=100.0)
+    assert operator_ms(whole, small, "float32") == pytest.approx(1e8 / 0.5e12 * 1e3)
+    assert operator_ms(parts, small, "float32") == pytest.approx(1e8 / 0.1e12 * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "values"),
+    [((), ()), ((1.0, 1.0), (0.5, 0.5)), ((1.0,), (0.0,)), ((2.0, 1.0), (1.0, 1.0)), ((1.0,), ())],
+)
+def test_a_curve_that_is_none_is_refused(sizes, values) -> None:
+    with pytest.raises(ValueError, match="efficiencies"):
+        Curve(sizes, values)
+
+
+def test_work_adds_up_and_communication_hides_behind_products() -> None:
+    operators = [
+        Operator("matmul", flops=np.array([1e9, 0.0])),
+        Operator("norm", memory_bytes=np.array([1e8, 1e8])),
+        Operator("all_reduce", network_bytes=np.array([1e7, 1e7])),
+    ]
+    work = Work.of(operators, profile(), "float32", 2)
+    assert work.compute_ms == pytest.approx([4.0, 2.0])
+    assert work.network_ms == pytest.approx([2.0, 2.0])
+    whole = work.times(profile())
+    assert whole.total_ms == pytest.approx([6.0, 4.0])
+    assert whole.tensor_ms == pytest.approx([2.0, 2.0])
+    hidden = work.times(profile(), hidden_share=0.75)
+    assert hidden.tensor_ms == pytest.approx([0.5, 2.0])  # no product to hide behind
+    twice = work.plus(work, 2.0).times(profile())
+    assert twice.total_ms == pytest.approx([18.0, 12.0])
+
+
+def test_a_queueing_host_sets_the_time_of_small_work() -> None:
+    operators = [Operator("norm", memory_bytes=1e6, calls=8.0)]
+    time = Work.of(operators, profile(asynchronous=True), "float32", 1).times(profile(True))
+    assert time.total_ms == pytest.approx([0.08])  # 8 launches; the device needs 0.02 ms
+    large = [Operator("norm", memory_bytes=1e9, calls=8.0)]
+    time = Work.of(large, profile(asynchronous=True), "float32", 1).times(profile(True))
+    assert time.total_ms == pytest.approx([20.0])
+
+
+def test_classes_of_operators_do_not_overlap() -> None:
+    assert not set(COMPUTE_KINDS) & set(NETWORK_KINDS)
+    assert {*COMPUTE_KINDS, *NETWORK_KINDS} < set(KINDS)
+
+
+def test_the_table_has_the_devices_with_their_sources() -> None:
+    testbeds = {"h100_grand_teton", "h800_pipeweaver", "a800_disttrain"}
+    assert set(DEVICES) == {"h100", "h200", "h800", "a100", "a800", "cpu"} | testbeds
+    for device in DEVICES.values():
+        assert device.source
+        assert device.node_bytes_per_s > device.network_bytes_per_s > 0
+    h100, h800 = DEVICES["h100"], DEVICES["h800"]
+    assert h100.peak_flops["bfloat16"] == 989.4e12
+    assert (h100.node_bytes_per_s, h800.node_bytes_per_s) == (450e9, 200e9)

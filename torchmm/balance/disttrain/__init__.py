@@ -1,0 +1,1 @@
+"""DistTrain: orchestration of disaggregated modules, and reordering of a global batch."""

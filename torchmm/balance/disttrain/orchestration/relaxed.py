@@ -1,0 +1,104 @@
+"""Orchestration with any real number of devices per unit: a bound of what whole numbers can reach.
+
+DistTrain (§5.2) solves this convex problem for each choice of data- and tensor-parallel sizes with
+a solver. It has a closed form: with times and sizes given, the warm-up is constant, and the slowest
+stage is as fast as possible when each unit has devices in proportion to its work, except for units
+that need more for their memory.
+
+The bound leaves out what only makes plans slower:
+- stages of whole layers (but no stage has less than one),
+- activations kept for ranks of later units and beyond the average,
+- the reduction of gradients.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchmm.balance.compiled import Float64s, compiled
+from torchmm.balance.disttrain.orchestration.tables import PlanSetting, UnitTables
+
+
+@compiled
+def relaxed_seconds(tables: UnitTables, setting: PlanSetting) -> float:
+    """Least time over all data- and tensor-parallel sizes; infinite if memory rules out all."""
+    units, sizes = tables.seconds_UT.shape
+    work_U = np.empty(units)
+    floors_U = np.empty(units)
+    best = np.inf
+    for data in range(1, min(setting.batch, setting.devices) + 1):
+        if setting.batch % data:
+            continue
+        steady = setting.batch // data - 1
+        floors_UT = np.empty((units, sizes))
+        for unit in range(units):
+            for tensor in range(sizes):
+                floors_UT[unit, tensor] = _least_devices(tables, setting, data, unit, tensor)
+        for choice in range(sizes**units):
+            warmup_s, least_s, rest = 0.0, 0.0, choice
+            for unit in range(units):
+                tensor, rest = rest % sizes, rest // sizes
+                seconds = tables.seconds_UT[unit, tensor] * setting.microbatch_size
+                transfer_s = tables.transfer_s_U[unit] * setting.microbatch_size
+                warmup_s += (seconds + transfer_s) / tables.virtual_U[unit]
+                least_s = max(least_s, seconds * tables.virtual_U[unit] / tables.layers_U[unit])
+                work_U[unit] = seconds * tables.tensor_T[tensor] * data
+                floors_U[unit] = floors_UT[unit, tensor]
+            if floors_U.sum() <= setting.devices and warmup_s < best:
+                slowest = max(least_s, _slowest_stage(work_U, floors_U, setting.devices))
+                best = min(best, warmup_s + steady * slowest)
+    return best
+
+
+@compiled
+def _slowest_stage(work_U: Float64s, floors_U: Float64s, devices: int) -> float:
+    """Least t with sum(max(work / t, floor)) <= devices, the floors' sum being below that."""
+    at_floor = np.zeros(len(work_U), np.bool_)
+    while True:
+        left = float(devices)
+        work = 0.0
+        for unit in range(len(work_U)):
+            if at_floor[unit]:
+                left -= floors_U[unit]
+            else:
+                work += work_U[unit]
+        slowest = work / left if work > 0 else 0.0
+        changed = False
+        for unit in range(len(work_U)):
+            if not at_floor[unit] and floors_U[unit] * slowest > work_U[unit]:
+                at_floor[unit] = changed = True
+        if not changed:
+            return slowest
+
+
+@compiled
+def _least_devices(
+    tables: UnitTables, setting: PlanSetting, data: int, unit: int, tensor: int
+) -> float:
+    """Devices that hold a unit, over all its data-parallel sizes; infinite if none does."""
+    if tables.seconds_UT[unit, tensor] == np.inf:
+        return np.inf
+    microbatches = setting.batch // data
+    best = np.inf
+    for own in range(data if unit == setting.llm else 1, data + 1):
+        if data % own:
+            continue
+        samples = setting.microbatch_size * data / own
+        free = setting.memory_bytes - tables.workspace_bytes_UT[unit, tensor] * samples
+        if free <= 0:
+            continue
+        held = tables.replica_bytes_U[unit] + tables.sharded_bytes_U[unit] / own
+        held /= tables.tensor_T[tensor]
+        kept = tables.activation_bytes_UT[unit, tensor] * samples
+        # With P ranks each holds a P-th of the unit, for P microbatches but not more than all: the
+        # least P is the smaller one of both cases.
+        if not tables.keeps_U[unit]:
+            pipeline = (held + kept) / free
+        else:
+            pipeline = (held + kept * microbatches) / free
+            if kept < free:
+                pipeline = min(pipeline, held / (free - kept))
+        pipeline = max(pipeline, 1.0)
+        if pipeline <= tables.layers_U[unit] // tables.virtual_U[unit]:
+            best = min(best, tables.tensor_T[tensor] * own * pipeline)
+    return best

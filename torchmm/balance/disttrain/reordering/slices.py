@@ -1,0 +1,180 @@
+"""Microbatches for ranks that synchronize in every layer: equal work at the same index.
+
+FSDP2 gathers the parameters of every layer from all shards, and experts exchange tokens in every
+layer. Ranks of such a group run each module of microbatch i at the same time, so a step takes
+sum_i sum_module max_rank cost(module, rank, i). Equal sums per rank do not reduce this time.
+
+The microbatches of a step are sorted by cost. Slice i of the sorted order is microbatch i of all
+ranks of a group. Two modules have no common sorted order, so several are compared: by total cost,
+and by one module in blocks that are sorted by a second module. Then the slowest microbatches of
+each slice are exchanged with microbatches of other slices as long as the sum of maxima decreases.
+Several groups of ranks synchronize once per step only, so each group gets slices of equal sum.
+
+The ranks within a slice are free. The heaviest microbatch goes to the rank with the least work so
+far, which balances the host work of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchmm.balance.compiled import Float64s, Int64s, compiled
+from torchmm.balance.disttrain.reordering.groups import balance_groups
+
+TRIALS_PER_ITEM = 256
+MAX_TRIALS = 1 << 16
+"""Exchanges evaluated for a step, at most: about 10 ns each for two modules."""
+
+
+def slice_items(costs_KN: Float64s, groups: int, ranks: int) -> Int64s:
+    """Assign microbatches to ranks so that the sum of maxima over the ranks of a group is small.
+
+    Equal inputs give equal results on every rank if costs are whole numbers.
+
+    Args:
+        costs_KN: (K, N), the cost of each microbatch in each module.
+        groups: Number of groups, which synchronize once per step.
+        ranks: Number of ranks of a group, which synchronize in every layer. groups x ranks divides
+            N.
+
+    Returns:
+        (groups * ranks, N / (groups * ranks)): microbatches of each rank in their order, the most
+        expensive slice first.
+    """
+    totals_N = costs_KN.sum(axis=0)
+    slices_LR = min(
+        _sorted_slices(costs_KN, totals_N, ranks),
+        key=lambda slices_LR: _maxima(costs_KN, slices_LR).sum(),
+    )
+    trials = min(TRIALS_PER_ITEM * len(totals_N), MAX_TRIALS)
+    _exchange(np.ascontiguousarray(costs_KN.T), slices_LR, trials)
+    sums_L = _maxima(costs_KN, slices_LR).sum(axis=0)
+    by_group_GM = balance_groups(sums_L, groups)
+    order_GM = np.argsort(-sums_L[by_group_GM], axis=1, kind="stable")
+    members_GMR = slices_LR[np.take_along_axis(by_group_GM, order_GM, axis=1)]
+    return _assign_ranks(totals_N, members_GMR)
+
+
+def _sorted_slices(costs_KN: Float64s, totals_N: Float64s, ranks: int) -> Iterator[Int64s]:
+    """Yield slices (L, R) of microbatches that are sorted by their total and by two modules."""
+    yield np.argsort(-totals_N, kind="stable").reshape(-1, ranks)
+    count = len(totals_N) // ranks
+    spread_K = costs_KN.max(axis=1) - costs_KN.mean(axis=1)
+    outer, inner = np.argsort(-spread_K, kind="stable")[[0, min(1, len(spread_K) - 1)]]
+    by_outer_N = np.argsort(-costs_KN[outer], kind="stable")
+    for blocks in range(2, count + 1):
+        if count % blocks == 0:
+            blocks_BN = by_outer_N.reshape(blocks, -1)
+            order_BN = np.argsort(-costs_KN[inner, blocks_BN], axis=1, kind="stable")
+            yield np.take_along_axis(blocks_BN, order_BN, axis=1).reshape(-1, ranks)
+
+
+def _maxima(costs_KN: Float64s, slices_LR: Int64s) -> Float64s:
+    """Return the largest cost (K, L) in each slice."""
+    return costs_KN[:, slices_LR].max(axis=2)
+
+
+def _assign_ranks(totals_N: Float64s, members_GMR: Int64s) -> Int64s:
+    """Return microbatches (G * R, M), the heaviest of a slice on the rank with the least work."""
+    groups, count, ranks = members_GMR.shape
+    places_GRM = np.empty((groups, ranks, count), np.int64)
+    loads_GR = np.zeros((groups, ranks))
+    for index in range(count):
+        own_GR = members_GMR[:, index]
+        heaviest_GR = np.argsort(-totals_N[own_GR], axis=1, kind="stable")
+        own_GR = np.take_along_axis(own_GR, heaviest_GR, axis=1)
+        lightest_GR = np.argsort(loads_GR, axis=1, kind="stable")
+        np.put_along_axis(places_GRM[:, :, index], lightest_GR, own_GR, axis=1)
+        np.put_along_axis(
+            loads_GR,
+            lightest_GR,
+            np.take_along_axis(loads_GR, lightest_GR, axis=1) + totals_N[own_GR],
+            axis=1,
+        )
+    return places_GRM.reshape(groups * ranks, count)
+
+
+@compiled
+def _exchange(costs_NK: Float64s, slices_LR: Int64s, trials: int) -> None:
+    """Exchange microbatches between slices, in place, while the sum of maxima decreases.
+
+    Each round takes the slowest microbatch of a slice in one module and makes its best exchange
+    with a microbatch of another slice.
+    """
+    slices, ranks = slices_LR.shape
+    modules = costs_NK.shape[1]
+    top_LK = np.empty((slices, modules), np.int64)
+    first_LK = np.empty((slices, modules))
+    second_LK = np.empty((slices, modules))
+    for own in range(slices):
+        _find_largest(costs_NK, slices_LR, own, top_LK, first_LK, second_LK)
+    unimproved = 0
+    pair = 0
+    while unimproved < slices * modules and trials >= slices * ranks:
+        trials -= slices * ranks
+        own = pair // modules
+        mine = top_LK[own, pair % modules]
+        pair = (pair + 1) % (slices * modules)
+        unimproved += 1
+        other, rank = _best_exchange(costs_NK, slices_LR, own, mine, top_LK, first_LK, second_LK)
+        if other < 0:
+            continue
+        given = slices_LR[own, mine]
+        slices_LR[own, mine] = slices_LR[other, rank]
+        slices_LR[other, rank] = given
+        _find_largest(costs_NK, slices_LR, own, top_LK, first_LK, second_LK)
+        _find_largest(costs_NK, slices_LR, other, top_LK, first_LK, second_LK)
+        unimproved = 0
+
+
+@compiled
+def _best_exchange(
+    costs_NK: Float64s,
+    slices_LR: Int64s,
+    own: int,
+    mine: int,
+    top_LK: Int64s,
+    first_LK: Float64s,
+    second_LK: Float64s,
+) -> tuple[int, int]:
+    """Return slice and rank of the microbatch to exchange, or (-1, -1) if no exchange helps."""
+    slices, ranks = slices_LR.shape
+    modules = costs_NK.shape[1]
+    best, best_slice, best_rank = 0.0, -1, -1
+    for other in range(slices):
+        if other == own:
+            continue
+        for rank in range(ranks):
+            gain = 0.0
+            for k in range(modules):
+                gain += first_LK[own, k] + first_LK[other, k]
+                rest = second_LK[own, k] if top_LK[own, k] == mine else first_LK[own, k]
+                gain -= max(rest, costs_NK[slices_LR[other, rank], k])
+                rest = second_LK[other, k] if top_LK[other, k] == rank else first_LK[other, k]
+                gain -= max(rest, costs_NK[slices_LR[own, mine], k])
+            if gain > best:
+                best, best_slice, best_rank = gain, other, rank
+    return best_slice, best_rank
+
+
+@compiled
+def _find_largest(
+    costs_NK: Float64s,
+    slices_LR: Int64s,
+    own: int,
+    top_LK: Int64s,
+    first_LK: Float64s,
+    second_LK: Float64s,
+) -> None:
+    """Find the largest cost of a slice in each module, its position, and the second largest."""
+    for k in range(costs_NK.shape[1]):
+        top, first, second = 0, -1.0, 0.0
+        for rank in range(slices_LR.shape[1]):
+            cost = costs_NK[slices_LR[own, rank], k]
+            if cost > first:
+                top, first, second = rank, cost, max(first, 0.0)
+            elif cost > second:
+                second = cost
+        top_LK[own, k], first_LK[own, k], second_LK[own, k] = top, first, second

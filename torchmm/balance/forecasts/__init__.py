@@ -1,0 +1,1 @@
+"""Simulated training steps of a recipe: time, MFU and memory."""

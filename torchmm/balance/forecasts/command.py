@@ -1,0 +1,84 @@
+"""What `scripts/simulate.py` does once it knows what it is asked for.
+
+Apart from the script, so that its command line answers before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.forecasts.report import forecast_table, write_forecasts
+from torchmm.balance.search.placement import orchestrated
+from torchmm.balance.search.result import Candidate
+from torchmm.balance.search.search import compare_schedules
+from torchmm.balance.search.space import describe_choices
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.log import make_console, working
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.schedules import SCHEDULES
+
+SCHEDULE_BUDGET_S = 5.0
+"""Processor time in which sizes that the recipe leaves open are searched, for each schedule."""
+
+
+def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Prints the forecasts of a recipe and writes what is to be written; the exit code.
+
+    Args:
+        options: config, gpus, device, schedule and out, as the script's command line gives them.
+        overrides: further words of it: sections and keys of the recipe.
+    """
+    try:
+        return _simulate(options, overrides)
+    except TorchmmError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+
+
+def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
+    section = load_recipe(options.config, overrides).recipe.simulation
+    world_size = section.gpus if options.gpus is None else options.gpus
+    recipe = load_recipe(options.config, overrides, world_size).recipe
+    device = options.device or section.device
+    try:
+        profile = load_profile(device)
+    except ValueError as error:
+        raise ConfigError(f"--device: {error}") from error
+    simulated = recipe.simulation.model_copy(update={"device": device})
+    with working("choosing sizes that the recipe leaves open"):
+        recipe = orchestrated(recipe.model_copy(update={"simulation": simulated}), world_size)
+    with working("building the model, sizing the first step"):
+        forecaster = Forecaster(recipe, world_size, profile)
+    names = options.schedule
+    unknown = [name for name in names if name not in SCHEDULES and ":" not in name]
+    if names != ["all"] and unknown:
+        raise ConfigError(f"--schedule {' '.join(unknown)}: known: all, {', '.join(SCHEDULES)}")
+    with working("planning and simulating steps"):
+        if names == ["all"]:
+            plans = compare_schedules(
+                forecaster.recipe, world_size, profile, forecaster.sample, SCHEDULE_BUDGET_S
+            )
+        else:
+            plans = {}
+        found = [plan for plan in plans.values() if isinstance(plan, Candidate)]
+        forecasts = [plan.forecast for plan in found]
+        if not plans:
+            forecasts = [forecaster.forecast(name) for name in names or [None]]
+    notes = {plan.forecast.schedule: describe_choices(plan.plan, recipe) for plan in found}
+    notes = {name: f"with {text}" for name, text in notes.items() if text}
+    notes |= {name: plan for name, plan in plans.items() if isinstance(plan, str)}
+    notes |= {made.schedule: made.problem for made in forecasts if made.step is None}
+    console = make_console(width=150)
+    console.print(forecast_table(forecaster, forecasts))
+    for name, note in notes.items():
+        console.out(f"{name}: {note}", highlight=False)
+    if forecaster.run.shares > 1:
+        for key, text in forecaster.run.choices.items():
+            console.out(f"{key} = auto: {text}", highlight=False)
+    if options.out is not None:
+        for file in write_forecasts(options.out, forecaster, forecasts):
+            console.out(file, highlight=False)
+    return 0

@@ -1,0 +1,226 @@
+"""What a run would be, without starting it: modules, layout, batch and memory per rank.
+
+Built from the recipe alone on the meta device, so it costs seconds and no memory for models and
+clusters that are not at hand. Also the content of the table a run shows at its start.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchmm.balance.forecasts.forecast import Forecast, Forecaster
+from torchmm.balance.forecasts.host_memory import host_memory_line
+from torchmm.balance.forecasts.report import write_picture
+from torchmm.balance.search.placement import orchestrated_units, search_encoder_sizes
+from torchmm.balance.search.recipe_plans import leaves_encoders_open
+from torchmm.balance.search.report import certificate
+from torchmm.balance.search.result import find_best
+from torchmm.common.errors import ConfigError
+from torchmm.data.tokenizer import load_tokenizer
+from torchmm.parallel.fsdp import needs_fsdp
+from torchmm.planning.executions import simulated_profile
+from torchmm.planning.first_step import describe_samples, training_samples
+from torchmm.planning.resolved import recipe_model
+from torchmm.planning.run_length import estimate_pass_steps, length_lines, with_steps_of_epochs
+from torchmm.planning.summary import run_summary
+from torchmm.recipe.data_section import is_address
+from torchmm.recipe.recipe import Recipe
+
+HSDP_MIN_GAIN = 0.02
+"""Smallest fraction of a step that HSDP has to save before `--dry-run` recommends it."""
+
+
+def describe_run(
+    recipe: Recipe,
+    world_size: int,
+    picture: Path | None = None,
+    arguments: Sequence[str] = (),
+    program: str = "train.py",
+) -> str:
+    """The start table of `recipe` on `world_size` ranks and its first step, simulated, as text.
+
+    Args:
+        picture: where to draw the step's plan (SVG).
+        arguments: Arguments of the command that would start the run. If empty, omit the command.
+        program: Program of that command, as torchrun takes it.
+
+    Raises:
+        ConfigError: the model cannot be built or cut as the recipe says, the device is unknown, or
+            a rank needs more memory than it has.
+    """
+    profile = simulated_profile(recipe)
+    model = None
+    pass_steps = None
+    if _reads_local_data(recipe) or recipe.training.epochs is not None:
+        model = recipe_model(recipe)
+        tokenizer = load_tokenizer(recipe.model)
+        recipe = with_steps_of_epochs(recipe, model, tokenizer)
+        samples = training_samples(recipe, model, tokenizer)
+        if samples is not None:
+            pass_steps = estimate_pass_steps(samples, recipe)
+    if recipe.parallel.leaves_units_open:
+        recipe = orchestrated_units(recipe, world_size)
+    forecaster = Forecaster(recipe, world_size, profile, model)
+    chosen: dict[str, str] = {}
+    if leaves_encoders_open(recipe):
+        found = search_encoder_sizes(forecaster)
+        best = find_best(found, world_size)
+        recipe = best.recipe.model_copy(update={"data": recipe.data})
+        forecaster = Forecaster(recipe, world_size, profile, sample=forecaster.sample)
+        chosen = {"chosen": f"{best.sizes} ({certificate(found)})"}
+    forecast = forecaster.forecast_parallel(recipe.parallel)
+    run = forecaster.run.with_parallel(recipe.parallel)
+    lines = run_summary(run, forecaster.model, profile.device.type)
+    lines["samples"] = describe_samples(recipe)
+    lines |= {key: f"auto: {text}" for key, text in run.choices.items()}
+    lines |= chosen
+    other = _with_other_reduction(forecaster, recipe)
+    lines |= _step_lines(forecast, other, profile.device.name, profile.device.memory_bytes)
+    assert forecast.step is not None
+    lines["host memory"] = host_memory_line(forecaster, run, forecast.step)
+    lines |= _reduction_line(recipe, forecast, other)
+    lines |= _hsdp_lines(forecaster, forecast)
+    step_s = forecast.iteration_ms / 1e3
+    lines |= length_lines(recipe, forecaster.model, pass_steps, step_s)
+    if picture is not None and forecast.step is not None:
+        write_picture(picture, recipe.name, forecast)
+        lines["plan"] = str(picture)
+    if arguments:
+        lines |= _launch_lines(arguments, world_size, profile.device.devices_per_node, program)
+    width = max(len(k) for k in lines)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in lines.items())
+
+
+def _reads_local_data(recipe: Recipe) -> bool:
+    """Return True if measuring the data needs no network, so that a dry run may do it."""
+    sources = recipe.data.sources
+    return bool(sources) and all(
+        not source.streaming and not is_address(source.path) and source.format != "hub"
+        for source in sources
+    )
+
+
+def _launch_lines(
+    arguments: Sequence[str], world_size: int, per_node: int, program: str = "train.py"
+) -> dict[str, str]:
+    """Return the command that starts the run, and in a clone that of Slurm for several nodes."""
+    ranks = min(world_size, per_node)
+    nodes = -(-world_size // ranks)
+    fewer = world_size - (nodes - 1) * ranks
+    options = f"--nproc-per-node {ranks}"
+    if nodes > 1:
+        options = f"--nnodes {nodes} {options} --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+    command = shlex.join(arguments)
+    lines = {"start with": f"torchrun {options} {program} {command}"}
+    if nodes > 1:
+        last = "" if fewer == ranks else f", on one of them with --nproc-per-node {fewer}"
+        lines["start with"] += f"   (on each of {nodes} nodes{last}; docs/grow/cluster.md)"
+    if nodes > 1 and program == "train.py":
+        tasks = "" if fewer == ranks else f"--ntasks {world_size} "
+        sizes = f"--nodes {nodes} {tasks}--ntasks-per-node {ranks} --gpus-per-node {ranks}"
+        lines["or, with Slurm"] = f"sbatch {sizes} scripts/launch/slurm.sh {command}"
+    return lines
+
+
+def _with_other_reduction(forecaster: Forecaster, recipe: Recipe) -> Forecast | None:
+    """Return the forecast with the other `parallel.gradient_reduction`, if the recipe may set it.
+
+    None if FSDP2 is not used or does not gather layer by layer, if parameters are bfloat16, or if a
+    step has one microbatch, for which both settings are the same.
+    """
+    run = forecaster.run
+    if recipe.parallel.placement != "interleaved" or not run.gathers_by_layer:
+        return None
+    if not needs_fsdp(run.llm):
+        return None
+    if recipe.training.parameter_dtype != "float32" or len(forecaster.workload.microbatches) == 1:
+        return None
+    other = "step" if recipe.parallel.gradient_reduction == "microbatch" else "microbatch"
+    return forecaster.forecast_parallel(
+        recipe.parallel.model_copy(update={"gradient_reduction": other})
+    )
+
+
+def _fits(forecast: Forecast | None) -> bool:
+    return forecast is not None and forecast.step is not None and forecast.step.fits
+
+
+def _reduction_line(recipe: Recipe, forecast: Forecast, other: Forecast | None) -> dict[str, str]:
+    """When gradients are reduced, and the step and memory with the other setting."""
+    if other is None or other.step is None:
+        return {}
+    names = {"step": "once per step", "microbatch": "in every microbatch"}
+    own = recipe.parallel.gradient_reduction
+    alternative = "step" if own == "microbatch" else "microbatch"
+    line = (
+        f'reduced {names[own]}; with parallel.gradient_reduction = "{alternative}": '
+        f"{other.iteration_ms:,.1f} ms, {max(other.step.peak_bytes) / 2**30:.2f} GiB"
+    )
+    if not other.step.fits:
+        line += ", does not fit"
+    elif other.iteration_ms < forecast.iteration_ms:
+        line += ", faster: set it"
+    return {"gradients": line}
+
+
+def _hsdp_lines(forecaster: Forecaster, forecast: Forecast) -> dict[str, str]:
+    """Return a line if replicas of one node each (HSDP) are faster than shards over all nodes."""
+    run = forecaster.run
+    shard = max(1, forecaster.profile.device.devices_per_node // run.llm.tensor)
+    if run.is_cut or run.llm.shard <= shard or run.llm.shard % shard:
+        return {}
+    if shard % run.recipe.parallel.expert or shard % run.recipe.parallel.context:
+        return {}
+    replicate = run.llm.replicate * run.llm.shard // shard
+    parallel = run.recipe.parallel.model_copy(update={"shard": shard, "replicate": replicate})
+    recipe = run.recipe.model_copy(update={"parallel": parallel})
+    sample = forecaster.sample
+    found = Forecaster(recipe, run.world_size, forecaster.profile, sample=sample).forecast()
+    if found.step is None or not found.step.fits:
+        return {}
+    if found.iteration_ms > (1 - HSDP_MIN_GAIN) * forecast.iteration_ms:
+        return {}
+    return {
+        "faster": f"parallel.replicate = {replicate} and parallel.shard = {shard} (HSDP) take "
+        f"{found.iteration_ms:,.1f} ms, simulated, and {max(found.step.peak_bytes) / 2**30:.2f} GiB"
+    }
+
+
+def _step_lines(
+    forecast: Forecast, other: Forecast | None, device: str, memory_bytes: float
+) -> dict[str, str]:
+    """Return the lines of the predicted first step.
+
+    Args:
+        forecast: first step.
+        other: first step with the other `parallel.gradient_reduction`.
+        device: name of the device.
+        memory_bytes: memory of the device.
+
+    Raises:
+        ConfigError: the step cannot be planned, or does not fit into memory.
+    """
+    step = forecast.step
+    hint = 'parallel.gradient_reduction = "microbatch", ' if _fits(other) else ""
+    if step is None:
+        raise ConfigError(f"parallel: {forecast.problem}")
+    peak_bytes = max(step.peak_bytes)
+    if not step.fits:
+        rank = step.peak_bytes.index(peak_bytes)
+        raise ConfigError(
+            f"parallel: pipeline rank {rank} would need {peak_bytes / 2**30:.1f} GiB, {device} has "
+            f"{memory_bytes / 2**30:.1f} ({forecast.memory_words}); use {hint}more ranks (shard, "
+            "tensor, pipeline), smaller microbatches or activation_checkpoint, or set "
+            "simulation.device"
+        )
+    timeline = step.timeline
+    return {
+        "first step": f"{forecast.iteration_ms:,.1f} ms on {device} (simulation.device), simulated "
+        f"(of it the optimizer {forecast.update_ms:,.1f}): MFU "
+        f"{100 * forecast.mfu:.1f} %, bubbles {100 * timeline.bubble_fraction:.1f} %, "
+        f"{forecast.tokens_per_s:,.0f} tokens/s",
+        "peak memory": f"{peak_bytes / 2**30:.2f} GiB, simulated, of {memory_bytes / 2**30:.1f}: "
+        f"{forecast.memory_words}",
+    }

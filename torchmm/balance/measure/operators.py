@@ -1,0 +1,456 @@
+"""Times operators and tiny layers on the device at hand, for `torchmm.balance.costs.calibration`.
+
+Inputs rotate through more memory than caches hold and results are new tensors, as in training.
+Cases are timed in several rounds, so that a slow minute of the machine hits all of them alike, and
+the median over rounds counts. In a process group all ranks measure at the same time, because in
+training they compete for memory too, and collectives and transfers are measured as well.
+"""
+
+from __future__ import annotations
+
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, pairwise, product
+from math import ceil, prod
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from torchmm.balance.costs.calibration import Measured, Measurements, SplitLayers
+from torchmm.balance.measure.layers import (
+    LayerCase,
+    compiled_case,
+    layer_cases,
+    split_layers,
+    working_layers,
+)
+from torchmm.balance.measure.network import measure_network
+from torchmm.common.processes import keep_freed_memory
+from torchmm.costs.execution import Execution, Setting
+from torchmm.costs.operators import Kind, Operator, norm_operators
+from torchmm.models.layers.attention import Segments, attention
+
+ROUNDS = 5
+LONGEST_S = 80.0
+"""After which no further round is begun: calibration is to take less than two minutes."""
+MOST_TURNS = 64
+MOST_QUEUED = 100
+"""Runs in the queue of a GPU, which has room for 1024 kernels."""
+DELAY_WIDTH = 8192
+"""Width of float32 matmuls that keep a GPU busy: 1.1 TFLOP, some 20 ms on an H100."""
+SMALL_HEADS = (8, 8, 64)
+"""Heads of queries and of keys, and features of a head."""
+LARGE_HEADS = (32, 8, 128)
+"""The same of large LLMs. On GPUs, `PACKED_TOKENS` of them are measured too."""
+PACKED_TOKENS = 8192
+TINY_ELEMENTS = 64
+TINY_LAYER = (16, 8)
+"""Width and tokens: calls cost more than what they do."""
+
+
+class _Sizes(NamedTuple):
+    """What is measured: products of rows with square and longer matrices, and so on."""
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Of attention segments."""
+    elements: tuple[int, ...]
+    """Of tensors that are only read and written."""
+
+
+CPU_SIZES = _Sizes(
+    rows=(32, 128, 512, 1024),
+    widths=(64, 256, 1024, 2048),
+    lengths=(16, 64, 256, 1024),
+    elements=(1 << 13, 1 << 16, 1 << 19, 1 << 22),
+)
+GPU_SIZES = _Sizes(
+    rows=(128, 512, 2048, 8192),
+    widths=(1024, 4096, 14336),
+    lengths=(256, 1024, 4096, 8192),
+    elements=(1 << 18, 1 << 21, 1 << 24, 1 << 27),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to be timed: an operator and what runs it."""
+
+    operator: Operator
+    run: Callable[[], object]
+    tiny: bool = False
+    """Whether it does next to nothing: its time is the overhead of a call."""
+
+
+def measure(
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    *,
+    rounds: int = ROUNDS,
+    quick: bool = False,
+) -> Measurements:
+    """Measures operators of all classes; collective, if there is a process group.
+
+    Args:
+        seconds: about how long it may take.
+        rounds: of everything.
+        quick: only small sizes, once: whether it works, not what is true.
+    """
+    rounds = 1 if quick else rounds
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if device.type == "cpu":
+        keep_freed_memory()  # as training does
+    cases = list(_compute_cases(device, dtype, quick))
+    times = _time_all(cases, device, seconds, rounds)
+    tiny: dict[Kind, float] = {}
+    tiny_device: dict[Kind, float] = {}
+    operators = []
+    for case, took in zip(cases, times, strict=True):
+        if case.tiny:
+            tiny[case.operator.kind] = took.host_s / float(case.operator.calls)
+            tiny_device[case.operator.kind] = took.device_s / float(case.operator.calls)
+        else:
+            operators.append(Measured(case.operator, took.device_s))
+    for found in (tiny, tiny_device):
+        found["norm"] = found["elementwise"]  # of which an RMSNorm consists
+    for sent, seconds_each in measure_network(device, rounds, quick=quick) if ranks > 1 else ():
+        if sent.tiny:
+            tiny[sent.operator.kind] = seconds_each / float(sent.operator.calls)
+        else:
+            operators.append(Measured(sent.operator, seconds_each))
+
+    def best_s(case: LayerCase) -> float:
+        return min(seconds_per_run(case.run, device, 0.1) for _ in range(rounds))
+
+    layers = [(case.calls, best_s(case)) for case in layer_cases(device, *TINY_LAYER)]
+    compiled = None
+    if device.type == "cuda":
+        own = compiled_case(device, *TINY_LAYER)
+        compiled = SplitLayers((*own.forward_operators, *own.backward_operators), best_s(own))
+    working = []
+    if device.type == "cpu" and dtype == torch.float32:
+        working = working_layers(device, rounds, quick=quick)
+    split = split_layers(device, rounds, quick=quick) if ranks > 1 else {}
+    queued = tiny_device if device.type == "cuda" else {}
+    return Measurements(operators, tiny, layers, working, split, compiled, queued)
+
+
+def machine(device: torch.device) -> str:
+    """Where this was measured, in words."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return f"{name}, {ranks} rank(s), {socket.gethostname()}, torch {torch.__version__}"
+
+
+def seconds_per_run(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """Mean time of a run within about `budget_s`, after one that does not count.
+
+    For a CPU with one thread and one rank it is CPU time, which leaves other programs' turns
+    out. Several ranks may fill the machine: then the time that passes counts, as in training, for
+    whatever else runs, such as threads of process groups, takes some of it.
+    """
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    alone = device.type == "cpu" and torch.get_num_threads() == 1 and not several
+    clock = time.process_time if alone else time.perf_counter
+    run()
+    once = _timed(run, device, clock, 1)
+    runs = max(1, min(1000, int(budget_s / max(once, 1e-6))))
+    return _timed(run, device, clock, runs)
+
+
+def _timed(
+    run: Callable[[], object], device: torch.device, clock: Callable[[], float], runs: int
+) -> float:
+    """Mean time of `runs` runs."""
+    _wait(device)
+    begin = clock()
+    for _ in range(runs):
+        run()
+    _wait(device)
+    return (clock() - begin) / runs
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class CallTimes(NamedTuple):
+    """Seconds of a run on the device, and of the host to queue it; on CPUs both are the same."""
+
+    device_s: float
+    host_s: float
+
+
+def queued_times(
+    run: Callable[[], object],
+    delay: Callable[[], object],
+    budget_s: float,
+    *,
+    make_event: Callable[[], torch.cuda.Event],
+    synchronize: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+) -> CallTimes:
+    """Return the device time and the host time of a run on a device that executes a queue.
+
+    The device is busy with `delay` until the host has queued all runs, so that they follow each
+    other without gaps. Otherwise the time of a small kernel is that of the host that queues it, and
+    a slow host looks like a slow device.
+
+    Args:
+        run: Queues the work to time.
+        delay: Queues long work.
+        budget_s: Approximate time to spend.
+        make_event: Creates an event with timing.
+        synchronize: Waits for the device.
+        clock: Time of the host in seconds.
+    """
+
+    def timed(function: Callable[[], object], runs: int, before: int) -> CallTimes:
+        synchronize()
+        for _ in range(before):
+            delay()
+        first = make_event()
+        last = make_event()
+        first.record()
+        begin_s = clock()
+        for _ in range(runs):
+            function()
+        host_s = clock() - begin_s
+        last.record()
+        synchronize()
+        return CallTimes(first.elapsed_time(last) / 1e3 / runs, host_s / runs)
+
+    run()
+    once = timed(run, 1, 0)
+    runs = max(1, min(MOST_QUEUED, int(budget_s / max(*once, 1e-6))))
+    delay_s = timed(delay, 1, 0).device_s
+    delays = ceil(2 * runs * once.host_s / max(delay_s, 1e-6))
+    return timed(run, runs, min(MOST_QUEUED, delays))
+
+
+def _call_times(
+    run: Callable[[], object], device: torch.device, budget_s: float, delay: Callable[[], object]
+) -> CallTimes:
+    """Return the times of a run within about `budget_s`, after a run that is not timed."""
+    if device.type != "cuda":
+        took_s = seconds_per_run(run, device, budget_s)
+        return CallTimes(took_s, took_s)
+    return queued_times(
+        run,
+        delay,
+        budget_s,
+        make_event=partial(torch.cuda.Event, enable_timing=True),
+        synchronize=partial(torch.cuda.synchronize, device),
+    )
+
+
+def _time_all(
+    cases: Sequence[Case], device: torch.device, seconds: float, repeats: int
+) -> list[CallTimes]:
+    """Return the median times of each case over rounds, as means over ranks.
+
+    On a machine that others use, where rounds take longer than they should, there are fewer.
+    """
+    budget_s = seconds / (len(cases) * repeats)
+    square = torch.ones(DELAY_WIDTH if device.type == "cuda" else 1, device=device).diag()
+    begin_s = time.perf_counter()
+    rounds: list[list[CallTimes]] = []
+    while len(rounds) < repeats and _mean_over_ranks(
+        [(time.perf_counter() - begin_s) * (len(rounds) + 1)], device
+    )[0] <= LONGEST_S * max(1, len(rounds)):
+        times = []
+        for case in cases:
+            if dist.is_initialized():
+                dist.barrier()
+            times.append(_call_times(case.run, device, budget_s, lambda: square @ square))
+        rounds.append(times)
+    medians = [
+        median(own) for times in zip(*rounds, strict=True) for own in zip(*times, strict=True)
+    ]
+    means = iter(_mean_over_ranks(medians, device))
+    return [CallTimes(device_s, next(means)) for device_s in means]
+
+
+def _mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    if not dist.is_initialized():
+        return values
+    means = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(means)
+    return (means / dist.get_world_size()).tolist()
+
+
+def _compute_cases(device: torch.device, dtype: torch.dtype, quick: bool) -> Iterator[Case]:
+    pool = _Pool(device, dtype)
+    sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    if quick:
+        sizes = _Sizes(*(own[:2] for own in sizes))
+    widths = [*((n, n) for n in sizes.widths), *pairwise(sizes.widths)]
+    for rows, (inputs, outputs) in product(sizes.rows, widths):
+        if rows * inputs * outputs <= 2.2e9 or device.type == "cuda":
+            yield from _products(pool, rows, inputs, outputs)
+    yield from _products(pool, 4, 4, 4, tiny=True)
+    for length, causal in product(sizes.lengths, (True, False)):
+        segments = max(1, 1024 // length)
+        yield from _attention(length, segments, causal, device, dtype)
+        if device.type == "cuda":
+            packed = max(1, PACKED_TOKENS // length)
+            yield from _attention(length, packed, causal, device, dtype, LARGE_HEADS)
+    yield from _attention(1, 1, False, device, dtype, tiny=True)
+    for count in (TINY_ELEMENTS, *sizes.elements):
+        yield from _streams(pool, count, tiny=count == TINY_ELEMENTS)
+
+
+class _Pool:
+    """Random numbers, larger than caches, of which cases take their inputs in turns."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        nbytes = 2 << 30 if device.type == "cuda" else 96 << 20
+        self._values = torch.randn(nbytes // dtype.itemsize, device=device, dtype=dtype)
+        self.device, self.dtype = device, dtype
+
+    def turns(self, *shapes: tuple[int, int]) -> Callable[[], list[Tensor]]:
+        """What gives tensors of these shapes, others every time as long as there are others."""
+        sizes = [prod(shape) for shape in shapes]
+        count = min(MOST_TURNS, max(1, len(self._values) // sum(sizes)))
+        sets = []
+        for turn in range(count):
+            rest = self._values[turn * sum(sizes) :]
+            parts = rest[: sum(sizes)].split(sizes)
+            sets.append([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        turns = cycle(sets)
+        return lambda: next(turns)
+
+
+def _products(
+    pool: _Pool, rows: int, inputs: int, outputs: int, tiny: bool = False
+) -> Iterator[Case]:
+    """A linear's forward, and the products of both its gradients."""
+    given = pool.turns((rows, inputs), (outputs, inputs), (rows, outputs))
+
+    def forward() -> object:
+        x, weight, _ = given()
+        return functional.linear(x, weight)
+
+    def of_inputs() -> object:
+        _, weight, gradient = given()
+        return gradient @ weight
+
+    def of_weights() -> object:
+        x, _, gradient = given()
+        return gradient.t() @ x
+
+    moved = rows * (inputs + outputs) + inputs * outputs
+    operator = Operator("matmul", 2.0 * rows * inputs * outputs, pool.dtype.itemsize * moved)
+    for run in (forward,) if tiny else (forward, of_inputs, of_weights):
+        yield Case(operator, run, tiny)
+
+
+def _attention(
+    length: int,
+    segments: int,
+    causal: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    widths: tuple[int, int, int] = SMALL_HEADS,
+    tiny: bool = False,
+) -> Iterator[Case]:
+    """Yield attention within segments of unequal length, and its backward.
+
+    Args:
+        length: Positions in a segment.
+        segments: Number of segments.
+        causal: Whether positions attend to earlier ones only.
+        device: Device to measure.
+        dtype: Dtype of queries, keys and values.
+        widths: Heads of queries and of keys, and features of a head.
+        tiny: Whether the call does next to nothing.
+    """
+    heads, key_heads, features = widths
+    # Unequal, so that each is a call of its own where kernels take equal lengths.
+    lengths = [length + i % 2 for i in range(segments)]
+    starts = [sum(lengths[:i]) for i in range(segments + 1)]
+    rows = Segments.from_starts(starts, device)
+    query, key, value = (
+        torch.randn((1, n, starts[-1], features), device=device, dtype=dtype, requires_grad=True)
+        for n in (heads, key_heads, key_heads)
+    )
+    module = torch.nn.Module()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            out, _ = attention(
+                module, query, key, value, None, cu_seq_lens_q=rows, is_causal=causal
+            )
+        return out
+
+    out, _ = attention(module, query, key, value, None, cu_seq_lens_q=rows, is_causal=causal)
+    gradient = torch.randn_like(out)
+
+    def backward() -> object:
+        return torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
+
+    setting = Setting(Execution(), dtype.itemsize, segment_calls=device.type == "cpu")
+    block = setting.causal_block
+    pairs = sum(n * min(n, (n + block) / 2) if causal else n * n for n in lengths)
+    width = heads * features
+    calls = float(segments if setting.segment_calls else 1)
+    moved = dtype.itemsize * starts[-1] * 2 * (heads + key_heads) * features
+    yield Case(Operator("attention", 4 * width * pairs, moved, calls=calls), forward, tiny)
+    yield Case(
+        Operator("attention_backward", 10 * width * pairs, 2 * moved, calls=calls), backward, tiny
+    )
+
+
+def _streams(pool: _Pool, elements: int, tiny: bool) -> Iterator[Case]:
+    """Operators that read and write every element a few times."""
+    width = min(elements, 1024)
+    size = pool.dtype.itemsize * elements
+    norm = LlamaRMSNorm(width).to(pool.device, pool.dtype)
+    given = pool.turns((elements // width, width), (elements // width, width))
+    (normed,) = norm_operators(
+        "rms", float(elements), 1, Setting(Execution(), pool.dtype.itemsize)
+    )[0]
+    gelu = torch.ops.aten.gelu.default
+    gelu_backward = torch.ops.aten.gelu_backward.default
+    runs: list[tuple[Operator, Callable[[Tensor, Tensor], object]]] = [
+        (Operator("elementwise", memory_bytes=3.0 * size), lambda x, y: x + y),
+        (Operator("activation", memory_bytes=2.0 * size), lambda x, y: functional.silu(x)),
+        (
+            Operator("gelu_tanh", memory_bytes=2.0 * size),
+            lambda x, y: gelu(x, approximate="tanh"),
+        ),
+        (
+            Operator("gelu_tanh_backward", memory_bytes=3.0 * size),
+            lambda x, y: gelu_backward(x, y, approximate="tanh"),
+        ),
+        (Operator("copy", memory_bytes=2.0 * size), lambda x, y: x.clone()),
+    ]
+    if not tiny:
+        runs += [
+            (Operator("elementwise", memory_bytes=3.0 * size), lambda x, y: x * y),
+            (Operator("activation", memory_bytes=2.0 * size), lambda x, y: x.log_softmax(-1)),
+            (normed, lambda x, y: norm(x)),
+        ]
+    for operator, function in runs:
+
+        def run(function: Callable[[Tensor, Tensor], object] = function) -> object:
+            with torch.no_grad():
+                x, y = given()
+                return function(x, y)
+
+        yield Case(operator, run, tiny)

@@ -1,0 +1,108 @@
+"""Inputs for trial runs of modules, made from the sizes of samples alone.
+
+Nothing is read or decoded: ids and pixels are random, in the places that a sample of these sizes
+has for text, images and what is drawn. So trials also run on statistics of data (`[simulation]`).
+
+Shape legend: T tokens of a microbatch, N images, P patches, K output tokens of one encoder or
+context tokens of the generator, C channels, D values of a patch.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from math import isqrt
+
+import torch
+
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, MicrobatchMeta
+from torchmm.common.generated import GeneratorInputs
+from torchmm.common.tiles import Kept
+from torchmm.extensions.generation.generator import GeneratorModule
+from torchmm.models.encoders import EncoderModule
+from torchmm.models.multimodal import MultimodalModel
+
+
+def encoder_inputs(
+    module: EncoderModule, pack: MicrobatchMeta, device: torch.device
+) -> EncoderInputs:
+    """Random images of the pack's sizes; (N, C, height, width), or (P, D) for variable sizes."""
+    images = pack.images_read_by(module.name)
+    example = module.dummy_inputs(torch.device("meta"))
+    spec = module.image_spec()
+    if spec.inputs == "fixed":
+        shape = (len(images), *example.pixels.shape[1:])
+        grids = example.grids_thw * len(images)
+    else:
+        shape = (sum(image.patches for image in images), example.pixels.shape[-1])
+        step = 0 if spec.modality == "audio" else module.merge
+        grids = [_grid(image, step) for image in images]
+    nowhere = torch.empty(0, dtype=torch.int64, device=device)
+    kept = [Kept(0, 0, 0, 0, image.tokens) for image in images] if spec.ends_lines else None
+    return EncoderInputs(torch.randn(shape, device=device), grids, nowhere, kept)
+
+
+def _grid(image: ImageMeta, step: int) -> tuple[int, int, int]:
+    """(frames, rows, columns) of the image's patches, as square as can be; both sides are multiples
+    of `step`. A sound (0) is one row."""
+    patches = image.patches // image.frames
+    if step == 0:
+        return image.frames, 1, patches
+    blocks = patches // step**2
+    rows = next(n for n in range(isqrt(blocks), 0, -1) if blocks % n == 0)
+    return image.frames, rows * step, blocks // rows * step
+
+
+def generator_inputs(
+    module: GeneratorModule, pack: MicrobatchMeta, device: torch.device
+) -> GeneratorInputs:
+    """Random images to be drawn, of the pack's sizes."""
+    drawn = pack.generated
+    example = module.dummy_inputs(torch.device("meta"))
+    patches, noise = (
+        torch.randn(sum(image.patches for image in drawn), each.shape[-1], device=device)
+        for each in (example.patches_PV, example.noise_PV)
+    )
+    contexts = [image.context for image in drawn]
+    return GeneratorInputs(
+        patches,
+        noise,
+        [0.5] * len(drawn),
+        [image.grid_thw for image in drawn],
+        torch.zeros(sum(contexts), dtype=torch.int64, device=device),
+        contexts,
+        [True] * len(drawn),
+        latent_values=example.latent_values,
+    )
+
+
+def text_microbatch(
+    model: MultimodalModel, pack: MicrobatchMeta, device: torch.device
+) -> Microbatch:
+    """The pack's samples as the LLM reads them: placeholders, then text; padding at the end.
+
+    Pixels are left out: encoders' outputs are given.
+    """
+    starts = list(accumulate((sample.tokens for sample in pack.samples), initial=0))
+    if starts[-1] < pack.tokens:
+        starts.append(pack.tokens)
+    ids_T = torch.randint(0, model.llm.text_config.vocab_size, (pack.tokens,))
+    targets_T = torch.full((pack.tokens,), IGNORE_TARGET)
+    places: dict[str, list[int]] = {}
+    for sample, start in zip(pack.samples, starts, strict=False):
+        at = start
+        for name in model.encoders:
+            for image in sample.images_read_by(name):
+                end = min(at + image.tokens, start + sample.tokens)
+                places.setdefault(name, []).extend(range(at, end))
+                at = end
+        targets_T[at : start + sample.tokens] = ids_T[at : start + sample.tokens]
+    nothing = torch.empty(0)
+    encoders = {name: EncoderInputs(nothing, [], torch.tensor(own)) for name, own in places.items()}
+    positions_T = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
+    mrope = positions_T.expand(3, -1) if model.text.mrope else positions_T
+    model_reads = next((m for m in model.modality_modules() if m.kind == "generator"), None)
+    drawn = None
+    if isinstance(model_reads, GeneratorModule) and pack.generated:
+        drawn = generator_inputs(model_reads, pack, torch.device("cpu"))
+    microbatch = Microbatch(ids_T, targets_T, mrope, starts, encoders, pack, drawn)
+    return microbatch.to(device)

@@ -1,0 +1,226 @@
+"""Run pieces of encoder actions during collectives of the LLM, as a plan launches them.
+
+    caller    LLM: matmul | collective starts            waits | matmul
+    thread                  encoder: piece, piece, stop
+
+Encoder actions that start early (`torchmm.balance.optimus.launches`) run in a separate thread,
+which stops at the end of each piece. The two threads hand over to each other, so exactly one of
+them runs, in an order that depends only on the plan. All tensor-parallel ranks therefore issue the
+collectives of both modules in the same order. On CUDA both threads use one stream: a piece that
+lasts longer than the collective delays the LLM, and nothing has to synchronize streams.
+
+Rejected: layers split into lists of functions, which would copy the code of Hugging Face for each
+family and need a backward of their own; generators, which cannot yield from within a forward or
+from the autograd engine; greenlets, which share the thread-local state of autograd. Also rejected:
+whole encoder actions on a second CUDA stream. They need encoders without tensor parallelism and
+waits between both streams, and saved no time in simulated steps of the paper's models.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from torchmm.parallel.tensor.collectives import LayerHooks
+from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.pipelining.schedules.colocated import encoder_stages
+
+Handlers = Mapping[ActionType, Callable[[Action], Any]]
+UNLIMITED = 1 << 30
+
+
+class Span(NamedTuple):
+    """Pieces of an encoder action that ran during one collective."""
+
+    llm: Action
+    encoder: Action
+    begin: Any
+    end: Any
+
+
+class _Closed(BaseException):
+    """Ends the thread when the step is over."""
+
+
+class Ahead:
+    """Early encoder actions of one step on one rank.
+
+    Args:
+        handlers: functions that run each type of action.
+        hooks: hooks of this rank's layers.
+        mark: function that records a time on the compute stream, for `spans`.
+
+    Attributes:
+        spans: times of the pieces, if there is a `mark`.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        handlers: Handlers,
+        hooks: LayerHooks,
+        device: torch.device,
+        mark: Callable[[], Any] | None = None,
+    ) -> None:
+        self.spans: list[Span] = []
+        self._plan = plan
+        self._handlers = handlers
+        self._hooks = hooks
+        self._mark = mark
+        self._encoders = encoder_stages(plan.graph)
+        self._llm: Action | None = None  # the LLM action that runs, and its pieces by collective
+        self._pieces: Iterator[int] = iter(())
+        self._ready: deque[Action] = deque()  # encoder actions that may start
+        self._running: Action | None = None  # the one that the thread has started
+        self._due: Action | None = None  # the one that the program waits for
+        self._finished: set[Action] = set()
+        self._begin: Any = None
+        self._left = 0  # pieces until the thread stops
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._grad = torch.is_grad_enabled()
+        self._thread = threading.Thread(target=self._run, name="encoder pieces", daemon=True)
+        self._turn = threading.Semaphore(0)
+        self._back = threading.Semaphore(0)
+        self._is_closing = False
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[Handlers]:
+        """Yield handlers that run pieces too. The thread ends with the context."""
+        self._hooks.on_collective = self._fill
+        self._hooks.on_stop = self._stop
+        try:
+            yield {**self._handlers, **dict.fromkeys(COMPUTE, self._compute)}
+        finally:
+            self._hooks.on_collective = self._hooks.on_stop = None
+            self._is_closing = True
+            if self._thread.ident is not None:
+                self._turn.release()
+                self._thread.join()
+
+    def _compute(self, action: Action) -> Any:
+        if action.stage in self._encoders:
+            return self._complete(action)
+        if (launch := self._plan.launches.get(action)) is None:
+            return self._handlers[action.type](action)
+        self._ready += launch.begins
+        self._llm = action
+        self._pieces = iter(launch.pieces)
+        result = self._handlers[action.type](action)
+        self._llm = None
+        self._pieces = iter(())
+        return result
+
+    def _complete(self, action: Action) -> Any:
+        """Run the rest of an encoder action at its place in the program."""
+        if action == self._running:
+            self._due = action
+            self._switch(UNLIMITED)
+        if action in self._finished:
+            self._finished.remove(action)
+            return None
+        if self._ready:
+            assert self._ready[0] == action, "launch_problems finds that"
+            self._ready.popleft()
+        return self._handlers[action.type](action)
+
+    def _fill(self) -> None:
+        """Run the planned pieces; a collective of the LLM has started."""
+        if count := next(self._pieces, 0):
+            self._switch(count)
+
+    def _switch(self, pieces: int) -> None:
+        """Let the thread run until it has finished this number of pieces or all of its actions."""
+        self._left = pieces
+        if self._thread.ident is None:
+            self._thread.start()
+        self._turn.release()
+        self._back.acquire()
+        if self._error is not None:
+            raise self._error
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._wait_for_turn()
+            with ExitStack() as settings:
+                settings.enter_context(torch.set_grad_enabled(self._grad))
+                # The autograd thread of the device may be the caller, which waits for this thread.
+                settings.enter_context(torch.autograd.set_multithreading_enabled(False))
+                if self._stream is not None:
+                    settings.enter_context(torch.cuda.device(self._stream.device))
+                    settings.enter_context(torch.cuda.stream(self._stream))
+                while True:
+                    self._run_next()
+        except _Closed:
+            pass
+        except BaseException as error:  # raised again in the thread that waits
+            self._error = error
+        finally:
+            self._back.release()
+
+    def _run_next(self) -> None:
+        if not self._ready:
+            self._pause()
+            return
+        action = self._running = self._ready.popleft()
+        self._begin = self._mark and self._mark()
+        try:
+            self._handlers[action.type](action)
+        except (RuntimeError, ValueError) as error:
+            error.add_note(f"in action {action}, which is launched")
+            raise
+        self._add_span()
+        self._running = None
+        self._finished.add(action)
+        self._left -= 1
+        if self._left <= 0 or action == self._due:
+            self._pause()
+
+    def _stop(self) -> None:
+        """End a piece. Actions that run at their own place, in the other thread, do not stop."""
+        if threading.get_ident() == self._thread.ident:
+            self._left -= 1
+            if self._left <= 0:
+                self._add_span()
+                self._pause()
+                self._begin = self._mark and self._mark()
+
+    def _pause(self) -> None:
+        self._back.release()
+        self._wait_for_turn()
+
+    def _wait_for_turn(self) -> None:
+        self._turn.acquire()
+        if self._is_closing:
+            raise _Closed
+
+    def _add_span(self) -> None:
+        if self._mark is not None and self._llm is not None and self._running is not None:
+            self.spans.append(Span(self._llm, self._running, self._begin, self._mark()))
+
+
+@contextmanager
+def run_ahead(
+    hooks: LayerHooks,
+    plan: PipelinePlan,
+    handlers: Handlers,
+    device: torch.device,
+    clock: Any | None,
+) -> Iterator[Handlers]:
+    """Yield handlers that run the launches of a plan; an `Interleave` of `PipelineRuntime`."""
+    if not plan.launches:
+        yield handlers
+        return
+    ahead = Ahead(plan, handlers, hooks, device, clock and clock.mark)
+    with ahead.active() as own:
+        yield own
+    if clock is not None:
+        clock.spans = ahead.spans

@@ -1,0 +1,127 @@
+"""Encoder actions that run in pieces during the LLM's tensor-parallel collectives (Optimus §4.2).
+
+During such a collective, a rank computes nothing, but for less time than an encoder layer takes. A
+plan may therefore give each LLM action a `Launch`: the encoder actions that may start in it, and
+the number of pieces (`torchmm.balance.optimus.pieces`) that run during each of its collectives.
+
+The compute order stays the same. The rest of an encoder action runs at its place in the program,
+and its results are sent from there. An action may start in an LLM action only if all its inputs
+have arrived. `with_launches` therefore moves the waits for these inputs before the LLM action.
+Receives stay where they are, so other ranks are not affected.
+
+The tensor-parallel ranks of a group are one rank of the plan. They run the same pieces during the
+same collectives, so collectives of the encoder match too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torchmm.pipelining.checks.problems import PlanProblem
+from torchmm.pipelining.checks.rules import RuleBook
+from torchmm.pipelining.plan.actions import COMPUTE, Action
+from torchmm.pipelining.plan.plan import Launch, PipelinePlan
+from torchmm.pipelining.plan.transfers import RECV, WAIT
+from torchmm.pipelining.schedules.colocated import encoder_stages
+
+
+def with_launches(plan: PipelinePlan, launches: Mapping[Action, Launch]) -> PipelinePlan:
+    """Return a plan without launches with the given ones.
+
+    An action whose inputs are received too late does not start early, and neither do the encoder
+    actions between the LLM action and its place.
+    """
+    if not launches:
+        return plan
+    book = RuleBook(plan)
+    programs = []
+    kept: dict[Action, Launch] = {}
+    for rank, program in enumerate(plan.actions):
+        moved = list(program)
+        blocked_until = -1  # place of an action that cannot start early
+        for llm in program:
+            if llm not in launches:
+                continue
+            starting: list[Action] = []
+            for action in launches[llm].begins:
+                place = moved.index(llm)
+                if place < blocked_until or not _move_waits(moved, place, action, book, rank):
+                    blocked_until = max(blocked_until, moved.index(action))
+                    break
+                starting.append(action)
+            kept[llm] = Launch(tuple(starting), launches[llm].pieces)
+        programs.append(tuple(moved))
+    return replace(plan, actions=tuple(programs), launches=kept)
+
+
+def _move_waits(
+    program: list[Action], place: int, action: Action, book: RuleBook, rank: int
+) -> bool:
+    """Move the waits for the inputs of an action to a place; return False if that is impossible."""
+    rules = book.rules[rank]
+    needs = set(rules[action].needs)
+    waits = [a for a in program[place:] if a.type in WAIT and needs & set(rules[a].gives)]
+    received = set(program[:place])
+    if any(wait._replace(type=RECV[WAIT.index(wait.type)]) not in received for wait in waits):
+        return False
+    for wait in waits:
+        program.remove(wait)
+    program[place:place] = waits
+    return True
+
+
+def launch_problems(plan: PipelinePlan, book: RuleBook) -> Iterator[PlanProblem]:
+    """Yield launches by actions that are not the LLM's, of the wrong actions, or too early."""
+    if not plan.launches:
+        return
+    encoders = encoder_stages(plan.graph)
+    unknown = set(plan.launches)
+    for rank, program in enumerate(plan.actions):
+        waiting = [a for a in reversed(program) if a.type in COMPUTE and a.stage in encoders]
+        started: set[Action] = set()
+        for place, llm in enumerate(program):
+            if waiting and llm == waiting[-1]:
+                waiting.pop()
+            if llm not in unknown:
+                continue
+            unknown.discard(llm)
+            if llm.stage in encoders or llm.type not in COMPUTE:
+                text = "only actions of the LLM can launch pieces"
+            else:
+                text = _problem(plan, book, rank, place, waiting, started)
+            if text:
+                remedy = "make launches with with_launches"
+                yield PlanProblem("dependency", rank, place, llm, text, remedy)
+    for action in unknown:
+        text = "launches of an action that is not in the plan"
+        yield PlanProblem("dependency", 0, -1, action, text, "make them from this step's plan")
+
+
+def _problem(
+    plan: PipelinePlan,
+    book: RuleBook,
+    rank: int,
+    place: int,
+    waiting: list[Action],
+    started: set[Action],
+) -> str:
+    """Return the problem of the launch at a place, or "".
+
+    Args:
+        waiting: encoder actions that have not started, last one first; updated.
+        started: encoder actions that have started early; updated.
+    """
+    launch = plan.launches[plan.actions[rank][place]]
+    if min(launch.pieces, default=0) < 0:
+        return f"launches {list(launch.pieces)} pieces"
+    later = set(plan.actions[rank][place:])
+    for action in launch.begins:
+        following = waiting.pop() if waiting else None
+        if action != following:
+            return f"begins {action}, but {following} is the next one"
+        givers = {book.givers[fact] for fact in book.rules[rank][action].needs}
+        if late := givers & later - started:
+            return f"begins {action}, which needs {', '.join(map(str, late))}"
+        started.add(action)
+    return ""

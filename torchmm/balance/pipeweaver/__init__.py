@@ -1,0 +1,1 @@
+"""PipeWeaver: a schedule search for every batch, and memory-limited recomputation."""

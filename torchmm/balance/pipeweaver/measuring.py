@@ -1,0 +1,213 @@
+"""The planner of schedules that are searched with a cost model, or replanned with measured times.
+
+Searches use the same costs as forecasts (`planning.step.searched_costs`): times, transfers and
+bytes of the device. Measured times correct the costs by a constant and a rate per module, action
+type and rank (`balance.rates`). After each step all ranks add up the times of their actions.
+
+With `parallel.replan_drift`, static schedules and Optimus are planned with measured times after the
+times have drifted (Optimus section 6). Static schedules compare measured times with FLOPs, and
+Optimus compares them with the times of the device profile.
+
+A searched schedule is as good as its planning time allows. If the planning process has no plan in
+time, the planner compares the natural order and static schedules. Runs that repeat bitwise
+(`training.deterministic`, or `background = false`) search before each step with the device profile
+and the full number of evaluations. Every schedule gives the same gradients up to rounding.
+
+Rejected: ranks that search the same schedule independently, which requires one core per rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.work import StepWork
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
+from torchmm.balance.rates import (
+    ActionKind,
+    ActionTimes,
+    Change,
+    DriftMonitor,
+    RankKind,
+    Rates,
+    Total,
+    rank_totals,
+    step_totals,
+)
+from torchmm.balance.transfer_times import TransferTimes, between_ranks_ms, message_stamps
+from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.costs.flops import task_durations
+from torchmm.parallel.gather import exchange_device
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.pipelining.plan.actions import COMPUTE
+from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.run.runtime import StepResult, channel_pairs
+from torchmm.planning.executions import run_costs, run_profile, run_tuning
+from torchmm.planning.planner import StepPlan
+from torchmm.planning.resolved import Resolved
+from torchmm.planning.step import modelled_totals
+from torchmm.recipe.schedules import find_schedule
+from torchmm.training.pipeline import Pipeline
+from torchmm.training.planners.static import StaticPlanner
+
+SHOWN = 3
+"""Maximum number of action types in a message about drift."""
+
+
+def build_measuring_planner(
+    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+) -> MeasuringPlanner:
+    """Return the planner of a run with a cost model or measured times. Collective over all ranks.
+
+    Raises:
+        ConfigError: `simulation.device` is unknown.
+    """
+    recipe = run.recipe
+    schedule = find_schedule(recipe.parallel.schedule)
+    costs = None
+    if schedule is not None and schedule.planned:
+        costs = run_costs(run, pipeline.descriptions, run_profile(recipe, mesh.device))
+    layerwise = pipeline.sharding == "layer"
+    return MeasuringPlanner(
+        pipeline,
+        run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise),
+        mesh,
+        logger,
+        costs,
+        deterministic=recipe.training.deterministic,
+        steps=recipe.training.steps,
+    )
+
+
+class MeasuringPlanner(StaticPlanner):
+    """Plans the steps of a pipeline with a cost model and measured times.
+
+    Construction is collective over all ranks.
+
+    Args:
+        pipeline: see `StaticPlanner`.
+        tuning: see `StaticPlanner`.
+        mesh: see `StaticPlanner`.
+        logger: see `StaticPlanner`.
+        costs: cost model of the schedule search. None for static schedules with
+            `parallel.replan_drift`.
+        deterministic: Whether to search with all evaluations and without measured times.
+        steps: number of steps of the run.
+        start: see `StaticPlanner`.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tuning: LayerTuning | None,
+        mesh: ParallelMesh,
+        logger: logging.Logger,
+        costs: CostModel | None,
+        *,
+        deterministic: bool,
+        steps: int,
+        start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
+    ) -> None:
+        config = pipeline.config
+        self._rates = Rates()
+        self._times = ActionTimes()
+        self._transfers = TransferTimes()
+        self._channels = channel_pairs(pipeline.layout)
+        # Tensor-parallel ranks have the same messages, so one of them reports times.
+        self._speaks = any(mesh.rank == alike[0] for share in mesh.shares for alike in share)
+        self._searches = costs is not None
+        self._learns = False
+        """Whether searches in the background use measured times."""
+        self._modelled: dict[ActionKind, Total] = {}
+        """Modelled times of the step on the rank that plans, if they are compared with measured
+        times."""
+        self._monitor: DriftMonitor | None = None
+        # The search uses measured times in any case.
+        if config.replan_drift > 0 and config.schedule != "searched":
+            self._monitor = DriftMonitor(config.replan_drift, self._rates)
+        elif costs is not None:
+            self._learns = config.search.background and not deterministic
+        in_background = self._learns if self._searches else config.search.background
+        super().__init__(
+            pipeline, tuning, mesh, logger, costs,
+            in_background=in_background, steps=steps, start=start,
+        )  # fmt: skip
+
+    def _measured(self) -> Measured:
+        """Return times for a schedule search, or factors for the FLOPs of a static schedule."""
+        names = [module.name for module in self._pipeline.descriptions]
+        if self._monitor is not None and self._searches:
+            return Measured(Rates(self._monitor.ms_per_flop).complete(names))
+        if self._monitor is not None:
+            return Measured(self._monitor.factors)
+        if not self._learns:
+            return Measured()
+        return Measured(self._rates.complete(names), self._times.fits(), dict(self._transfers.ms))
+
+    def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
+        """Store the modelled times of the step if they are compared with measured times."""
+        if self._leader is None or self._monitor is None or not self._searches:
+            return
+        request = PlanRequest(step, tuple(metas), self._measured())
+        work = StepWork(self._leader.setup, request)
+        flops = task_durations(work.graph, self._pipeline.descriptions, metas)
+        self._modelled = modelled_totals(work.graph, work.costs, flops)
+
+    def learn(
+        self,
+        step: int,
+        planned: StepPlan,
+        result: StepResult,
+        microbatches: Sequence[Microbatch],
+        step_ms: float,
+    ) -> None:
+        """Use the measured times of a step to plan later steps, see `Planner.learn`."""
+        if not self._learns and self._monitor is None:
+            return
+        graph = planned.plan.graph
+        metas = [m.task_meta for m in microbatches]
+        targets = [m.target_count for m in microbatches]
+        flops = task_durations(graph, self._pipeline.descriptions, metas, targets)
+        every = self._of_all_ranks(rank_totals(result.records or (), graph, flops), graph)
+        totals = step_totals(every)
+        self._rates.learn(totals)
+        self._times.learn(every)
+        if self._learns:
+            records = result.records if self._speaks else None
+            stamps = message_stamps(records or (), self._channels)
+            dist.all_reduce(torch.from_numpy(stamps), group=self._shared.group)
+            self._transfers.learn(between_ranks_ms(stamps, self._channels))
+        if self._leader is not None:
+            self._leader.remember(step_ms, planned.statistics.predicted_ms, result.span_ms)
+        if self._monitor is not None and self._searches:  # on all ranks alike
+            modelled = {(0, *kind): total for kind, total in self._modelled.items()}
+            self._monitor.expect(step_totals(self._of_all_ranks(modelled, graph)))
+        if self._monitor is not None and (changes := self._monitor.observe(totals)):
+            self._report_drift(step, changes)
+
+    def _of_all_ranks(self, own: dict[RankKind, Total], graph: StageGraph) -> dict[RankKind, Total]:
+        """Sums over data-parallel replicas and tensor-parallel ranks, by rank of the plan."""
+        kinds = sorted(COMPUTE, key=lambda kind: kind.value)
+        ranks = range(graph.layout.rank_count)
+        modules = [module.name for module in self._pipeline.descriptions]
+        every = [(rank, name, kind) for rank in ranks for name in modules for kind in kinds]
+        rows = [own.get(key, Total(0.0, 0.0)) for key in every]
+        totals = torch.tensor(rows, dtype=torch.float64, device=exchange_device())
+        dist.all_reduce(totals)
+        return {key: Total(*row) for key, row in zip(every, totals.tolist(), strict=True)}
+
+    def _report_drift(self, step: int, changes: Sequence[Change]) -> None:
+        shown = ", ".join(
+            f"{module} {kind.value} {times:.2f}x" for (module, kind), times in changes[:SHOWN]
+        )
+        more = f" and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+        self._logger.info(
+            "step %d: times drifted from those planned with (%s%s): the next steps are planned "
+            "anew", step, shown, more,
+        )  # fmt: skip

@@ -1,0 +1,328 @@
+"""Lower bounds of the step time and memory of a plan, in about a millisecond.
+
+The search tries plans in the order of an estimate, and skips plans whose bound exceeds the best
+step found. Both add up the cost model's times of complete modules, which are computed once for all
+plans that run a module in the same way. The bound contains only what no schedule hides:
+
+- the average rank computes its share of the layers for its share of the batch;
+- FSDP2 without a pipeline gathers parameters in every forward and backward. A layer takes the
+  longer of computing and communication;
+- ranks of a chain are idle until the first microbatch arrives and after their last backward;
+- the optimizer updates the parameters of an average rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchmm.balance.costs.model import CostModel, StageCosts
+from torchmm.balance.disttrain.arrangement import join_packs
+from torchmm.balance.forecasts.forecast import StepSample
+from torchmm.balance.search.space import (
+    IMAGES_AT_ONCE,
+    REDUCTION,
+    TUNED,
+    Plan,
+    microbatch_sizes,
+    planned_recipe,
+)
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.layers import ModuleDescription
+from torchmm.costs.execution import Execution
+from torchmm.costs.flops import gradients_arrive
+from torchmm.costs.operators import Profile, Work
+from torchmm.costs.sizes import pack_sizes
+from torchmm.planning.executions import run_costs
+from torchmm.planning.resolved import resolve
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import SCHEDULES
+
+REGROUPED = 0.97
+"""Factor of the bound for work: data reordering joins other sequences to microbatches than those
+that the times are of, which changes the efficiency of kernels by up to a few per cent."""
+CHAINS = ("chain",)
+"""Methods whose ranks wait for the first microbatch, whatever the order of actions."""
+
+
+class PlanBound(NamedTuple):
+    """Bounds of a plan."""
+
+    step_ms: float
+    """Simulated steps are not shorter."""
+    estimate_ms: float
+    memory_bytes: float
+    """The rank with the highest memory use does not use less."""
+
+
+class _Sharing(NamedTuple):
+    """Costs of a complete module that depend on its parameters alone."""
+
+    update_ms: float
+    gather_ms: float
+    reduce_ms: float
+    state_bytes: float
+    """Weights, gathered weights and optimizer states."""
+    gradient_bytes: float
+
+
+class _ModuleTimes(NamedTuple):
+    """Times of a complete module."""
+
+    total_N: np.ndarray
+    """Forward and backward in ms of every microbatch of the global batch."""
+    least_ms: float
+    """Forward and backward of the microbatch with the shortest; 0 if one has no input."""
+    kept_bytes: float
+    """Saved activations of the microbatch that saves least."""
+
+
+class PlanBounds:
+    """Bounds of plans whose modules share all ranks.
+
+    Args:
+        recipe: Plain recipe (`plain_recipe`).
+        profile: Profile of the devices.
+        sample: Model and first step of the recipe.
+    """
+
+    def __init__(self, recipe: Recipe, profile: Profile, sample: StepSample) -> None:
+        self._recipe = recipe
+        self._profile = profile
+        self._sample = sample
+        self._images: dict[str, float] = {}
+        self._sizes: dict[str, tuple[Any, Any, Any]] = {}
+        self._costs: dict[tuple[str, Execution], StageCosts | None] = {}
+        self._times: dict[tuple[object, ...], dict[int, _ModuleTimes]] = {}
+        self._models: dict[tuple[object, ...], CostModel] = {}
+        self._sharing: dict[tuple[str, Execution, bool], _Sharing] = {}
+
+    def bound(self, plan: Plan) -> PlanBound:
+        """Return the bounds of a plan.
+
+        Raises:
+            ConfigError: The sizes do not fit together.
+        """
+        model = self._model(plan)
+        leanest = model
+        if plan.recompute == TUNED:
+            leanest = self._model(plan.changed(activation_checkpoint__mode="full"))
+        return PlanBound(*self._step_ms(plan, model), self._memory_bytes(plan, leanest))
+
+    def state_bytes(self, plan: Plan) -> float:
+        """Return the memory of an average rank without activations, which is fast to compute.
+
+        Raises:
+            ConfigError: The sizes do not fit together.
+        """
+        model = self._model(plan)
+        microbatches = self._microbatches(plan)
+        each = plan.changes.get(REDUCTION) == "microbatch"
+        unsharded = plan.size("pipeline") > 1 or (microbatches > 1 and not each)
+        found = 0.0
+        for module in self._sample.modules:
+            shared = self._module_sharing(plan, module, model)
+            found += shared.state_bytes + unsharded * shared.gradient_bytes
+        return found / plan.size("pipeline")
+
+    def _step_ms(self, plan: Plan, model: CostModel) -> tuple[float, float]:
+        """Return the bound and the estimate of the step time."""
+        pipeline = plan.size("pipeline")
+        microbatches = self._microbatches(plan)
+        stages = plan.size("virtual_stages")
+        work_ms = ramp_ms = least_ramp_ms = update_ms = 0.0
+        estimate_ms = self._slowest_ms(plan, model) / pipeline
+        for module in self._sample.modules:
+            own = self._module_times(plan, module, model)
+            mean_ms = float(own.total_N.mean())
+            work_ms += microbatches * mean_ms / pipeline
+            if module.kind == "llm" or plan.method == "chain":
+                ramp_ms += mean_ms
+            elif plan.method == "separated":
+                ramp_ms += mean_ms / self._parts(module, plan.microbatch_size)
+            least_ramp_ms += own.least_ms
+            shared = self._module_sharing(plan, module, model)
+            update_ms += shared.update_ms / pipeline
+            if pipeline == 1:
+                estimate_ms += shared.reduce_ms / (len(module.layers) + 1)
+            else:
+                estimate_ms += (shared.reduce_ms + shared.gather_ms) / pipeline
+        estimate_ms += ramp_ms * (pipeline - 1) / pipeline / stages + update_ms
+        bound_ms = REGROUPED * work_ms + update_ms
+        if plan.method in CHAINS and plan.schedule == "1f1b":
+            bound_ms += REGROUPED * least_ramp_ms * (pipeline - 1) / (2 * pipeline)
+        return bound_ms, estimate_ms
+
+    def _parts(self, module: ModuleDescription, size: int) -> float:
+        """Return the mean number of tasks that separate encoders divide a microbatch into."""
+        if module.name not in self._images:
+            packs = self._sample.packs
+            images = sum(pack.images_of(module.name) for pack in packs)
+            self._images[module.name] = images / len(packs)
+        return max(1.0, size * self._images[module.name] / IMAGES_AT_ONCE[0])
+
+    def _slowest_ms(self, plan: Plan, model: CostModel) -> float:
+        """Return the estimated work of the slowest rank, of all layers.
+
+        Without a pipeline, ranks that share parameters wait for each other in every module of every
+        microbatch. In a pipeline, ranks with the same layers wait at the end of the step.
+        Reordering lets similar microbatches meet, and divides the work of a step equally.
+        """
+        shares = plan.shares
+        shape = shares, self._microbatches(plan)
+        locked = max(1, plan.size("shard") // plan.size("llm.context"))
+        data = self._recipe.data
+        is_ordered = plan.changes.get("data.reorder", data.reorder) not in ("auto", "none")
+        is_balanced = plan.changes.get("data.balance", data.balance) == "images"
+        times = [
+            (module.kind, self._module_times(plan, module, model).total_N)
+            for module in self._sample.modules
+        ]
+        whole_N = np.sum([total_N for _, total_N in times], axis=0)
+        if plan.size("pipeline") > 1:
+            if is_ordered:
+                return max(float(whole_N.sum()) / shares, float(whole_N.max()))
+            return float(whole_N.reshape(shape).sum(1).max())
+        order_N = np.argsort(-whole_N)
+        group_ms_G = np.zeros(shares // locked)
+        for kind, total_N in times:
+            if is_balanced and kind != "llm":
+                group_ms_G += total_N.sum() / shares
+            elif is_ordered:
+                group_ms_G += total_N[order_N].reshape(shape[::-1]).max(1).sum()
+            else:
+                group_ms_G += total_N.reshape(-1, locked, shape[1]).max(1).sum(1)
+        return float(group_ms_G.max())
+
+    def _memory_bytes(self, plan: Plan, model: CostModel) -> float:
+        """Return the memory of an average rank: states and the activations that it saves."""
+        pipeline = plan.size("pipeline")
+        waiting = min((pipeline + 1) / 2, self._microbatches(plan))
+        kept_bytes = sum(
+            self._module_times(plan, module, model).kept_bytes for module in self._sample.modules
+        )
+        return self.state_bytes(plan) + waiting * kept_bytes / pipeline
+
+    def _microbatches(self, plan: Plan) -> int:
+        batch = self._recipe.training.global_batch_size
+        return batch // (plan.shares * plan.microbatch_size)
+
+    def _model(self, plan: Plan) -> CostModel:
+        """Return the cost model of a plan, whose executions depend on few of its changes."""
+        keys = (
+            *("tensor", "replicate", "shard", "expert", "llm.context", "sequence_parallel"),
+            *("pipeline", "placement", "gradient_reduction", "tensor_bubbles"),
+            *(f"{module.name}.tensor" for module in self._sample.modules),
+        )
+        # Layers that split the backward pass are not compiled.
+        splits = plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].splits_backward
+        key = (plan.recompute, splits, *(plan.changes.get(f"parallel.{name}") for name in keys))
+        if key not in self._models:
+            own = planned_recipe(self._recipe, plan)
+            run = resolve(own, plan.devices)
+            self._models[key] = run_costs(run, self._sample.modules, self._profile)
+        return self._models[key]
+
+    def _module_sharing(self, plan: Plan, module: ModuleDescription, model: CostModel) -> _Sharing:
+        layerwise = plan.size("pipeline") == 1
+        key = module.name, model.execution(module.name), layerwise
+        if key not in self._sharing:
+            layers = len(module.layers)
+            held_bytes = model.static_bytes(module, 0, layers, layerwise=layerwise)
+            gradient_bytes = model.gradient_bytes(module, 0, layers)
+            self._sharing[key] = _Sharing(
+                model.update_ms(module, 0, layers),
+                model.gather_ms(module, 0, layers),
+                model.reduce_ms(module, 0, layers),
+                held_bytes - gradient_bytes,
+                gradient_bytes,
+            )
+        return self._sharing[key]
+
+    def _module_times(
+        self, plan: Plan, module: ModuleDescription, model: CostModel
+    ) -> _ModuleTimes:
+        layerwise = plan.size("pipeline") == 1
+        key = module.name, model.execution(module.name), layerwise
+        if key not in self._times:
+            self._times[key] = self._times_by_size(module, model, layerwise=layerwise)
+        found = self._times[key][plan.microbatch_size]
+        context = plan.size("llm.context")
+        if module.kind == "llm" or context == 1:
+            return found
+        # Ranks of context parallelism divide the images.
+        total_N, least_ms, kept_bytes = found
+        return _ModuleTimes(total_N / context, least_ms / context, kept_bytes / context)
+
+    def _times_by_size(
+        self, module: ModuleDescription, model: CostModel, *, layerwise: bool
+    ) -> dict[int, _ModuleTimes]:
+        """Return the times of the complete module, by microbatch size."""
+        every = self._microbatches_by_size
+        total_N = np.zeros(sum(len(metas) for metas in every.values()))
+        kept_N = np.zeros(len(total_N))
+        has_input_N = np.zeros(len(total_N), bool)
+        costs = self._module_costs(module, model)
+        if costs is not None:
+            execution = model.execution(module.name)
+            layers = len(module.layers)
+            shares = execution.shard > 1 or model.element_bytes < execution.states.weight
+            if layerwise and execution.uses_fsdp and shares:
+                gather = model.gather_work(module, 0, layers)
+                hides = self._profile.device.asynchronous
+                none = Work.none(len(costs.kept_bytes))
+                costs = costs.sharded(gather, none, layers + 1, hides)
+            at = self._module_sizes(module)[0]
+            total_N[at] = costs.forward.total_ms + costs.backward.total_ms
+            kept_N[at] = costs.kept_bytes
+            has_input_N[at] = True
+        found = {}
+        stop = 0
+        for size, metas in every.items():
+            own = slice(stop, stop := stop + len(metas))
+            everywhere = bool(has_input_N[own].all())
+            least_ms = float(total_N[own].min())
+            kept_bytes = float(kept_N[own].min())
+            found[size] = _ModuleTimes(total_N[own], least_ms * everywhere, kept_bytes * everywhere)
+        return found
+
+    def _module_costs(self, module: ModuleDescription, model: CostModel) -> StageCosts | None:
+        """Return the costs of the complete module without sharding, by microbatch with input.
+
+        Microbatches of all sizes are computed at once, because the time to compute the costs hardly
+        depends on their number. Adding gradients to those of other microbatches is not included,
+        because a rank runs fewer microbatches than there are here.
+        """
+        own = model.execution(module.name)
+        key = module.name, replace(own, shard=1, replicate=1, reduces_each=True)
+        if key not in self._costs:
+            _, sizes, arrives_N = self._module_sizes(module)
+            self._costs[key] = None
+            if sizes is not None:
+                layers = len(module.layers)
+                first = replace(model, executions={module.name: replace(own, reduces_each=True)})
+                self._costs[key] = first.stage_costs(module, 0, layers, sizes, arrives_N)
+        return self._costs[key]
+
+    def _module_sizes(self, module: ModuleDescription):  # type: ignore[no-untyped-def]
+        if module.name not in self._sizes:
+            metas = [meta for own in self._microbatches_by_size.values() for meta in own]
+            at, sizes = pack_sizes(module, metas)
+            modules = self._sample.modules
+            arrives_N = np.array(
+                [gradients_arrive(modules, metas[i])[module.name] for i in at], bool
+            )
+            self._sizes[module.name] = at, sizes, arrives_N
+        return self._sizes[module.name]
+
+    @cached_property
+    def _microbatches_by_size(self) -> dict[int, list[MicrobatchMeta]]:
+        """Microbatches of the global batch, by the number of sequences in each."""
+        packs = self._sample.packs
+        return {
+            size: [join_packs(packs[i : i + size]) for i in range(0, len(packs), size)]
+            for size in microbatch_sizes(self._recipe)
+        }

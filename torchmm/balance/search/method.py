@@ -1,0 +1,129 @@
+"""Queue of the plans of one method, and the state of their search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from torchmm.balance.search.result import Candidate
+from torchmm.balance.search.space import FIRST_SCHEDULES, Plan
+
+GAINS = {"searched": 0.75}
+"""Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
+searched order of PipeWeaver's VLM-S takes 0.82 of the static one."""
+LARGEST_GAIN = min(GAINS.values())
+NEAR = 1.15
+"""Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
+SETUP_ACTIONS = 500
+"""Simulated actions that take as long as to prepare a simulation (measured: 0.1 s)."""
+
+
+@dataclass(order=True)
+class Draft:
+    """A plan that is still to be simulated; sorts by estimate."""
+
+    estimate_ms: float
+    text: str
+    plan: Plan = field(compare=False)
+    bound_ms: float = field(compare=False)
+    is_rough: bool = field(compare=False, default=True)
+    """Whether the estimate is not based on a simulated plan."""
+    is_surveyed: bool = field(compare=False, default=False)
+
+
+@dataclass
+class MethodSearch:
+    """State of the search for one method."""
+
+    name: str
+    roots: list[Draft] = field(default_factory=list)
+    """Plans with estimates that are not based on a simulated plan."""
+    queue: list[Draft] = field(default_factory=list)
+    """Plans that follow from simulated plans."""
+    known: set[str] = field(default_factory=set)
+    best: Candidate | None = None
+    promise_ms: float = inf
+    """Step that the bubble scheduler expects of the fastest plan."""
+    sure: Candidate | None = None
+    """The fastest plan that was simulated as a dry run simulates it."""
+    factor: float = 0.0
+    """Lowest ratio of simulated to estimated step times of plans that fit; 0 before the first one.
+
+    Plans that do not fit are faster than the same sizes with recomputation."""
+    schedule_ms: dict[str, float] = field(default_factory=dict)
+    """Step time of the fastest plan that fits, by schedule."""
+    simulated: int = 0
+    considered: int = 0
+    spent: int = 0
+    """Simulated actions."""
+    seconds: float = 0.0
+    started: bool = False
+    open_ms: float = inf
+    """Lower bound of plans that were not listed."""
+    excluded_ms: float = inf
+    """Lower bound of plans that were excluded because the bubble scheduler expects more."""
+    problems: Counter[str] = field(default_factory=Counter)
+    least_bytes: float = inf
+
+    @property
+    def best_ms(self) -> float:
+        return inf if self.best is None else self.best.step_ms
+
+    @property
+    def work(self) -> float:
+        """Simulated actions, with the work to prepare each simulation."""
+        return self.spent + SETUP_ACTIONS * self.simulated
+
+    @property
+    def sure_ms(self) -> float:
+        return inf if self.sure is None else self.sure.step_ms
+
+    @property
+    def drafts(self) -> list[Draft]:
+        """Plans that are still to be simulated."""
+        return self.roots + self.queue
+
+    @property
+    def score_ms(self) -> float:
+        """Expected step time of the next plan, or the bound of plans that are not listed yet."""
+        heads = [queue[0] for queue in (self.roots, self.queue) if queue]
+        return min((self._expected_ms(head) for head in heads), default=self.open_ms)
+
+    def _expected_ms(self, draft: Draft) -> float:
+        return draft.estimate_ms * (self.factor if draft.is_rough and self.factor else 1.0)
+
+    @property
+    def gain(self) -> float:
+        """Step time of the best plan over that of the best plan with the first schedule."""
+        first_ms = self.schedule_ms.get(FIRST_SCHEDULES.get(self.name, "1f1b"), inf)
+        return min(1.0, self.best_ms / first_ms) if first_ms < inf else 1.0
+
+    def push(self, draft: Draft) -> None:
+        """Add a plan."""
+        heappush(self.roots if draft.is_rough else self.queue, draft)
+
+    def drop(self, limit_ms: float) -> None:
+        """Drop the next plans whose bounds are not below a limit."""
+        for queue in (self.roots, self.queue):
+            while queue and queue[0].bound_ms >= limit_ms:
+                heappop(queue)
+
+    def pop(self) -> Draft:
+        """Remove and return the next plan, by turns of both queues once there is a plan that fits.
+
+        Estimates of neighbors are close to a known step, so that they would hide other sizes.
+        Sizes that are not expected to be the best even with another schedule come last. Neighbors
+        that are not expected to be the best come after sizes with a lower estimate.
+        """
+        queues = [queue for queue in (self.roots, self.queue) if queue]
+        if self.best is None:
+            return heappop(min(queues, key=lambda queue: self._expected_ms(queue[0])))
+        if len(queues) == 2:
+            rough_ms = self._expected_ms(self.roots[0])
+            if min(LARGEST_GAIN, self.gain / NEAR) * rough_ms > self.best_ms:
+                return heappop(self.queue)
+            if self.queue[0].estimate_ms > max(rough_ms, self.best_ms):
+                return heappop(self.roots)
+        return heappop(queues[self.simulated % len(queues)])

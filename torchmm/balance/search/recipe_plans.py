@@ -1,0 +1,219 @@
+"""Plans that keep the sizes of a recipe.
+
+    for plan in recipe_plans("colocated", recipe, devices, sample): ...
+
+The search uses them to complete a recipe (`parallel.orchestrate` with colocated encoders) and to
+compare its schedules (`scripts/simulate.py --schedule all`). Values that the recipe sets stay. For
+colocated encoders, all combinations of pipeline sizes that divide those of the LLM are tried, with
+one tensor-parallel size for all encoders (Optimus, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import inf
+
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.pipeweaver.segments import leaves_segments_open
+from torchmm.balance.search.result import Candidate
+from torchmm.balance.search.space import (
+    FIRST_SCHEDULES,
+    OWN_KEYS,
+    Plan,
+    Value,
+    describe_sizes,
+    neighbors,
+    plain_recipe,
+)
+from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import GENERATOR, LLM
+from torchmm.costs.operators import Profile
+from torchmm.planning.resolved import resolve
+from torchmm.recipe.check import find_problems
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.schedules import schedules_for
+from torchmm.recipe.sizes import AXES
+
+OPEN_KEYS = ("pipeline", "tensor", "sub_microbatch_images", "segments")
+"""Keys of [parallel.NAME] that are searched if the recipe does not set them."""
+DATA_KEYS = ("reorder", "balance")
+ASYNC_KEYS = ("async_tensor_parallel", "async_tensor_backend")
+
+
+def leaves_encoders_open(recipe: Recipe) -> bool:
+    """Return True if a recipe requests sizes of colocated encoders."""
+    return recipe.parallel.orchestrate and recipe.parallel.placement == "colocated"
+
+
+def base_recipe(recipe: Recipe, method: str) -> Recipe:
+    """Return the recipe that plans of a method change, with all other keys of the recipe."""
+    if recipe.parallel.placement == method:
+        parallel = recipe.parallel.model_copy(update={"orchestrate": False})
+    else:
+        parallel = plain_recipe(recipe).parallel
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def recipe_methods(recipe: Recipe, devices: int, sample: StepSample) -> tuple[str, ...]:
+    """Return the methods that a recipe can use with its own sizes."""
+    run = resolve(recipe, devices)
+    if run.units:
+        return ("disaggregated",)
+    if recipe.parallel.placement == "colocated" or run.llm.pipeline > 1:
+        has_encoders = any(module.kind == "encoder" for module in sample.modules)
+        return ("chain", "separated", *(["colocated"] if has_encoders else []))
+    return ("fsdp",)
+
+
+def recipe_candidate(
+    recipe: Recipe, devices: int, profile: Profile, sample: StepSample
+) -> Candidate | None:
+    """Return the plan of the recipe as it is; None if it leaves sizes open or does not fit."""
+    parallel = recipe.parallel
+    if parallel.leaves_units_open or leaves_encoders_open(recipe) or find_problems(recipe, devices):
+        return None
+    try:
+        forecaster = Forecaster(recipe, devices, profile, sample=sample)
+        forecast = forecaster.forecast()
+    except ConfigError:
+        return None
+    sizes = forecaster.run.llm
+    method: str = parallel.placement
+    if method == "interleaved":
+        method = "separated" if parallel.separates_modules else "chain"
+        method = method if sizes.pipeline > 1 else "fsdp"
+    changes: dict[str, Value] = {
+        **{f"parallel.{name}": getattr(sizes, name) for name in AXES},
+        **{f"parallel.{name}": getattr(parallel, name) for name in OWN_KEYS},
+        "training.microbatch_size": recipe.training.microbatch_size,
+        "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
+    }
+    data = recipe.data
+    changes |= {
+        f"data.{key}": getattr(data, key) for key in DATA_KEYS if getattr(data, key) != "auto"
+    }
+    if parallel.context > 1:
+        changes["parallel.llm.context"] = parallel.context
+    if leaves_segments_open(parallel):
+        for name, own in forecaster.divided(parallel).modules.items():
+            numbers = own.model_dump(include={"segments", "sub_microbatch_images"})
+            changes |= {f"parallel.{name}.{key}": n for key, n in numbers.items() if n}
+    plan = Plan(method, devices, changes)
+    words = f"as in the recipe: {describe_sizes(plan)}"
+    found = Candidate(method, recipe, devices, words, forecast, False, plan)
+    return found if found.step_ms < inf else None
+
+
+def open_keys(method: str, recipe: Recipe, sample: StepSample) -> frozenset[str]:
+    """Return the keys that are searched, such as "parallel.vision.tensor"."""
+    modules = recipe.parallel.modules
+    found = {
+        f"parallel.{module.name}.{key}"
+        for module in sample.modules
+        for key in OPEN_KEYS
+        if module.name not in modules or getattr(modules[module.name], key) is None
+    }
+    if method != "colocated":
+        found |= {"parallel.schedule", "parallel.virtual_stages"}
+    return frozenset(found)
+
+
+def recipe_plans(method: str, recipe: Recipe, devices: int, sample: StepSample) -> Iterator[Plan]:
+    """Yield a plan for each schedule of a method, and for each combination of encoder sizes.
+
+    Args:
+        method: One of `recipe_methods`.
+        recipe: Recipe with sizes.
+        devices: Number of devices in the cluster.
+        sample: Model of the recipe.
+
+    Raises:
+        ConfigError: The sizes of the recipe do not fit the number of devices.
+    """
+    changes = _recipe_changes(method, recipe, devices)
+    if method == "disaggregated":
+        for name in schedules_for("disaggregated"):
+            stages = 1 if name == "1f1b" else recipe.parallel.virtual_stages
+            own: dict[str, Value] = {"parallel.schedule": name, "parallel.virtual_stages": stages}
+            yield Plan(method, devices, {**changes, **own})
+        return
+    first = Plan(method, devices, changes)
+    if method == "colocated":
+        for sizes in _encoder_sizes(first, recipe, sample):
+            yield Plan(method, devices, {**changes, **sizes})
+        return
+    yield first
+    if method == "separated":
+        yield first.changed(parallel__schedule="searched")
+    left = open_keys(method, recipe, sample)
+    for other in neighbors(first, recipe, sample):
+        if keys_changed(first, other) <= left:
+            yield other
+
+
+def _recipe_changes(method: str, recipe: Recipe, devices: int) -> dict[str, Value]:
+    """Return the values of a recipe that plans of a method keep, with the first schedule."""
+    parallel = recipe.parallel
+    changes: dict[str, Value] = {
+        "training.microbatch_size": recipe.training.microbatch_size,
+        "activation_checkpoint.mode": recipe.activation_checkpoint.mode,
+    }
+    if method == "disaggregated":
+        return changes
+    llm = resolve(recipe, devices).llm
+    changes |= {f"parallel.{axis}": getattr(llm, axis) for axis in AXES}
+    changes |= {f"parallel.{key}": getattr(parallel, key) for key in OWN_KEYS}
+    changes["parallel.schedule"] = FIRST_SCHEDULES.get(method, "1f1b")
+    if parallel.context > 1:
+        changes["parallel.llm.context"] = parallel.context
+    if method in ("separated", "colocated"):
+        keys = OPEN_KEYS if method == "colocated" else OPEN_KEYS[2:]
+        for name, module in parallel.modules.items():
+            if method == "colocated" and name in (LLM, GENERATOR):
+                continue
+            given = module.model_dump(include=set(keys), exclude_none=True)
+            changes |= {f"parallel.{name}.{key}": value for key, value in given.items()}
+    if method == "colocated":
+        return {**changes, "parallel.placement": "colocated"}
+    changes |= {f"parallel.{key}": getattr(parallel, key) for key in ASYNC_KEYS}
+    return {**changes, "parallel.virtual_stages": 1}
+
+
+def keys_changed(plan: Plan, other: Plan) -> set[str]:
+    """Return the keys whose values differ in another plan."""
+    return {key for key, value in other.changes.items() if plan.changes.get(key) != value}
+
+
+def _encoder_sizes(plan: Plan, recipe: Recipe, sample: StepSample) -> Iterator[dict[str, int]]:
+    """Yield all combinations of open pipeline and tensor-parallel sizes of encoders.
+
+    Args:
+        plan: Plan with the sizes of the LLM.
+        recipe: Recipe with sizes.
+        sample: Model of the recipe.
+    """
+    pipeline = plan.size("pipeline")
+    tensor = plan.size("tensor")
+    left = open_keys("colocated", recipe, sample)
+    encoders = [module for module in sample.modules if module.kind == "encoder"]
+    pipelines: dict[str, list[int]] = {}
+    heads: dict[str, set[int]] = {}
+    for module in encoders:
+        prefix = f"parallel.{module.name}"
+        if f"{prefix}.pipeline" in left:
+            slices = recipe.parallel.slices(module.name) or 1
+            divisors = [n for n in range(1, pipeline + 1) if pipeline % n == 0]
+            fitting = [n for n in divisors if n * slices <= len(module.layers)]
+            pipelines[f"{prefix}.pipeline"] = fitting
+        if f"{prefix}.tensor" in left:
+            heads[f"{prefix}.tensor"] = {layer.heads for layer in module.layers}
+    counts = {count for own in heads.values() for count in own}
+    tensors = [
+        n
+        for n in range(tensor, 0, -1)
+        if tensor % n == 0 and (n == tensor or not any(count % n for count in counts))
+    ]
+    for size in tensors if heads else [tensor]:
+        for sizes in product(*pipelines.values()):
+            yield {**dict(zip(pipelines, sizes, strict=True)), **dict.fromkeys(heads, size)}

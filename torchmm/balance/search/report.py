@@ -1,0 +1,155 @@
+"""Results of the search for parallel sizes as tables and as the comment of a recipe."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from torchmm.balance.search.result import Candidate, SearchResult
+from torchmm.balance.simulation.simulator import SimulatedStep
+from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.pipelining.view.timeline import BUBBLE_CLASSES
+from torchmm.recipe.placement_sizes import unit_sizes
+from torchmm.recipe.read import dump_recipe
+
+GIB = 2**30
+NOTABLE = 0.005
+"""Smallest difference that is listed as a reason, as a fraction of the best step."""
+
+
+def result_tables(result: SearchResult, title: str) -> list[Table]:
+    """Return the best plan of each method, the fastest first, and the modules of the best one.
+
+    Args:
+        result: Result of a search with a plan.
+        title: Devices and batch size, for the first title.
+    """
+    best = result.best
+    assert best is not None
+    found = [_method_table(result, best, title)]
+    if best.method == "disaggregated":
+        found.append(_module_table(best))
+    return found
+
+
+def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
+    table = Table(title=f"Best plan of each method on {title} (simulated)", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    table.add_column("schedule", no_wrap=True)
+    table.add_column("recompute", no_wrap=True)
+    table.add_column("parallel sizes")
+    for column in ("GPUs", "step ms", "MFU %", "tokens/s", "peak GiB"):
+        table.add_column(column, justify="right")
+    table.add_column("why slower")
+    for candidate in result.ranked:
+        step = candidate.forecast.step
+        assert step is not None
+        table.add_row(
+            candidate.method,
+            _schedule(candidate),
+            candidate.recipe.activation_checkpoint.mode,
+            candidate.sizes,
+            str(candidate.devices),
+            f"{candidate.step_ms:,.1f}",
+            f"{100 * candidate.forecast.mfu:.1f}",
+            f"{candidate.forecast.tokens_per_s:,.0f}",
+            f"{max(step.peak_bytes) / GIB:.1f}",
+            "best" if candidate is best else why_slower(candidate, best),
+        )
+    for method, reason in result.best_by_method.items():
+        if isinstance(reason, str):
+            table.add_row(method, *[""] * 8, reason)
+    return table
+
+
+def _module_table(best: Candidate) -> Table:
+    """Return the sizes of modules on separate ranks."""
+    step = best.forecast.step
+    assert step is not None
+    table = Table(title="Modules of the best plan", title_justify="left")
+    table.add_column("module", no_wrap=True)
+    for column in ("GPUs", "tensor", "data", "pipeline", "busy %", "peak GiB"):
+        table.add_column(column, justify="right")
+    for name in best.recipe.model.modality_modules:
+        own = unit_sizes(best.recipe.parallel, name)
+        stages = [s for s in step.plan.graph.layout.stages if s.module == name]
+        ranks = {rank for stage in stages for rank in stage.ranks}
+        data = own["replicate"] * own["shard"]
+        devices = own["tensor"] * data * own["pipeline"]
+        busy = max(step.timeline.busy_ms[rank] for rank in ranks) / step.makespan_ms
+        peak = max(step.peak_bytes[rank] for rank in ranks) / GIB
+        numbers = (devices, own["tensor"], data, own["pipeline"])
+        table.add_row(name, *map(str, numbers), f"{100 * busy:.0f}", f"{peak:.1f}")
+    return table
+
+
+def certificate(result: SearchResult) -> str:
+    """Return how far the best plan is from the bound of the plans that were searched."""
+    best = result.best
+    assert best is not None
+    simulated = sum(result.simulated.values())
+    considered = sum(result.considered.values())
+    counts = f"{simulated} of {considered} plans simulated in {result.seconds:.0f} s of CPU time"
+    memory = f"plans may use {MEMORY_SHARE:.0%} of the memory of a device"
+    if result.complete:
+        return (
+            f"{counts}; the others have higher bounds or estimates or do not fit into memory; "
+            f"{memory}"
+        )
+    within = best.step_ms / result.bound_ms - 1
+    return (
+        f"{counts}, then the limit was reached; use a higher --budget-s to simulate more plans; "
+        f"no plan that was considered is faster than {result.bound_ms:,.1f} ms; the best step is "
+        f"at most {100 * within:.1f} % slower than that; {memory}"
+    )
+
+
+def _schedule(candidate: Candidate) -> str:
+    if candidate.method == "fsdp":
+        return "-"
+    stages = candidate.recipe.parallel.virtual_stages
+    name = candidate.forecast.schedule
+    return f"{name}, {stages} per rank" if stages > 1 else name
+
+
+def why_slower(candidate: Candidate, best: Candidate) -> str:
+    """Return why a candidate is slower than the best, in a few words."""
+    step = candidate.forecast.step
+    first = best.forecast.step
+    assert step is not None and first is not None
+    ours = _times_ms(step, candidate)
+    theirs = _times_ms(first, best)
+    more = {name: (ours[name] - theirs[name]) / best.step_ms for name in ours}
+    largest = sorted(more, key=lambda name: -more[name])[:2]
+    parts = [f"{name} {more[name]:+.1%}" for name in largest if more[name] > NOTABLE]
+    if idle := best.devices - candidate.devices:
+        parts += [f"{idle} GPUs are not used"] if idle > 0 else []
+    ratio = candidate.step_ms / best.step_ms - 1
+    return f"{ratio:+.1%}: {', '.join(parts)}" if parts else f"{ratio:+.1%}"
+
+
+def _times_ms(step: SimulatedStep, candidate: Candidate) -> dict[str, float]:
+    """Return the time split of an average rank: computing, each class of bubbles, the update."""
+    timeline = step.timeline
+    found = {"computing": (1 - timeline.bubble_fraction) * step.makespan_ms}
+    for kind in BUBBLE_CLASSES:
+        found[f"bubbles ({kind.replace('_', ' ')})"] = (
+            timeline.bubble_share[kind] * step.makespan_ms
+        )
+    found["optimizer"] = candidate.forecast.update_ms
+    return found
+
+
+def recipe_text(candidate: Candidate, source: str, device: str) -> str:
+    """Return a recipe file with a comment that shows the plan and how to run it."""
+    step = candidate.forecast.step
+    assert step is not None
+    lines = [
+        f"Planned by torchmm plan from {source}: {candidate.method}, {candidate.sizes}, on",
+        f"{candidate.devices} x {device}. Simulated step: {candidate.step_ms:,.1f} ms, MFU "
+        f"{100 * candidate.forecast.mfu:.1f} %, {max(step.peak_bytes) / GIB:.1f} GiB "
+        f"(at most {MEMORY_SHARE:.0%} of a device).",
+        "",
+        f"  torchrun ... -m torchmm train THIS_FILE      with {candidate.devices} ranks",
+    ]
+    comment = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return f"{comment}\n{dump_recipe(candidate.recipe)}"

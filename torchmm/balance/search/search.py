@@ -1,0 +1,618 @@
+"""The search for the fastest parallel sizes, over all methods.
+
+    result = search_plans(recipe, 64, load_profile("h100"))
+    result.best.recipe, result.best.step_ms, result.best_by_method["chain"]
+
+Every candidate is judged by the forecast that a dry run of its recipe shows (`Forecaster`). The
+first one is the recipe as it is. The search is best-first: methods take turns until each has a plan
+that fits, then the plan with the lowest estimate is simulated next. Plans whose lower bound exceeds
+the best step are skipped. If a plan is among the fastest of its schedule, its neighbors are tried:
+other schedules, stages per rank, segments, images at once. If a plan does not fit into memory, it
+is tried with layers tuned to memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
+
+from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.pipeweaver.segments import leaves_segments_open
+from torchmm.balance.search.bounds import PlanBounds
+from torchmm.balance.search.disaggregated import DisaggregatedPlans
+from torchmm.balance.search.method import GAINS, NEAR, Draft, MethodSearch
+from torchmm.balance.search.recipe_plans import (
+    base_recipe,
+    keys_changed,
+    open_keys,
+    recipe_candidate,
+    recipe_methods,
+    recipe_plans,
+)
+from torchmm.balance.search.result import Candidate, SearchResult
+from torchmm.balance.search.space import (
+    METHODS,
+    TUNED,
+    Plan,
+    describe_sizes,
+    neighbors,
+    plain_recipe,
+    planned_recipe,
+    recompute_modes,
+    shared_plans,
+    with_memory_limit,
+)
+from torchmm.common.errors import ConfigError
+from torchmm.costs.devices import MEMORY_SHARE
+from torchmm.costs.operators import Profile
+from torchmm.planning.executions import run_costs
+from torchmm.planning.resolved import resolve
+from torchmm.recipe.check import find_problems
+from torchmm.recipe.recipe import Recipe
+
+REORDERED = 1.02
+"""Expected step time of a neighbor with another `data.reorder` over that of its plan."""
+RECOMPUTED = 1.05
+"""The same for layers tuned to memory over no recomputation."""
+TRIES, FIRST_SHARE = 12, 0.15
+"""Plans that a method simulates until one fits, and its share of the time, before other methods.
+Every method simulates at least one plan."""
+PROMISE_MARGIN = 1.05
+"""Plans with the sizes of a recipe are simulated if the bubble scheduler expects at most this
+factor of the step that it expects of the best one."""
+MAX_TASKS, TASKS_PER_S, TASKS_SHARE = 10_000, 380.0, 0.25
+"""Largest number of tasks of a pipeline with colocated encoders, tasks that the bubble scheduler
+places per second (measured: 17,000 in 45 s), and the share of the time that one plan may take."""
+SCREENED = 100
+"""Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
+FIRST_REPORT_S = 1.0
+REPORT_GROWTH = 2.0
+
+
+def search_plans(  # noqa: PLR0913 - limits of the search
+    recipe: Recipe,
+    devices: int,
+    profile: Profile,
+    *,
+    methods: Sequence[str] = METHODS,
+    budget_s: float = 20.0,
+    effort: float = inf,
+    exact: bool = False,
+    schedules: Sequence[str] | None = None,
+    limits: Mapping[str, int] | None = None,
+    own_sizes: bool = False,
+    sample: StepSample | None = None,
+    report: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Return the fastest plan of each method.
+
+    Results are deterministic if the search completes, or if only `effort` limits it.
+
+    Args:
+        recipe: Recipe whose parallel sizes, schedule, placement, microbatch size and recomputation
+            are searched. Other keys stay.
+        devices: Number of devices in the cluster.
+        profile: Profile of one device.
+        methods: Methods to search, from `METHODS`.
+        budget_s: Limit of the processor time in seconds. A simulation in progress is finished.
+        effort: Limit of the number of simulated actions.
+        exact: Whether plans have to use all devices.
+        schedules: Schedules to use; None for all.
+        limits: Largest number of devices by module, for disaggregated modules.
+        own_sizes: Whether to keep the values that the recipe sets, except the schedule. Requires
+            one method of `recipe_methods`.
+        sample: Model and first step of the recipe, if they exist.
+        report: Function that receives progress messages.
+
+    Raises:
+        ConfigError: The recipe has errors that do not depend on parallel sizes.
+    """
+    started = time.thread_time()
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise ConfigError(f"method {unknown[0]!r} is unknown; use one of {', '.join(METHODS)}")
+    plain = base_recipe(recipe, methods[0]) if own_sizes else plain_recipe(recipe)
+    plain = with_memory_limit(plain, profile.device.memory_bytes)
+    ranks = devices if plain.parallel.placement != "interleaved" else 1
+    if problems := find_problems(plain, ranks):
+        raise ConfigError([str(problem) for problem in problems])
+    sample = StepSample(recipe) if sample is None else sample
+    if not sample.packs:
+        raise ConfigError("training.global_batch_size: the first step has no sequences")
+    run_costs(resolve(plain, ranks), sample.modules, profile)
+    search = _Search(
+        plain, devices, profile, sample,
+        exact=exact, schedules=schedules, limits=limits, report=report,
+        sized=recipe if own_sizes else None,
+    )  # fmt: skip
+    own = None if schedules or limits or own_sizes else recipe
+    search.run([name for name in METHODS if name in methods], started + budget_s, effort, own)
+    return search.result(time.thread_time() - started)
+
+
+class _Search:
+    """State and control loop of a search."""
+
+    def __init__(  # noqa: PLR0913 - limits of the search
+        self,
+        recipe: Recipe,
+        devices: int,
+        profile: Profile,
+        sample: StepSample,
+        *,
+        exact: bool,
+        schedules: Sequence[str] | None,
+        limits: Mapping[str, int] | None,
+        report: Callable[[str], None] | None,
+        sized: Recipe | None,
+    ) -> None:
+        self._recipe = recipe
+        self._devices = devices
+        self._profile = profile
+        self._sample = sample
+        self._exact = exact
+        self._schedules = schedules
+        self._limits = limits
+        self._report = report
+        self._bounds = PlanBounds(recipe, profile, sample)
+        self._sized = sized
+        """Recipe whose sizes stay; None if all sizes are searched."""
+        self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
+        self._disaggregated: DisaggregatedPlans | None = None
+        self._methods: dict[str, MethodSearch] = {}
+        self._complete = True
+        self._budget_s = inf
+        self._turns = 0
+        self._own: Recipe | None = None
+        """Recipe that is still to be simulated as it is."""
+
+    @property
+    def best_ms(self) -> float:
+        """Step time of the fastest plan."""
+        return min((method.best_ms for method in self._methods.values()), default=inf)
+
+    def run(
+        self, names: Sequence[str], deadline: float, effort: float, own: Recipe | None = None
+    ) -> None:
+        """Simulate plans until none is left, or a limit is reached.
+
+        Args:
+            names: Methods to search.
+            deadline: Processor time of this thread at which the search stops, in seconds.
+            effort: Limit of the number of simulated actions.
+            own: Recipe that is also simulated as it is.
+        """
+        self._methods = {name: MethodSearch(name) for name in names}
+        self._own = own
+        self._improve(deadline, effort)
+        for method in self._methods.values():
+            if method.best is not None and method.best.is_short:
+                self._confirm(method)
+
+    def _improve(self, deadline: float, effort: float) -> None:
+        started = time.thread_time()
+        self._budget_s = deadline - started
+        next_report = FIRST_REPORT_S
+        while True:
+            elapsed = time.thread_time() - started
+            spent = sum(each.spent for each in self._methods.values())
+            is_late = elapsed > self._budget_s / 2 or spent > effort / 2
+            if self._own is not None and (is_late or not leaves_segments_open(self._own.parallel)):
+                self._add_recipe(self._own)
+            method = self._next_method()
+            if method is None and self._own is not None:
+                self._add_recipe(self._own)
+                method = self._next_method()
+            if method is None:
+                return
+            if time.thread_time() > deadline or spent > effort:
+                self._complete = False
+                return
+            if self._report is not None and elapsed > next_report:
+                self._report(self._progress(elapsed))
+                next_report = REPORT_GROWTH * elapsed
+            before = time.thread_time()
+            if not method.started:
+                self._start(method)
+            elif method.drafts:
+                self._try(method, method.pop())
+            else:
+                self._extend(method)
+            method.seconds += time.thread_time() - before
+
+    def _add_recipe(self, recipe: Recipe) -> None:
+        """Simulate a recipe as it is, and list it with its method.
+
+        This takes seconds if the run chooses segments, which is why such recipes are simulated in
+        the second half of the search.
+        """
+        self._own = None
+        own = recipe_candidate(recipe, self._devices, self._profile, self._sample)
+        if own is None or own.method not in self._methods:
+            return
+        method = self._methods[own.method]
+        assert own.forecast.step is not None
+        method.spent += len(own.forecast.step.records)
+        method.simulated += 1
+        method.considered += 1
+        method.known.add(own.plan.text)
+        if own.step_ms < method.best_ms:
+            method.best = own
+        if own.step_ms < method.sure_ms:
+            method.sure = own
+        if own.method in ("fsdp", "chain", "separated"):
+            first = recompute_modes(self._recipe)[0]
+            plan = own.plan.changed(activation_checkpoint__mode=first)
+            self._push(method, plan, own.plan, own.step_ms)
+
+    def _next_method(self) -> MethodSearch | None:
+        """Return the method whose plan is simulated next; None if no plan is left.
+
+        Methods without a plan come first, until they have used their share of the search. Then
+        turns alternate between the method with the lowest estimate below the best step, and the
+        method with little work so far and a low estimate. The first of these turns are for
+        methods with a plan, because estimates of plans that do not fit into memory say little.
+        """
+        self._turns += 1
+        best_ms = self.best_ms
+        left = []
+        for method in self._methods.values():
+            is_tried = method.best is not None or self._has_tried(method)
+            if is_tried:
+                method.drop(best_ms)
+            if method.drafts or not method.started or method.open_ms < best_ms:
+                left.append(method)
+        if not left:
+            return None
+        for method in left:
+            if not method.started or (method.best is None and not self._has_tried(method)):
+                return method
+        with_plan = [each for each in left if each.best is not None] or left
+        promising = min(with_plan, key=lambda each: each.score_ms)
+        if promising.score_ms < best_ms and self._turns % 2:
+            return promising
+        return min(left, key=lambda each: each.work * each.score_ms**2 if each.spent else 0.0)
+
+    def _has_tried(self, method: MethodSearch) -> bool:
+        """Return True if a method has used its share of the search without a plan that fits."""
+        is_late = method.seconds > FIRST_SHARE * self._budget_s
+        return method.simulated >= (1 if is_late else TRIES)
+
+    def _start(self, method: MethodSearch) -> None:
+        """List the plans of a method."""
+        method.started = True
+        if self._sized is not None:
+            for plan in recipe_plans(method.name, self._sized, self._devices, self._sample):
+                self._push(method, plan)
+            return
+        if method.name == "disaggregated":
+            self._start_disaggregated(method)
+            return
+        if problem := self._unsuitable(method.name):
+            method.problems[problem] += 1
+            return
+        plans = shared_plans(
+            method.name, self._recipe, self._devices, self._profile, self._sample,
+            exact=self._exact,
+        )  # fmt: skip
+        most = min(MAX_TASKS, TASKS_PER_S * TASKS_SHARE * self._budget_s)
+        for plan in plans:
+            if method.name != "colocated" or self._tasks(plan) <= most:
+                self._push(method, plan)
+
+    def _tasks(self, plan: Plan) -> int:
+        """Return the number of tasks of a pipeline with a stage for each encoder layer."""
+        encoders = [len(own.layers) for own in self._sample.modules if own.kind == "encoder"]
+        return self._microbatches(plan) * (plan.size("pipeline") + sum(encoders))
+
+    def _microbatches(self, plan: Plan) -> int:
+        """Return the number of microbatches of a pipeline."""
+        batch = self._recipe.training.global_batch_size
+        return batch // (plan.shares * plan.microbatch_size)
+
+    def _unsuitable(self, name: str) -> str:
+        """Return why a method cannot run the model, or an empty string."""
+        kinds = [module.kind for module in self._sample.modules]
+        if name == "colocated" and "encoder" not in kinds:
+            return "the model has no encoders"
+        return ""
+
+    def _start_disaggregated(self, method: MethodSearch) -> None:
+        try:
+            self._disaggregated = DisaggregatedPlans(
+                self._recipe, self._devices, self._profile, self._sample,
+                exact=self._exact, schedules=self._schedules, limits=self._limits,
+            )  # fmt: skip
+        except ConfigError as error:
+            method.problems[_one_line(error)] += 1
+            return
+        for plan, bound_ms, estimate_ms in self._disaggregated.favorites():
+            self._push_draft(method, Draft(estimate_ms, plan.text, plan, bound_ms))
+        method.open_ms = self._disaggregated.open_ms
+
+    def _extend(self, method: MethodSearch) -> None:
+        """List further plans of modules on separate ranks."""
+        assert self._disaggregated is not None
+        for plan, bound_ms, estimate_ms in self._disaggregated.next_band():
+            self._push_draft(method, Draft(estimate_ms, plan.text, plan, bound_ms))
+        method.open_ms = self._disaggregated.open_ms
+
+    def _push(
+        self, method: MethodSearch, plan: Plan, parent: Plan | None = None, parent_ms: float = inf
+    ) -> None:
+        """List a plan, with the first recomputation mode that may fit.
+
+        Args:
+            method: Method of the plan.
+            plan: Plan to list.
+            parent: Simulated plan that the estimate is based on.
+            parent_ms: Step time of that plan.
+        """
+        if plan.text in method.known:
+            return
+        if self._schedules is not None and plan.schedule not in self._schedules:
+            return
+        if method.name == "disaggregated":
+            self._push_draft(method, Draft(0.0, plan.text, plan, 0.0, is_rough=False))
+            return
+        memory_bytes = self._bounds.state_bytes(plan)
+        if memory_bytes <= self._limit_bytes:
+            bound = self._bounds.bound(plan)
+            memory_bytes = bound.memory_bytes
+        if memory_bytes > self._limit_bytes:
+            method.known.add(plan.text)
+            method.considered += 1
+            method.least_bytes = min(method.least_bytes, memory_bytes)
+            for other in self._with_more_recomputation(plan):
+                self._push(method, other, parent, parent_ms)
+            return
+        estimate_ms = bound.estimate_ms
+        if parent is not None:
+            expected = bound.estimate_ms / self._bounds.bound(parent).estimate_ms
+            if plan.schedule != parent.schedule:
+                gain = GAINS.get(plan.schedule)
+                expected *= 1.0 if gain is None else min(gain, method.gain)
+            if plan.changes.get("data.reorder") != parent.changes.get("data.reorder"):
+                expected = max(expected, REORDERED)
+            estimate_ms = parent_ms * expected
+        draft = Draft(estimate_ms, plan.text, plan, bound.step_ms, parent is None)
+        self._push_draft(method, draft)
+
+    def _push_draft(self, method: MethodSearch, draft: Draft) -> None:
+        if draft.text not in method.known:
+            method.known.add(draft.text)
+            method.considered += 1
+            method.push(draft)
+
+    def _with_more_recomputation(self, plan: Plan) -> Iterator[Plan]:
+        """Yield the plan with the next mode that the recipe checks accept."""
+        modes = recompute_modes(self._recipe) if self._sized is None else ()
+        for mode in modes[modes.index(plan.recompute) + 1 :] if plan.recompute in modes else ():
+            tried = plan.changed(activation_checkpoint__mode=mode)
+            if not find_problems(planned_recipe(self._recipe, tried), plan.devices):
+                yield tried
+                if mode == TUNED:  # not slower than the others
+                    return
+
+    def _try(self, method: MethodSearch, draft: Draft) -> None:
+        """Simulate a plan and list the plans that follow from it."""
+        plan = draft.plan
+        if plan.method == "colocated" and not self._survey(method, draft):
+            return
+        candidate = self._simulate(method, plan)
+        if candidate is None:
+            return
+        if candidate.step_ms == inf:
+            self._recompute_more(method, draft, candidate)
+            return
+        if draft.is_rough:
+            ratio = candidate.step_ms / draft.estimate_ms
+            method.factor = min(method.factor or ratio, ratio)
+        best_ms = method.schedule_ms.get(plan.schedule, inf)
+        method.schedule_ms[plan.schedule] = min(best_ms, candidate.step_ms)
+        is_best = candidate.step_ms < method.best_ms
+        if is_best:
+            method.best = candidate
+            method.promise_ms = draft.estimate_ms if draft.is_surveyed else inf
+        if not candidate.is_short and candidate.step_ms < method.sure_ms:
+            method.sure = candidate
+        if is_best or (self._sized is None and candidate.step_ms < NEAR * best_ms):
+            self._push_neighbors(method, plan, candidate.step_ms)
+
+    def _recompute_more(self, method: MethodSearch, draft: Draft, candidate: Candidate) -> None:
+        """List a plan that does not fit with more recomputation."""
+        step = candidate.forecast.step
+        assert step is not None
+        method.least_bytes = min(method.least_bytes, max(step.peak_bytes))
+        # The first plan that fits matters more than the order of the others.
+        expected_ms = 0.0
+        if method.best is not None:
+            expected_ms = RECOMPUTED * candidate.forecast.iteration_ms
+        if draft.is_rough:  # other schedules may be as much faster as for the best sizes
+            expected_ms *= method.gain
+        if method.name == "disaggregated":
+            self._push_neighbors(method, draft.plan, expected_ms)
+            return
+        for other in self._with_more_recomputation(draft.plan):
+            self._push(method, other, draft.plan, expected_ms)
+
+    def _push_neighbors(self, method: MethodSearch, plan: Plan, step_ms: float) -> None:
+        if self._sized is not None:
+            left = open_keys(method.name, self._sized, self._sample)
+            for other in neighbors(plan, self._recipe, self._sample):
+                if keys_changed(plan, other) <= left:
+                    self._push(method, other, plan, step_ms)
+            return
+        if method.name == "disaggregated":
+            assert self._disaggregated is not None
+            for other, bound_ms, ratio in self._disaggregated.siblings(plan):
+                draft = Draft(step_ms * ratio, other.text, other, bound_ms, is_rough=False)
+                self._push_draft(method, draft)
+            return
+        for other in neighbors(plan, self._recipe, self._sample):
+            self._push(method, other, plan, step_ms)
+
+    def _survey(self, method: MethodSearch, draft: Draft) -> bool:
+        """Return True if the bubble scheduler expects a plan to be the fastest of its method.
+
+        The expected time is within a few per cent of the simulated one, and takes a fraction of the
+        time to compute. Plans that are expected to be slower are simulated later.
+        """
+        if not draft.is_surveyed:
+            forecaster = self._forecaster(method, draft.plan)
+            if forecaster is None:
+                return False
+            method.spent += 2 * self._tasks(draft.plan)
+            try:
+                expected_ms = forecaster.promised_ms(forecaster.recipe.parallel)
+            except ConfigError as error:
+                method.problems[_one_line(error)] += 1
+                return False
+            if draft.is_rough:
+                ratio = expected_ms / draft.estimate_ms
+                method.factor = min(method.factor or ratio, ratio)
+            draft.estimate_ms, draft.is_rough, draft.is_surveyed = expected_ms, False, True
+            if expected_ms > method.best_ms or (self._sized is not None and method.roots):
+                method.push(draft)
+                return False
+        if self._sized is not None and draft.estimate_ms > PROMISE_MARGIN * method.promise_ms:
+            method.excluded_ms = min(method.excluded_ms, draft.bound_ms)
+            return False
+        return True
+
+    def _forecaster(self, method: MethodSearch, plan: Plan) -> Forecaster | None:
+        """Return the forecaster of a plan; None if the plan cannot be run."""
+        recipe = planned_recipe(self._recipe, plan)
+        if problems := find_problems(recipe, plan.devices):
+            method.problems[str(problems[0])] += 1
+            return None
+        try:
+            return Forecaster(recipe, plan.devices, self._profile, sample=self._sample)
+        except ConfigError as error:
+            method.problems[_one_line(error)] += 1
+            return None
+
+    def _simulate(
+        self, method: MethodSearch, plan: Plan, *, short: bool = True
+    ) -> Candidate | None:
+        """Return the simulated plan; None if it cannot be run.
+
+        Args:
+            method: Method of the plan.
+            plan: Plan to simulate.
+            short: Whether a schedule that is searched may be searched for a short time.
+        """
+        short = short and plan.schedule == "searched"
+        forecaster = self._forecaster(method, plan)
+        if forecaster is None:
+            return None
+        recipe = forecaster.recipe
+        parallel = recipe.parallel
+        if short:
+            evaluations = min(SCREENED, recipe.parallel.search.evaluations or SCREENED)
+            search = recipe.parallel.search.model_copy(update={"evaluations": evaluations})
+            parallel = recipe.parallel.model_copy(update={"search": search})
+        try:
+            forecast = forecaster.forecast_parallel(parallel)
+        except ConfigError as error:
+            method.problems[_one_line(error)] += 1
+            return None
+        method.simulated += 1
+        if forecast.step is None:
+            method.spent += 2 * self._microbatches(plan) * plan.size("pipeline")
+            method.problems[forecast.problem] += 1
+            return None
+        method.spent += len(forecast.step.records)
+        sizes = describe_sizes(plan)
+        return Candidate(method.name, recipe, plan.devices, sizes, forecast, short, plan)
+
+    def _confirm(self, method: MethodSearch) -> None:
+        """Simulate the best plan of a method as a dry run does, if it may be the best of all."""
+        assert method.best is not None
+        if method.best.step_ms > NEAR * self.best_ms:
+            return
+        found = self._simulate(method, method.best.plan, short=False)
+        if found is not None and found.step_ms < method.sure_ms:
+            method.sure = found
+        method.best = method.sure
+
+    def _progress(self, elapsed: float) -> str:
+        simulated = sum(method.simulated for method in self._methods.values())
+        best_ms = self.best_ms
+        found = f"best step {best_ms:,.0f} ms" if best_ms < inf else "no plan that fits yet"
+        limit = f" of {self._budget_s:.0f}" if self._budget_s < inf else ""
+        return f"plans simulated: {simulated} in {elapsed:.0f}{limit} s of CPU time, {found}"
+
+    def result(self, seconds: float) -> SearchResult:
+        """Return the results.
+
+        Args:
+            seconds: Processor time of the search.
+        """
+        best_ms = self.best_ms
+        left = [
+            min([method.open_ms, method.excluded_ms, *(draft.bound_ms for draft in method.drafts)])
+            for method in self._methods.values()
+        ]
+        found = {
+            method.name: method.best or self._failure(method) for method in self._methods.values()
+        }
+        return SearchResult(
+            found,
+            {method.name: method.simulated for method in self._methods.values()},
+            {method.name: method.considered for method in self._methods.values()},
+            min([best_ms, *left]),
+            self._complete,
+            seconds,
+        )
+
+    def _failure(self, method: MethodSearch) -> str:
+        """Return why a method has no plan."""
+        if method.least_bytes < inf:
+            found = "no plan fits" if self._complete else "no plan that fits was found in time"
+            least_gib = method.least_bytes / 2**30
+            limit_gib = self._limit_bytes / 2**30
+            share = f"{limit_gib:.1f} GiB ({MEMORY_SHARE:.0%} of the memory)"
+            return f"{found}: at least {least_gib:.1f} GiB per device, of {share}"
+        if method.problems:
+            return method.problems.most_common(1)[0][0]
+        if not self._complete and (not method.started or method.drafts):
+            return "no plan was simulated in time; use a higher --budget-s"
+        if method.considered:
+            return f"no plan can be below {self.best_ms:,.0f} ms"
+        return f"no parallel sizes for {self._devices} devices"
+
+
+def _one_line(error: ConfigError) -> str:
+    return " ".join(str(error).split())
+
+
+def compare_schedules(
+    recipe: Recipe, devices: int, profile: Profile, sample: StepSample, budget_s: float
+) -> dict[str, Candidate | str]:
+    """Return the fastest plan with the sizes of the recipe, or why there is none, by schedule.
+
+    Args:
+        recipe: Recipe with sizes.
+        devices: Number of devices in the cluster.
+        profile: Profile of one device.
+        sample: Model and first step of the recipe.
+        budget_s: Limit of the processor time of each schedule in seconds.
+    """
+    names: dict[str, str] = {}
+    for method in recipe_methods(recipe, devices, sample):
+        for plan in recipe_plans(method, recipe, devices, sample):
+            names.setdefault(plan.schedule, method)
+    found: dict[str, Candidate | str] = {}
+    for name, method in names.items():
+        result = search_plans(
+            recipe, devices, profile, methods=(method,), budget_s=budget_s, schedules=(name,),
+            own_sizes=True, sample=sample,
+        )  # fmt: skip
+        found[name] = result.best_by_method[method]
+    own = recipe_candidate(recipe, devices, profile, sample)
+    if own is not None:
+        other = found.get(recipe.parallel.schedule)
+        if not isinstance(other, Candidate) or own.step_ms <= other.step_ms:
+            found[recipe.parallel.schedule] = own
+    return found

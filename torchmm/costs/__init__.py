@@ -1,0 +1,1 @@
+"""FLOPs, operators, parameters and bytes of modules, from sizes alone."""

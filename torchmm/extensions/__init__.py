@@ -1,0 +1,1 @@
+"""Optional features. The core does not import them; see `torchmm.common.extensions`."""

@@ -1,0 +1,1 @@
+"""Tensor-parallel communication that overlaps with matrix products (StepCCL)."""

@@ -1,0 +1,349 @@
+"""How ranks exchange rows of activations while matrix products run: three backends, one interface.
+
+Tensor parallelism with sequence parallelism gathers slices of the sequence in front of a
+column-wise linear and sums and scatters after a row-wise one. Both are cut into blocks of rows,
+so that one block is on its way while another is multiplied (StepCCL: DistTrain section 7,
+figures 13 and 14).
+
+- `Ring`: sends and receives on any process group. In step s a rank sends to the rank s places
+  before it (after it, when scattering) and receives from the one s places after (before), each
+  slice in `chunks` blocks. Everything is in flight at once; nothing is passed on. Rejected: the
+  ring that hands slices from neighbour to neighbour, whose every hop needs the host awake between
+  two products and whose sums are rounded at every hop.
+- `Collective`: whole products and the group's own collectives, overlapped in backward only, where
+  input and weight gradients do not need each other.
+- `SymmetricMemory`: torch's fused operators on CUDA. Copies are made by the copy engine, which
+  takes no multiprocessor away from the products. Blocks are the ranks' slices.
+
+Every block is written where it belongs, so there is no layout to restore afterwards (figure 14's
+remap), except in batches of several rows, see `torchmm.extensions.async_tp.styles`. Backward
+starts both its communications first and runs both its products over them.
+
+Shape legend: T rows of the whole sequence, S rows of one slice (all ranks' slices are equal, the
+last are padded: ranks x S >= T), D and F features. A weight is (out, in), as in `nn.Linear`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from torchmm.parallel import torch_private
+
+
+class Pending(Protocol):
+    """A result that is on its way."""
+
+    def wait(self) -> Tensor:
+        """The result; to be called once."""
+
+
+class Backend(ABC):
+    """One way of communicating among the ranks of a group.
+
+    Made anew for each operation. All ranks of the group must call the same methods in the same
+    order with the same number of rows.
+
+    Args:
+        chunks: blocks per slice, where the backend has a choice.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, chunks: int) -> None:
+        self.group = group
+        self.chunks = chunks
+        self.rank, self.ranks = group.rank(), group.size()
+
+    @abstractmethod
+    def start_gather(self, x_SD: Tensor, rows: int) -> Pending:
+        """Starts collecting all slices: (T, D), T = `rows`."""
+
+    def gather_linear(
+        self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
+    ) -> list[Tensor]:
+        """Products of the whole sequence, (T, F), with each (F, D) weight, plus biases."""
+        whole_TD = self.start_gather(x_SD, rows).wait()
+        return [functional.linear(whole_TD, w, b) for w, b in zip(weights, biases, strict=True)]
+
+    def gather_linear_keeping(
+        self, x_SD: Tensor, weight: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """The product (T, F) with one weight, and the whole (T, D) input."""
+        whole_TD = self.start_gather(x_SD, rows).wait()
+        return functional.linear(whole_TD, weight), whole_TD
+
+    @abstractmethod
+    def start_linear_scatter(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
+    ) -> Pending:
+        """Multiplies (T, F) inputs with their (D, F) weights; their sum over pairs and ranks is
+        scattered: (S, D), S = `slice_rows`, with zeros after the last of the T rows."""
+
+    def slice_of(self, rank: int, slice_rows: int, rows: int) -> tuple[int, int]:
+        """Where a rank's slice begins and ends within the sequence, padding left out."""
+        return min(rank * slice_rows, rows), min((rank + 1) * slice_rows, rows)
+
+
+class Ring(Backend):
+    """Blocks by isend and irecv, on any process group."""
+
+    def start_gather(self, x_SD: Tensor, rows: int) -> _RingGather:
+        gather = _RingGather(x_SD.contiguous(), self.slice_of(self.rank, len(x_SD), rows), rows)
+        first, last = gather.own_rows
+        for step in range(1, self.ranks):
+            to, source = (self.rank - step) % self.ranks, (self.rank + step) % self.ranks
+            ours = self._blocks(0, last - first)
+            theirs = self._blocks(*self.slice_of(source, len(x_SD), rows))
+            for (a, b), block in zip(ours, theirs, strict=True):
+                received = gather.whole[slice(*block)]
+                works = self._exchange(gather.own[a:b], to, received, source)
+                gather.arriving.append((block, works))
+        return gather
+
+    def gather_linear(
+        self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
+    ) -> list[Tensor]:
+        return self._multiply_arriving(self.start_gather(x_SD, rows), weights, biases)
+
+    def gather_linear_keeping(
+        self, x_SD: Tensor, weight: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        gather = self.start_gather(x_SD, rows)
+        products = self._multiply_arriving(gather, [weight], [None])
+        return products[0], gather.wait()
+
+    def start_linear_scatter(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
+    ) -> _RingScatter:
+        rows = len(inputs[0])
+        partial = inputs[0].new_empty(rows, len(weights[0]))
+        own = self.slice_of(self.rank, slice_rows, rows)
+        length = own[1] - own[0]
+        received = partial.new_empty(self.ranks - 1, length, partial.shape[1])
+        scatter = _RingScatter(partial, own, received, slice_rows)
+        for step in range(1, self.ranks):
+            to, source = (self.rank + step) % self.ranks, (self.rank - step) % self.ranks
+            theirs = self._blocks(*self.slice_of(to, slice_rows, rows))
+            for (a, b), block in zip(self._blocks(0, length), theirs, strict=True):
+                _multiply_sum(inputs, weights, partial, *block)
+                sent = partial[slice(*block)]
+                scatter.works += self._exchange(sent, to, received[step - 1, a:b], source)
+        _multiply_sum(inputs, weights, partial, *own)  # last: it has no way to go
+        return scatter
+
+    def _multiply_arriving(
+        self, gather: _RingGather, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        whole = gather.whole
+        products = [whole.new_empty(len(whole), len(weight)) for weight in weights]
+        for (start, stop), block_ND in gather.blocks():
+            for product, weight, bias in zip(products, weights, biases, strict=True):
+                _multiply(block_ND, weight, bias, product[start:stop])
+        gather.finish()
+        return products
+
+    def _blocks(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """[start, stop) in `chunks` nearly equal parts; some are empty if it is short."""
+        ends = [start + (stop - start) * i // self.chunks for i in range(self.chunks + 1)]
+        return list(pairwise(ends))
+
+    def _exchange(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
+        """Starts sending one block and receiving another; both ends skip blocks that are empty."""
+        operations = []
+        # One batch, for on NCCL a send may block until it is received.
+        if received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+class _RingGather:
+    """Slices that arrive block by block."""
+
+    def __init__(self, x_SD: Tensor, own_rows: tuple[int, int], rows: int) -> None:
+        self.own_rows = own_rows
+        self.own = x_SD[: own_rows[1] - own_rows[0]]
+        self.whole = x_SD.new_empty(rows, x_SD.shape[1])
+        self.arriving: list[tuple[tuple[int, int], list[dist.Work]]] = []
+        self._sent: list[dist.Work] = []
+
+    def blocks(self) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """(start, stop) and rows: this rank's own at once, the others as they arrive."""
+        if len(self.own):
+            yield self.own_rows, self.own
+        for (start, stop), works in self.arriving:
+            if works:
+                works[0].wait()  # the receive; or, on NCCL, both
+                self._sent += works[1:]
+            if stop > start:
+                yield (start, stop), self.whole[start:stop]
+        self.arriving = []
+
+    def finish(self) -> None:
+        """Waits for what is being sent, so that the slice may change."""
+        for work in self._sent:
+            work.wait()
+        self._sent = []
+
+    def wait(self) -> Tensor:
+        for _ in self.blocks():
+            pass
+        self.finish()
+        self.whole[slice(*self.own_rows)] = self.own
+        return self.whole
+
+
+class _RingScatter:
+    """Partial sums of this rank's slice, from all ranks."""
+
+    def __init__(
+        self, partial: Tensor, own_rows: tuple[int, int], received: Tensor, slice_rows: int
+    ) -> None:
+        self.partial = partial  # other ranks' rows are being sent
+        self.own_rows = own_rows
+        self.received = received
+        self.slice_rows = slice_rows
+        self.works: list[dist.Work] = []
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        own = self.partial[slice(*self.own_rows)]
+        # Summed in float32 and rounded once.
+        total = own.to(torch.promote_types(own.dtype, torch.float32))
+        for part in self.received:
+            total = total + part
+        return _padded(total.to(own.dtype), self.slice_rows)
+
+
+class Collective(Backend):
+    """Whole products and the group's collectives."""
+
+    def start_gather(self, x_SD: Tensor, rows: int) -> _Started:
+        started = torch_private.start_all_gather(x_SD.contiguous(), self.group)
+        return _Started(started, rows)
+
+    def start_linear_scatter(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
+    ) -> _Started:
+        partial = self._whole_product(inputs, weights, slice_rows)
+        return _Started(torch_private.start_reduce_scatter(partial, self.group), slice_rows)
+
+    def _whole_product(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
+    ) -> Tensor:
+        """(ranks x S, D), zero after the last row of the sequence."""
+        rows = len(inputs[0])
+        partial = inputs[0].new_empty(slice_rows * self.ranks, len(weights[0]))
+        partial[rows:] = 0
+        _multiply_sum(inputs, weights, partial, 0, rows)
+        return partial
+
+
+class SymmetricMemory(Collective):
+    """torch's fused operators on CUDA symmetric memory.
+
+    Where backward needs weight gradients, products stay whole and the copy engine works below
+    them; one after the other, for all these operators share one workspace per group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, chunks: int) -> None:
+        super().__init__(group, chunks)
+        self._gathering: _Started | None = None
+
+    def start_gather(self, x_SD: Tensor, rows: int) -> _Started:
+        given_SD = x_SD.contiguous()
+        started = torch_private.start_copy_engine_gather(given_SD, self.group)
+        self._gathering = _Started(started, rows, given_SD)
+        return self._gathering
+
+    def gather_linear(
+        self, x_SD: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
+    ) -> list[Tensor]:
+        matrices = [weight.t() for weight in weights]
+        _, products = torch_private.fused_gather_matmul(
+            x_SD.contiguous(), matrices, self.group, keep=False
+        )
+        products = [product[:rows] for product in products]
+        return [p if b is None else p.add_(b) for p, b in zip(products, biases, strict=True)]
+
+    def gather_linear_keeping(
+        self, x_SD: Tensor, weight: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        whole, products = torch_private.fused_gather_matmul(
+            x_SD.contiguous(), [weight.t()], self.group, keep=True
+        )
+        assert whole is not None
+        return products[0][:rows], whole[:rows]
+
+    def start_linear_scatter(
+        self, inputs: Sequence[Tensor], weights: Sequence[Tensor], slice_rows: int
+    ) -> _Started:
+        if self._gathering is not None:
+            partial = self._whole_product(inputs, weights, slice_rows)
+            self._gathering.wait()  # frees the workspace
+            started = torch_private.start_copy_engine_scatter(partial, self.group)
+            return _Started(started, slice_rows, partial)
+        joint_TF = inputs[0] if len(inputs) == 1 else torch.cat(list(inputs), dim=1)
+        joint_DF = weights[0] if len(weights) == 1 else torch.cat(list(weights), dim=1)
+        x_NF = _padded(joint_TF.contiguous(), slice_rows * self.ranks)
+        scattered = torch_private.fused_matmul_scatter(x_NF, joint_DF.t(), self.group)
+        return _Started(scattered, slice_rows)
+
+
+class _Started:
+    """A functional collective; a second `wait` costs nothing.
+
+    Args:
+        read: what a copy engine reads until `wait`, on a stream that torch's allocator does not
+            know of: its memory would be handed out again meanwhile.
+    """
+
+    def __init__(self, started: Tensor, rows: int, read: Tensor | None = None) -> None:
+        self._started = started
+        self._rows = rows
+        self._read = read
+
+    def wait(self) -> Tensor:
+        complete = torch_private.wait(self._started)[: self._rows]
+        self._read = None
+        return complete
+
+
+BACKENDS: dict[str, type[Backend]] = {
+    "symmetric_memory": SymmetricMemory,
+    "ring": Ring,
+    "collective": Collective,
+}
+"""By name in a recipe."""
+
+
+def _multiply(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_NF: Tensor) -> None:
+    if bias_F is None:
+        torch.mm(x_ND, weight_FD.t(), out=out_NF)
+    else:
+        torch.addmm(bias_F, x_ND, weight_FD.t(), out=out_NF)
+
+
+def _multiply_sum(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor, start: int, stop: int
+) -> None:
+    """Rows [start, stop) of the sum of products."""
+    if start == stop:
+        return
+    for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
+        if i == 0:
+            torch.mm(x[start:stop], weight.t(), out=out[start:stop])
+        else:
+            out[start:stop].addmm_(x[start:stop], weight.t())
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return functional.pad(x, (0, 0, 0, rows - len(x))) if len(x) < rows else x

@@ -1,0 +1,1 @@
+"""Encoders and LLMs of model types that no family registers."""

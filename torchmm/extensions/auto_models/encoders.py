@@ -1,0 +1,257 @@
+"""Image encoders that no table lists: finding ViT's form, and a short, narrow copy of their config.
+
+The form: a module that makes positions of pixels, a list of layers that are called on those alone,
+perhaps norms between and after them. Which parts these are is read off a forward of Hugging Face's
+own model, from which tensor goes into which module, and not off their names. What is between the
+modules (an addition, a reordering) breaks that chain, and the model is refused. That a chain is
+there does not mean that it gives the same numbers when it is cut;
+`extensions/auto_models/unlisted.py` proves that.
+
+A pixel may change only the position of its own patch before the layers, and positions have to be
+in the order of patches, behind those that belong to no patch: features are told apart by place.
+
+Rejected: the names that most classes give their parts ("embeddings", "layernorm"), which say
+nothing about the order in which a forward calls them.
+
+Shape legend: N images, S positions of one, P patches of one, D features.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+from torchmm.common.batch import EncoderInputs
+from torchmm.common.errors import ConfigError
+from torchmm.common.layers import LayerDescription
+from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
+from torchmm.models.families.encoders.form import Form, example_pixels, ffn_size, first, layer_list
+from torchmm.models.families.forms import shrunk_value, small_copy
+from torchmm.models.layers.attention import PACKED
+
+_PATCH_PX = 4
+_PATCHES_PER_ROW = 4
+_OF_BACKBONES = ("out_features", "out_indices", "stage_names")
+"""Keys about single layers, which a shorter copy does not have."""
+
+
+class StructuralFamily(EncoderFamily):
+    """The family of a tower whose form was found."""
+
+    listed = False
+    in_composites = False
+    tensor_parallel: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.layers = form.layers
+        self.pre = form.pre
+        self.patch_embedding = form.patch_embedding
+        self.final_norm = form.final_norm
+        self.unused = form.unused
+        self.has_class_token = form.tokens_before > 0
+        self.old_names = form.old_names
+        self.renames = _renames(form)
+        self.processor_class = form.processor_class
+
+    def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+        return build_tower(config, dtype, PACKED)
+
+    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
+        weight = tower.get_submodule(self.patch_embedding).weight
+        hidden = inputs.pixels.to(weight.dtype)
+        for name in self.pre:
+            hidden = first(tower.get_submodule(name)(hidden))
+        return hidden
+
+    def run_layer(
+        self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
+    ) -> Tensor:
+        return first(layer(hidden, **dict.fromkeys(self.form.left_out)))
+
+    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
+        return hidden[:, self.form.tokens_before :].flatten(0, 1)
+
+    def tokens_before(self, config: Any) -> int:
+        return self.form.tokens_before
+
+    def processor(self, config: Any) -> dict[str, Any]:
+        size = side(config.image_size)
+        square = {"height": size, "width": size}
+        cls = getattr(transformers, f"{self.processor_class}Pil", None)
+        if getattr(cls, "do_center_crop", False):
+            return super().processor(config)
+        return {"size": square}
+
+    def smallest_image(self, config: Any) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        rows = patches_per_row(config)
+        return tuple(example_pixels(config, 1).shape), (1, rows, rows)
+
+    def ffn_size(self, config: Any) -> int:
+        return ffn_size(config)
+
+    def describe_layer(self, config: Any, index: int) -> LayerDescription:
+        heads = config.num_attention_heads
+        width = config.hidden_size
+        return LayerDescription(
+            hidden_size=width,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=width // heads,
+            ffn_size=self.ffn_size(config),
+            gated_ffn=self.form.gated_ffn,
+            causal=False,
+            norm="rms" if self.form.rms else "layer",
+            activation=str(getattr(config, "hidden_act", "gelu")),
+            rotary=False,
+            batched=True,
+        )
+
+
+def build_tower(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The tower of a config.
+
+    Raises:
+        ConfigError: transformers has no class for it.
+    """
+    cls = tower_class(config)
+    return cls._from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def tower_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Hugging Face's class; some halves of dual models have one that `AutoModel` does not know.
+
+    Raises:
+        ConfigError: there is none, or it does not read pixels.
+    """
+    if type(config) in MODEL_MAPPING:
+        known = MODEL_MAPPING[type(config)]
+        classes = list(known) if isinstance(known, tuple) else [known]
+    else:
+        module = type(config).__module__.replace(".configuration_", ".modeling_")
+        classes = [
+            cls
+            for cls in vars(import_module(module)).values()
+            if isinstance(cls, type)
+            and issubclass(cls, PreTrainedModel)
+            and cls.config_class is type(config)
+            and re.search(r"(?<!PreTrained)(Model|Transformer)$", cls.__name__)
+        ]
+    towers = [cls for cls in classes if cls and cls.main_input_name == "pixel_values"]
+    if len(towers) != 1:
+        raise ConfigError(f"transformers has no tower for {config.model_type!r} that reads pixels")
+    return towers[0]
+
+
+def _renames(form: Form) -> tuple[tuple[str, str], ...]:
+    """What files of the tower, and of models that contain it, put before its names."""
+    (top, *others) = {name.partition(".")[0] for name in (*form.pre, form.layers)}
+    head = rf"({form.prefix}\.)?" if form.prefix else ""
+    if not others and f"{top}." in form.layers:  # a wrapper around everything
+        return ((rf"{head}(vision_model\.)?{top}\.", f"tower.{top}."),)
+    return ((rf"{form.prefix}\.", "tower."),) if form.prefix else ()
+
+
+def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A config of the same kind whose tower is small and has every kind of layer.
+
+    Raises:
+        ConfigError: the copy has not, or images are not squares of one size.
+    """
+    if not getattr(config, "image_size", None) or not getattr(config, "patch_size", None):
+        raise ConfigError("its config has no image_size and patch_size: no images of a fixed size")
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise ConfigError("no list of layers: its config has no num_hidden_layers")
+    patches_per_row(config)
+    return small_copy(config, _layers, shrunk_settings)
+
+
+def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
+    """Whether positions before the layers are those of patches, row by row; "": they are."""
+    config: Any = tower.config
+    rows = patches_per_row(config)
+    size = side(config.patch_size)
+    pixels = example_pixels(config, 1).repeat(rows * rows + 1, 1, 1, 1)
+    for patch in range(rows * rows):
+        row, column = divmod(patch, rows)
+        pixels[patch, :, row * size : (row + 1) * size, column * size : (column + 1) * size] += 1
+    grids = [(1, rows, rows)] * len(pixels)
+    inputs = EncoderInputs(pixels, grids, torch.empty(0))
+    with torch.no_grad():
+        hidden = family.embed(tower, inputs, None)
+    # A difference of rounding in another row of a batch is no trace of a pixel.
+    changed = (hidden[:-1] - hidden[-1:]).abs().amax(-1) > 1e-4
+    for patch in range(rows * rows):
+        found = changed[patch].nonzero().flatten().tolist()
+        if found != [family.form.tokens_before + patch]:
+            return (
+                f"pixels of patch {patch} change positions {found} before the layers instead of "
+                f"{family.form.tokens_before + patch} alone"
+            )
+    return ""
+
+
+def known_processor(config: PreTrainedConfig, settings: dict[str, Any]) -> str:
+    """The image processor of a tower: of its files, else what transformers has for its type, or for
+    the model that it is a half of.
+
+    Args:
+        settings: what its files, or the recipe, say of it.
+
+    Raises:
+        ConfigError: none of them names one.
+    """
+    folder = type(config).__module__.split(".")[-2]
+    types = [t for t in IMAGE_PROCESSOR_MAPPING_NAMES if model_type_to_module_name(t) == folder]
+    candidates = [config.model_type, *types]
+    names = [settings.get("image_processor_type")]
+    names += [n for t in candidates for n in (IMAGE_PROCESSOR_MAPPING_NAMES.get(t) or {}).values()]
+    found = next((name for name in names if name), None)
+    if found is None:
+        raise ConfigError(
+            f"no image processor is known for {config.model_type!r}; name one as "
+            'processor = {image_processor_type = "..."}'
+        )
+    return str(found).removesuffix("Fast").removesuffix("Pil")
+
+
+def _layers(config: PreTrainedConfig) -> nn.ModuleList:
+    tower = build_tower(config, torch.float32, "eager")
+    found = tower.get_submodule(layer_list(tower))
+    assert isinstance(found, nn.ModuleList)
+    return found
+
+
+def shrunk_settings(
+    config: PreTrainedConfig, layers: int, patches_per_row: int = _PATCHES_PER_ROW
+) -> dict[str, Any]:
+    """Return the settings of a small copy of a tower.
+
+    Args:
+        config: Config of the tower.
+        layers: Number of layers of the copy.
+        patches_per_row: Patches per row of an image.
+    """
+    usual = {own: name for name, own in config.attribute_map.items()}
+    small = {
+        key: shrunk_value(usual.get(key, key), value)
+        for key, value in config.to_dict().items()
+        if key not in _OF_BACKBONES
+    }
+    for key in ("pooler_output_size", "projection_dim"):
+        if key in small:
+            small[key] = 32
+    for name, size in (("image_size", patches_per_row * _PATCH_PX), ("patch_size", _PATCH_PX)):
+        given = getattr(config, name, None)
+        if given is not None:
+            key = config.attribute_map.get(name, name)
+            small[key] = size if isinstance(given, int) else [size, size]
+    return small | {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}

@@ -1,0 +1,428 @@
+"""Models that no table lists: proof that one may be packed and cut, before it is trained.
+
+A small random copy does what training does, and has to give what the plain Hugging Face model gives
+with eager attention, which sees one sample or image at a time and knows nothing of ours. This takes
+seconds, on the CPU, in each process by itself.
+
+- Causal LMs (`families/llms/structural.py`): samples alone and packed together, the whole model and
+  a pipeline stage for every layer; logits, loss and the gradients of all weights.
+- Image encoders (`families/encoders/structural.py`): images alone and several in a call, the whole
+  tower and a stage for every layer; features and the gradients of all weights.
+
+If weights are to be read, files that Hugging Face writes for the copy are read as real ones would
+be, and have to give the same bits.
+
+What the copy cannot show is not proven: tensor parallelism (which is refused), and numbers that
+only appear with real sizes. Rejected: trusting the names of a class's parts, which says nothing
+about what its forward does between them (a second stream of activations from layer to layer,
+positions that are added to embeddings)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging as logging_of_transformers
+
+from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
+from torchmm.common.errors import CheckpointError, ConfigError
+from torchmm.extensions.auto_models import encoders as towers
+from torchmm.extensions.auto_models.encoders import StructuralFamily
+from torchmm.extensions.auto_models.llms import copy_config, find_form
+from torchmm.models.encoders import EncoderModule, EncoderSpec
+from torchmm.models.families.encoders.family import patches_per_row
+from torchmm.models.families.encoders.form import example_pixels, find_tower_form, first
+from torchmm.models.families.forms import randomize
+from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.text import TextConventions
+from torchmm.models.hf.load import load_weights
+from torchmm.models.layered import StageRange, WeightFiles
+from torchmm.models.llm import LlmModule
+from torchmm.models.multimodal import MultimodalModel
+
+TOLERANCE = 1e-5
+"""Largest relative difference of float32 results that are the same in exact arithmetic."""
+_ALONE = [21]
+_PACKED = [5, 9, 9, 4, 2]
+_IMAGES = 3
+_WIDTH = 24
+"""Features of an encoder's output."""
+_logger = logging.getLogger(__name__)
+
+
+def adopt(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
+    """The family of a causal LM that no table lists, after the proof.
+
+    Args:
+        files: what its files are called; without a source, reading them is not part of the proof.
+
+    Raises:
+        ConfigError: what the model lacks, or which comparison failed, and by how much.
+    """
+    settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _adopt(settings, config.model_type, files)
+
+
+@lru_cache
+def _adopt(settings: str, model_type: str, files: WeightFiles) -> LlmFamily:
+    proof = prove(AutoConfig.for_model(**json.loads(settings)), files)
+    if files.source is not None and proof.unreadable:
+        raise ConfigError(f"its files cannot be read: {proof.unreadable}")
+    _logger.warning(
+        "model_type %r is not listed. A small random copy of it was compared with Hugging Face's "
+        "own model with eager attention: logits, loss and all gradients, of samples alone and "
+        "packed, whole and with a pipeline stage for every layer, differ by at most %.1e. Tensor "
+        "parallelism was not compared and is refused.",
+        model_type,
+        proof.worst,
+    )
+    return proof.family
+
+
+Family = TypeVar("Family")
+
+
+class Proof(NamedTuple, Generic[Family]):
+    """What a comparison gave."""
+
+    family: Family
+    worst: float
+    """Largest relative difference."""
+    unreadable: str
+    """Why files cannot be read; "": they can."""
+
+
+def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
+    """Builds a small copy of a model, and the same with Hugging Face's means alone, and compares.
+
+    Raises:
+        ConfigError: as for `adopt`, except for files.
+    """
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        small = run_foreign("a small copy of its config", copy_config, config)
+        plain = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
+        family = find_form(plain)
+        if isinstance(family, list):
+            raise ConfigError(family)
+        randomize(plain)
+        ours = run_foreign("building it packed", LlmModule, small, family, torch.float32, files)
+        ours.backbone.load_state_dict(plain.state_dict())
+        differences: dict[str, float] = {}
+        for packing, lengths in (("alone", _ALONE), ("packed", _PACKED)):
+            batch = _batch(lengths)
+            expected = run_foreign("Hugging Face's model by itself", _plain_results, plain, batch)
+            for cut, run in (("whole", _whole_results), ("a stage per layer", _stage_results)):
+                found = run_foreign(f"samples {packing}, {cut}", run, ours, batch)
+                for what, difference in _compare(found, expected).items():
+                    differences[f"{what} of samples {packing}, {cut}"] = difference
+        return Proof(family, _judge(differences), _unreadable(plain, ours))
+
+
+def adopt_encoder(
+    config: PreTrainedConfig, files: WeightFiles, processor_class: str
+) -> StructuralFamily:
+    """The family of an image encoder that no table lists, after the proof; as `adopt`.
+
+    Args:
+        processor_class: of its images.
+    """
+    settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    return _adopt_encoder(settings, config.model_type, files, processor_class)
+
+
+@lru_cache
+def _adopt_encoder(
+    settings: str, model_type: str, files: WeightFiles, processor_class: str
+) -> StructuralFamily:
+    config = AutoConfig.for_model(**json.loads(settings))
+    proof = prove_encoder(config, files, processor_class)
+    if files.source is not None and proof.unreadable:
+        raise ConfigError(f"its files cannot be read: {proof.unreadable}")
+    _logger.warning(
+        "model_type %r is not listed. A small random copy of it was compared with Hugging Face's "
+        "own model with eager attention: features and all gradients, of images alone and several "
+        "in a call, whole and with a pipeline stage for every layer, differ by at most %.1e. "
+        "Tensor parallelism was not compared and is refused.",
+        model_type,
+        proof.worst,
+    )
+    return proof.family
+
+
+def prove_encoder(
+    config: PreTrainedConfig, files: WeightFiles, processor_class: str
+) -> Proof[StructuralFamily]:
+    """The same for an image encoder.
+
+    Raises:
+        ConfigError: as for `adopt_encoder`, except for files.
+    """
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        small = run_foreign("a small copy of its config", towers.copy_config, config)
+        plain = towers.build_tower(small, torch.float32, "eager")
+        form = run_foreign(
+            "Hugging Face's model by itself", find_tower_form, plain, processor_class
+        )
+        randomize(plain)
+        family = StructuralFamily(form)
+        spec = EncoderSpec(
+            "encoder", family, small, "", {}, None, _WIDTH, torch.float32, connector="linear"
+        )
+        files = replace(files, renames=(*family.renames, *files.renames))
+        ours = run_foreign("building it", EncoderModule, spec, files)
+        ours.tower.load_state_dict(plain.state_dict(), strict=False)
+        if places := run_foreign("what is before its layers", towers.misplaced, family, ours.tower):
+            raise ConfigError(places)
+        differences: dict[str, float] = {}
+        rows = patches_per_row(small)
+        for count, packing in ((1, "alone"), (_IMAGES, "together")):
+            pixels = example_pixels(small, count)
+            inputs = EncoderInputs(pixels, [(1, rows, rows)] * count, torch.empty(0))
+            expected = run_foreign(
+                "Hugging Face's model by itself", _plain_features, plain, ours, pixels
+            )
+            for cut, run in (("whole", _whole_features), ("a stage per layer", _stage_features)):
+                found = run_foreign(f"images {packing}, {cut}", run, ours, inputs)
+                for what, difference in _compare(found, expected).items():
+                    differences[f"{what} of images {packing}, {cut}"] = difference
+        family.in_composites = _as_llava_takes_it(plain, family, example_pixels(small, 1))
+        return Proof(family, _judge(differences), _unreadable(plain, ours))
+
+
+@torch.no_grad()
+def _as_llava_takes_it(plain: PreTrainedModel, family: StructuralFamily, pixels: Tensor) -> bool:
+    """Whether `AutoModel` builds the tower, and its hidden states are what its layers return, with
+    nothing but a class token beside those of patches."""
+    if family.form.tokens_before > 1 or type(plain.config) not in MODEL_MAPPING:
+        return False
+    if MODEL_MAPPING[type(plain.config)] is not type(plain):
+        return False
+    returned: list[Tensor] = []
+    handles = [
+        layer.register_forward_hook(lambda _, given, out: returned.append(first(out)))
+        for layer in plain.get_submodule(family.layers).children()
+    ]
+    found = plain(pixels, output_hidden_states=True, return_dict=True).hidden_states
+    for handle in handles:
+        handle.remove()
+    same = found is not None and len(found) == len(returned) + 1
+    return same and all(map(torch.equal, found[1:], returned))
+
+
+def _judge(differences: dict[str, float]) -> float:
+    """The largest of them, if none is too large."""
+    wrong = {name: value for name, value in differences.items() if not value < TOLERANCE}
+    if wrong:
+        name = max(wrong, key=lambda key: wrong[key])
+        raise ConfigError(
+            f"{len(wrong)} of {len(differences)} comparisons with Hugging Face's own model "
+            f"fail; the worst: {name} differs by {wrong[name]:.1e}, relative"
+        )
+    return max(differences.values())
+
+
+def _unreadable(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
+    """Why what Hugging Face writes is not read as it was; "": it is."""
+    with tempfile.TemporaryDirectory() as directory:
+        bars = logging_of_transformers.is_progress_bar_enabled()
+        logging_of_transformers.disable_progress_bar()
+        read = ours.bare()
+        read.weights = replace(ours.weights, source=directory)
+        try:
+            plain.save_pretrained(directory)
+            for value in read.state_dict().values():
+                value.zero_()
+            load_weights(_model_of(read))
+        except (CheckpointError, RuntimeError, ValueError, NotImplementedError) as error:
+            return " ".join(str(error).split()).replace(directory, "DIRECTORY")[:300]
+        finally:
+            if bars:
+                logging_of_transformers.enable_progress_bar()
+    expected = plain.state_dict()
+    own = read.backbone if isinstance(read, LlmModule) else read.tower
+    found = own.state_dict()
+    wrong = [name for name, value in found.items() if not value.equal(expected[name])]
+    return f"{', '.join(wrong[:3])} would be read with other values" if wrong else ""
+
+
+def _model_of(part: LlmModule | EncoderModule) -> MultimodalModel:
+    """A model with one part that files are read into."""
+    if isinstance(part, LlmModule):
+        return MultimodalModel(part, {}, TextConventions(""))
+    any_llm = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+    )
+    llm = LlmModule(any_llm, LlmFamily(), torch.float32, WeightFiles())
+    return MultimodalModel(llm, {part.name: part}, TextConventions(""))
+
+
+Results = dict[str, Tensor]
+
+
+Result = TypeVar("Result")
+
+
+def run_foreign(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
+    """Run code of Hugging Face on an untested config and return its result.
+
+    Raises:
+        ConfigError: The code raised an error. The message has its type and text.
+    """
+    try:
+        return run(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{what} fails: {type(error).__name__}: {reason}") from error
+
+
+def _batch(lengths: list[int]) -> Microbatch:
+    ids = torch.randint(3, 60, (sum(lengths),))
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    targets = torch.roll(ids, -1)
+    for start, stop in pairwise(starts):
+        targets[start] = IGNORE_TARGET
+        targets[stop - 1] = IGNORE_TARGET
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return Microbatch(ids, targets, positions, starts, {}, MicrobatchMeta((), sum(lengths)))
+
+
+def _plain_results(plain: nn.Module, batch: Microbatch) -> Results:
+    plain.zero_grad()
+    logits = torch.cat(
+        [
+            plain(batch.input_ids_T[None, start:stop], use_cache=False).logits[0]
+            for start, stop in pairwise(batch.cu_seqlens)
+        ]
+    )
+    kept = batch.target_positions_L
+    loss = functional.cross_entropy(logits[kept], batch.targets_T[kept], reduction="sum")
+    loss.backward()
+    return {"logits": logits[kept].detach(), "loss": loss.detach(), **_gradients(plain)}
+
+
+def _gradients(model: nn.Module, prefix: str = "") -> Results:
+    """By Hugging Face's names, of parameters whose names begin with `prefix`."""
+    return {
+        f"gradient of {_plain_name(name)}": torch.zeros_like(p)
+        if p.grad is None
+        else p.grad.clone()
+        for name, p in model.named_parameters()
+        if name.startswith(prefix)
+    }
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("backbone.").removeprefix("tower.")
+
+
+def _whole_results(ours: LlmModule, batch: Microbatch) -> Results:
+    ours.zero_grad()
+    logits = ours.logits(batch, {}, batch.target_positions_L).detach()
+    loss = ours(batch, {})
+    loss.backward()
+    return {"logits": logits, "loss": loss.detach(), **_gradients(ours)}
+
+
+def _stage_results(ours: LlmModule, batch: Microbatch) -> Results:
+    hidden, gradients = _in_stages(ours, lambda stage, given: stage(batch, given), {})
+    return {"loss": hidden, **gradients}
+
+
+def _plain_features(plain: PreTrainedModel, ours: EncoderModule, pixels: Tensor) -> Results:
+    """Of each image by itself: what the last layer returns, and the connector makes of it."""
+    plain.zero_grad()
+    ours.zero_grad()
+    returned: list[Tensor] = []
+    last = plain.get_submodule(ours.family.layers)[-1]  # type: ignore[index]
+    handle = last.register_forward_hook(lambda _, given, out: returned.append(out))
+    for image in pixels:
+        plain(image[None])
+    handle.remove()
+    before = ours.family.tokens_before(plain.config)
+    hidden = [x[0] if isinstance(x, tuple) else x for x in returned]
+    features = torch.cat([ours.connector(x[0, before:]) for x in hidden])
+    _loss_of(features).backward()
+    own = {f"gradient of {name.removeprefix('tower.')}" for name, _ in ours.named_parameters()}
+    every = _gradients(plain)
+    # Those of parts that no feature passes are no part of ours, and have none here either.
+    kept = {name: grad for name, grad in every.items() if name in own or grad.any()}
+    return {"features": features.detach(), **kept, **_gradients(ours, "connector.")}
+
+
+def _loss_of(features: Tensor) -> Tensor:
+    """A number that depends on every feature in another way."""
+    return (features * torch.linspace(0.5, 1.5, features.numel()).view_as(features)).square().sum()
+
+
+def _whole_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
+    ours.zero_grad()
+    features = ours(inputs)
+    _loss_of(features).backward()
+    return {"features": features.detach(), **_gradients(ours)}
+
+
+def _stage_features(ours: EncoderModule, inputs: EncoderInputs) -> Results:
+    features, gradients = _in_stages(ours, lambda stage, given: stage(inputs, given), None)
+    return {"features": features, **gradients}
+
+
+def _in_stages(
+    ours: LlmModule | EncoderModule, run: Callable[[Any, Any], Any], hidden: Any
+) -> tuple[Tensor, Results]:
+    """What a stage for every layer returns in the end, and the sums of gradients."""
+    last = len(ours.layers) - 1
+    gradients: Results = {}
+    stages = []
+    for i in range(last + 1):
+        stage = ours.bare()
+        stage.keep_stages([StageRange(i, i + 1, i == 0, i == last)])
+        values = {n: p.detach().clone() for n, p in ours.state_dict().items()}
+        stage.load_state_dict(values, strict=False, assign=True)
+        stage.requires_grad_()
+        hidden = run(stage, hidden)
+        stages.append(stage)
+    assert isinstance(hidden, Tensor)
+    (hidden if isinstance(ours, LlmModule) else _loss_of(hidden)).backward()
+    for stage in stages:
+        copies = {_plain_name(copy): first for copy, first in stage.tied_copies().items()}
+        for name, grad in _gradients(stage).items():
+            original = copies.get(name.removeprefix("gradient of "))
+            key = name if original is None else f"gradient of {_plain_name(original)}"
+            gradients[key] = gradients.get(key, 0) + grad
+    return hidden.detach(), gradients
+
+
+def _compare(found: Results, expected: Results) -> dict[str, float]:
+    """Relative differences; gradients that are zero in exact arithmetic are noise on both sides."""
+    largest = max(g.norm().item() for n, g in expected.items() if n.startswith("gradient"))
+    differences = {}
+    for name, value in found.items():
+        norm = expected[name].norm().item()
+        gradient = name.startswith("gradient")
+        floor = 1e-2 * largest if gradient and norm < 1e-6 * largest else 1e-12
+        differences[name] = ((value - expected[name]).norm() / max(norm, floor)).item()
+    absent = [name for name in expected if name not in found and name != "logits"]
+    return differences | dict.fromkeys(absent, float("inf"))

@@ -1,0 +1,81 @@
+"""What was prepared: `MANIFEST.json` next to the sets, and sets that appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchmm.common.files import replace_atomically
+from torchmm.extensions.demo_data.packages import Package
+
+NAME = "MANIFEST.json"
+
+
+def read(output: Path) -> dict[str, Any]:
+    """Entries by set; empty if nothing was prepared yet."""
+    path = output / NAME
+    entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return entries
+
+
+def is_current(output: Path, name: str, options: dict[str, Any]) -> bool:
+    """Whether set `name` was made with these options and no file of it is missing or altered."""
+    entry = read(output).get(name)
+    if entry is None or entry["options"] != options:
+        return False
+    return all(
+        (output / path).is_file() and sha256(output / path) == digest
+        for path, digest in entry["sha256"].items()
+    )
+
+
+def record(
+    output: Path, name: str, packages: list[Package], licence: str, details: dict[str, Any]
+) -> None:
+    """Add or replace the entry of a finished set.
+
+    Args:
+        output: directory of all sets.
+        name: the set and its directory.
+        packages: where its content came from.
+        licence: of the content.
+        details: `options` it was made with, and `counts`.
+    """
+    files = sorted(f for f in (output / name).rglob("*") if f.is_file())
+    entries = read(output)
+    entries[name] = {
+        "packages": [
+            {"name": p.name, "version": p.version, "sha256": sha256(p.file)} for p in packages
+        ],
+        "licence": licence,
+        **details,
+        "sha256": {str(f.relative_to(output)): sha256(f) for f in files},
+    }
+    text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+    replace_atomically(output / NAME, text.encode())
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A directory to fill that replaces `target` if all went well."""
+    temporary = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

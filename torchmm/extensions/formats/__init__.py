@@ -1,0 +1,1 @@
+"""Energon and Lance datasets."""

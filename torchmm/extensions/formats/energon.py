@@ -1,0 +1,438 @@
+"""Megatron-Energon's folders, read without Energon: shards and what `.nv-meta` says about them.
+
+    .nv-meta/dataset.yaml   the kind of samples; `field_map`: which part of a sample is which field
+    .nv-meta/split.yaml     `split_parts`: shards of each split; `exclude`: shards, SHARD/KEY
+
+`split.json` may be in its place. Fields become the columns of a caption, a chat or an interleaved
+document, so that nothing after this module knows of Energon. Code next to the data
+(`sample_loader`, `part_filter`, classes of other modules) is never run, and nothing is unpickled:
+what depends on either is refused by name. Format: Energon's documentation, "Dataset Format on
+Disk".
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchmm.common.errors import DataError
+from torchmm.common.files import UnsafeNameError, require_relative_name
+from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.layouts.sample import Record
+from torchmm.data.sources.tar_samples import Parts, TarSamples, decode_part
+from torchmm.extensions.remote.storage.addresses import join_address
+from torchmm.extensions.remote.storage.places import Places
+from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile, RemoteFolder
+
+META = ".nv-meta"
+PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
+"""Parts that webdataset and ChatML loaders unpickle."""
+CHATS = ("ChatML", "MultimodalChat")
+MAX_NODES = 2_000_000
+"""Values of a file of `.nv-meta`."""
+MAX_CHARACTERS = 200_000_000
+"""Characters of all names of shards, once their braces are written out."""
+_NUMBERS = re.compile(r"([0-9]{1,15})\.\.([0-9]{1,15})")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+
+Columns = dict[str, Any]
+Directory = Path | RemoteFolder
+
+
+@dataclass(frozen=True)
+class EnergonFolder:
+    """What `.nv-meta` says about one split."""
+
+    directory: Directory
+    kind: str
+    """One of KINDS."""
+    fields: dict[str, list[list[str]]]
+    """For every field, where it may be: names of a part and of what is inside of it."""
+    shards: list[AnyFile]
+    described_by: list[AnyFile]
+    left_out: dict[AnyFile, set[str]] = field(default_factory=dict)
+
+    @property
+    def files(self) -> list[AnyFile]:
+        """Everything that its samples depend on."""
+        return self.described_by + self.shards
+
+
+class EnergonSource:
+    """Samples of a folder as records.
+
+    Args:
+        folder: what to read.
+        fingerprint: of its files.
+        places: keeps what was found in shards.
+    """
+
+    def __init__(
+        self, folder: EnergonFolder, fingerprint: str, places: Places | None = None
+    ) -> None:
+        self._folder = folder
+        self._samples = TarSamples(folder.shards, folder.left_out, places)
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def read(self, index: int) -> Record:
+        """Record `index`; raises CorruptSampleError."""
+        where, parts = self._samples.read(index)
+        fields = self._folder.fields
+        with naming_place(where):
+            given = {name: self._find(name, parts, options) for name, options in fields.items()}
+            columns = KINDS[self._folder.kind](given, parts)
+        directory = self._folder.directory
+        root = str(directory) if isinstance(directory, Path) else directory
+        return Record(columns, root, where=where)
+
+    def _find(self, name: str, parts: Parts, options: Sequence[Sequence[str]]) -> Any:
+        """The value of a field, from the first of the places where it may be."""
+        for part, *keys in options:
+            if part not in parts:
+                continue
+            value = decode_part(part, parts[part])
+            try:
+                for key in keys:
+                    value = value[int(key) if isinstance(value, list) else key]
+            except (KeyError, IndexError, ValueError, TypeError):
+                continue
+            return value
+        if self._folder.kind in CHATS and name != "conversation":
+            return None  # not every chat has files
+        wanted = ", ".join(part + "".join(f"[{k}]" for k in keys) for part, *keys in options)
+        raise CorruptSampleError(f"has no {wanted} for field {name}, only {', '.join(parts)}")
+
+
+def is_energon(directory: Directory) -> bool:
+    """Whether a directory is one of Energon's."""
+    if isinstance(directory, Path):
+        return (directory / META).is_dir()
+    return _find_elsewhere(directory, f"{META}/dataset.yaml") is not None
+
+
+def open_folder(directory: Directory, split: str) -> EnergonFolder:
+    """Reads `.nv-meta`.
+
+    Raises:
+        DataError: it is incomplete, has no such split, or needs code that is not run here.
+    """
+    if isinstance(directory, Path):
+        directory = directory.absolute()
+    find = _finder(directory)
+    meta = {name: find(f"{META}/{name}") for name in ("dataset.yaml", "split.json", "split.yaml")}
+    found = [file for file in meta.values() if file is not None]
+    kind, fields = _read_kind(_present(meta["dataset.yaml"], f"{directory}/{META}/dataset.yaml"))
+    file = _present(meta["split.yaml"] or meta["split.json"], f"{directory}/{META}/split.yaml")
+    splits = _load(file)
+    parts = splits.get("split_parts")
+    if not isinstance(parts, dict):
+        raise DataError(f"{file} has no table split_parts; run energon prepare again")
+    name = "val" if split == "validation" and split not in parts else split
+    if not parts.get(name):
+        known = ", ".join(str(key) for key, shards in parts.items() if shards)
+        raise DataError(f"{file} has no shards for split {split!r}; set `split` to one of {known}")
+    excluded = set(_expand(splits.get("exclude") or [], f"{file}: exclude"))
+    shards: list[AnyFile] = []
+    for shard_name in _expand(parts[name], f"{file}: split_parts.{name}"):
+        if shard_name in excluded:
+            continue
+        shard = find(_relative(shard_name, f"{file}: split_parts.{name}"))
+        if shard is None:
+            raise DataError(
+                f"{file} names {directory}/{shard_name}, which does not exist; fetch it, or "
+                "prepare again"
+            )
+        shards.append(shard)
+    left_out: dict[AnyFile, set[str]] = {}
+    for entry in excluded:
+        of_shard, _, key = entry.rpartition("/")
+        if of_shard and (shard := find(_relative(of_shard, f"{file}: exclude"))) is not None:
+            left_out.setdefault(shard, set()).add(key)
+    return EnergonFolder(directory, kind, fields, shards, found, left_out)
+
+
+def _present(file: AnyFile | None, name: str) -> AnyFile:
+    if file is None:
+        raise DataError(f"{name} cannot be read: no such file; run energon prepare again")
+    return file
+
+
+def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
+    """What finds a file of the directory by its name."""
+    if isinstance(directory, Path):
+        return partial(_find_here, directory)
+    # In one listing, as there may be thousands of shards; hidden files are not in it.
+    listed = {file.address: file for file in directory.storage.list(directory.address)}
+
+    def find(name: str) -> AnyFile | None:
+        address = join_address(directory.address, name)
+        return listed.get(address or "") or _find_elsewhere(directory, name)
+
+    return find
+
+
+def _find_here(directory: Path, name: str) -> Path | None:
+    path = directory / name
+    try:
+        return path if path.is_file() else None
+    except OSError as error:
+        raise DataError(f"{name!r:.200} in {directory} cannot be read: {error.strerror}") from error
+
+
+def _find_elsewhere(directory: RemoteFolder, name: str) -> RemoteFile | None:
+    named = directory.join(name)
+    return None if named is None else named.find()
+
+
+def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
+    """The kind of samples and where their fields are."""
+    described = _load(file)
+    sample_type = described.get("sample_type") or described
+    if not isinstance(sample_type, dict):
+        raise DataError(f"{file}: sample_type is not a table; run energon prepare again")
+    name = str(sample_type.get("__class__", ""))
+    kind = re.sub(r"(Webdataset|Sample)(Factory)?$", "", name)
+    if code := [key for key in ("sample_loader", "part_filter") if key in described]:
+        raise DataError(
+            f"{file}: {code[0]} = {described[code[0]]!r:.200} is Python code, which is never run "
+            "from data; say with field_map where the fields are, or write __class__: "
+            "CrudeWebdataset if samples have the columns that docs/reference/data.md lists"
+        )
+    if kind not in KINDS:
+        raise DataError(
+            f"{file}: __class__ = {name!r:.200} is not known; known are {', '.join(KINDS)}"
+        )
+    mapped = described.get("field_map") or {}
+    if not isinstance(mapped, dict) or not all(isinstance(v, str) for v in mapped.values()):
+        raise DataError(
+            f"{file}: field_map = {mapped!r:.200} is not a table of strings; write each field as "
+            "FIELD: PART or FIELD: PART[KEY]"
+        )
+    if not mapped and kind != "Crude":
+        raise DataError(f"{file}: {name} has no field_map; run energon prepare again")
+    fields = {str(key): _split_access(value) for key, value in mapped.items()}
+    parts = {option[0].rpartition(".")[2] for options in fields.values() for option in options}
+    if pickled := sorted(parts & PICKLED):
+        raise DataError(
+            f"{file}: field_map reads {pickled[0]!r}, which is pickled; unpickling may run code "
+            "and is never done. Write each image or clip as a part of its own, and their names "
+            "into the sample's json, as in imgs: json[images]"
+        )
+    return kind, fields
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without merge keys, because nested merges grow exponentially."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Raise ConstructorError if a mapping has a merge key."""
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, "merge keys (<<) are not supported", node.start_mark
+            )
+
+
+def _load(file: AnyFile) -> dict[str, Any]:
+    try:
+        found = yaml.load(file.read_bytes(), _Loader)
+        nodes = _count_nodes(found, {})
+    except (OSError, yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        raise DataError(
+            f"{file} cannot be read: {str(error)[:500]}; run energon prepare again"
+        ) from error
+    if nodes > MAX_NODES:
+        raise DataError(
+            f"{file} has {nodes:.3g} values once its aliases are written out, at most "
+            f"{MAX_NODES:,} are supported; run energon prepare again"
+        )
+    if not isinstance(found, dict):
+        raise DataError(f"{file} is no table; run energon prepare again")
+    return found
+
+
+def _count_nodes(value: Any, counts: dict[int, int]) -> int:
+    """Return the number of values in `value`, in which aliases are shared objects.
+
+    Raises:
+        RecursionError: `value` contains itself.
+    """
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) in counts:
+        if not counts[id(value)]:
+            raise RecursionError("an alias refers to a value that contains it")
+        return counts[id(value)]
+    counts[id(value)] = 0
+    items = value.values() if isinstance(value, dict) else value
+    counts[id(value)] = min(1 + sum(_count_nodes(item, counts) for item in items), 10**18)
+    return counts[id(value)]
+
+
+def _relative(name: str, where: str) -> str:
+    try:
+        return require_relative_name(name, where)
+    except UnsafeNameError as error:
+        raise DataError(str(error)) from error
+
+
+def _expand(names: Any, where: str) -> list[str]:
+    """Return names with shell braces written out, such as part_{000..002}.tar and {a,b}.tar.
+
+    Args:
+        names: List of names, as read from the file.
+        where: File and key, for messages.
+
+    Raises:
+        DataError: It is not a list of names, or the names would fill the memory.
+    """
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{where} = {names!r:.200} is not a list of names; write one name a line")
+    expanded: list[str] = []
+    characters = 0
+    for name in names:
+        pieces: list[Sequence[str] | tuple[range, int]] = []
+        count = 1
+        for number, piece in enumerate(_BRACES.split(name)):
+            if number % 2 == 0:
+                pieces.append([piece])
+            elif numbers := _NUMBERS.fullmatch(piece):
+                first, last = numbers.groups()
+                values = range(int(first), int(last) + 1)
+                pieces.append((values, len(first)))
+                count *= len(values)
+            else:
+                pieces.append(piece.split(","))
+                count *= len(pieces[-1])
+        characters += count * len(name)
+        if characters > MAX_CHARACTERS:
+            raise DataError(
+                f"{where}: {name!r:.200} stands for {count:.3g} names; at most {MAX_CHARACTERS:,} "
+                "characters of names are supported"
+            )
+        written = [
+            [f"{n:0{piece[1]}d}" for n in piece[0]] if isinstance(piece, tuple) else piece
+            for piece in pieces
+        ]
+        expanded += ["".join(chosen) for chosen in itertools.product(*written)]
+    return expanded
+
+
+def _split_access(text: str) -> list[list[str]]:
+    """ "jpg,png" as [["jpg"], ["png"]], "json[0][value]" as [["json", "0", "value"]]."""
+    options = []
+    for option in text.split(","):
+        match = _ACCESS.fullmatch(option.strip())
+        if match is None:
+            options.append([option.strip()])
+        else:
+            options.append([match[1], *re.findall(r"\[([^\[\]]+)\]", match[2])])
+    return options
+
+
+def _parse_json(name: str, text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptSampleError(f"{name}: {error}") from error
+
+
+def _caption(fields: Columns, _: Parts) -> Columns:
+    return {"image": fields.get("image"), "text": fields.get("caption")}
+
+
+def _text(fields: Columns, _: Parts) -> Columns:
+    return {"image": fields.get("image"), "text": fields.get("text")}
+
+
+def _question(fields: Columns, _: Parts) -> Columns:
+    """A question about an image or a clip, and its best answer."""
+    kind = "video" if "video" in fields else "image"
+    answers = fields.get("answers")
+    if isinstance(answers, list):
+        weights = fields.get("answer_weights")
+        best = 0
+        if isinstance(weights, list) and weights:
+            best = weights.index(max(weights))
+        answers = answers[best] if best < len(answers) else None
+    if not isinstance(answers, str):
+        raise CorruptSampleError("has no answer")
+    # Questions converted from LLaVA's format still say where the image is.
+    context = str(fields.get("context") or "").replace(f"<{kind}>", "").strip()
+    content = [{"type": kind}, {"type": "text", "text": context}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answers}]
+    return {"messages": messages, f"{kind}s": [fields.get(kind)]}
+
+
+def _interleaved(fields: Columns, parts: Parts) -> Columns:
+    """A sequence of texts and images, or lists of both that fill each other's gaps."""
+    found = fields.get("sequence", fields)
+    if isinstance(found, dict):
+        return _with_members(found, parts)
+    if not isinstance(found, list):
+        raise CorruptSampleError(f"sequence is {type(found).__name__}, not a list")
+    files = [parts.get(item.lower()) if isinstance(item, str) else None for item in found]
+    texts = [item if file is None else None for item, file in zip(found, files, strict=True)]
+    return {"images": files, "texts": texts}
+
+
+def _chat(fields: Columns, parts: Parts) -> Columns:
+    """A conversation, and the files that it is about."""
+    conversation = fields.get("conversation")
+    if isinstance(conversation, str | bytes):
+        conversation = _parse_json("conversation", conversation)
+    columns = dict(conversation) if isinstance(conversation, dict) else {}
+    if isinstance(conversation, list):
+        roles = all(isinstance(turn, dict) and "role" in turn for turn in conversation)
+        columns["messages" if roles else "conversations"] = conversation
+    for name, column in (("imgs", "images"), ("videos", "videos"), ("audio", "audios")):
+        value = fields.get(name)
+        if value is not None:
+            columns[column] = value if isinstance(value, list) else [value]
+    return _with_members(columns, parts)
+
+
+def _crude(_: Columns, parts: Parts) -> Columns:
+    """Parts as they are, and the columns inside of `json`."""
+    columns = {part: decode_part(part, data) for part, data in parts.items()}
+    inner = columns.get("json")
+    if isinstance(inner, dict):
+        columns = {**inner, **{part: value for part, value in columns.items() if part != "json"}}
+    return _with_members(columns, parts)
+
+
+def _with_members(columns: Columns, parts: Parts) -> Columns:
+    """Columns with the content of files in the place of their names, if they are parts."""
+    columns = dict(columns)
+    for column in ("images", "videos", "audios"):
+        if isinstance(columns.get(column), list):
+            columns[column] = [
+                parts.get(name.lower(), name) if isinstance(name, str) else name
+                for name in columns[column]
+            ]
+    return columns
+
+
+KINDS: dict[str, Callable[[Columns, Parts], Columns]] = {
+    "Captioning": _caption,
+    "Text": _text,
+    "OCR": _text,
+    "VQA": _question,
+    "VidQA": _question,
+    "Interleaved": _interleaved,
+    **dict.fromkeys(CHATS, _chat),
+    "Crude": _crude,
+}
+"""From the fields of a sample, and its parts, to columns; by names of classes without their ends,
+"Webdataset" and "Sample"."""

@@ -1,0 +1,1 @@
+"""Diffusion decoders: models, latents, targets and sampling."""

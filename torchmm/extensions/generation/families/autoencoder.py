@@ -1,0 +1,237 @@
+"""Autoencoders of diffusers' class `AutoencoderKL`, whose latents a generator draws.
+
+From the recipe's `[model.generator.vae]` to the two halves in
+`torchmm.extensions.generation.latents`, with what encoding takes: the encoder runs once on the meta
+device, and its parts say what they do. Published autoencoders of other classes (of video, without a
+distribution) have other latents and are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+
+from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.common.layers import LatentSizes, LatentWork
+from torchmm.extensions.generation.latents import LatentDecoder, LatentEncoder, LatentSpec
+from torchmm.models.hf.config_values import MODEL_ERRORS, value_problems
+from torchmm.models.layered import WeightFiles
+from torchmm.recipe.model_section import AutoencoderConfig
+
+CLASS = "AutoencoderKL"
+SECTION = "[model.generator.vae]"
+MEASURED_PATCHES = 4
+"""Rows and columns of patches of the image whose encoding is measured. What convolutions do grows
+with the number of patches; attention is counted apart."""
+AUTOENCODER_FILES = WeightFiles(
+    renames=(
+        (r"(?=(encoder|quant_conv)\.)", "latent_encoder."),
+        (r"(?=(decoder|post_quant_conv)\.)", "latent_decoder."),
+    ),
+    # Files of before 2023 name the projections of attention otherwise.
+    old_names=(
+        (r"(attentions\.\d+)\.query\.", r"\1.to_q."),
+        (r"(attentions\.\d+)\.key\.", r"\1.to_k."),
+        (r"(attentions\.\d+)\.value\.", r"\1.to_v."),
+        (r"(attentions\.\d+)\.proj_attn\.", r"\1.to_out.0."),
+    ),
+    hf_prefixes=(("latent_encoder.", ""), ("latent_decoder.", "")),
+)
+
+
+def latent_spec(section: AutoencoderConfig, side: int) -> LatentSpec:
+    """What the recipe says of an autoencoder, complete.
+
+    Args:
+        side: rows and columns of latents in a patch of the generator.
+
+    Raises:
+        ConfigError: all that is wrong with the section.
+    """
+    config = _load(section)
+    if problems := value_problems(f"{SECTION} config", config):
+        raise ConfigError(problems)
+    config = _complete(config)
+    files = AUTOENCODER_FILES
+    if section.source is not None:
+        files = replace(files, source=str(Path(section.source).expanduser()))
+    factor = 2 ** (len(config["block_out_channels"]) - 1)
+    sampled = section.latents == "sampled"
+    sizes = _sizes(config, side, factor, section.frames_at_once, sampled)
+    return LatentSpec(config, side, factor, sampled, files, sizes)
+
+
+def build_autoencoder(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The diffusers model, whole, on the current default device."""
+    # Not diffusers' own `to`, which warns of parts to be kept in float32: FSDP keeps all so.
+    vae: Any = AutoencoderKL(**config)
+    return nn.Module.to(vae, dtype=dtype)
+
+
+def halves(spec: LatentSpec, dtype: torch.dtype) -> tuple[LatentEncoder, LatentDecoder]:
+    """The autoencoder in two, on the current default device."""
+    whole = build_autoencoder(spec.config, dtype)
+    return (
+        LatentEncoder(spec, whole.encoder, whole.quant_conv),
+        LatentDecoder(spec, whole.decoder, whole.post_quant_conv),
+    )
+
+
+def _load(section: AutoencoderConfig) -> dict[str, Any]:
+    """The config of the section, not yet checked."""
+    if section.source is None:
+        return dict(section.config or {})
+    try:
+        reader: Any = AutoencoderKL
+        found = reader.load_config(str(Path(section.source).expanduser()), local_files_only=True)
+    except (OSError, *MODEL_ERRORS) as error:
+        raise ConfigError(
+            f"{SECTION} source = {section.source!r} has no readable config.json; name a directory "
+            f"with an autoencoder of diffusers ({describe_refusal(error)})"
+        ) from error
+    return {**found, **(section.config or {})}
+
+
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """With the class's defaults.
+
+    Raises:
+        ConfigError: unknown keys, or values that are not possible here.
+    """
+    name = config.get("_class_name", CLASS)
+    if name != CLASS:
+        raise ConfigError(f"{SECTION} _class_name = {name!r} is not supported; supported: {CLASS}")
+    known = inspect.signature(AutoencoderKL.__init__).parameters
+    written = {key: value for key, value in config.items() if not key.startswith("_")}
+    problems = []
+    for key in written.keys() - known.keys():
+        near = difflib.get_close_matches(key, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        problems.append(f"{key!r} is not a key of {CLASS}{hint}")
+    full = {key: p.default for key, p in known.items() if key != "self"} | written
+    for key, value in {"in_channels": 3, "out_channels": 3, "latents_mean": None}.items():
+        if full[key] != value:
+            problems.append(
+                f"{key} = {full[key]}, but it must be {value}: others are not supported"
+            )
+    blocks = [len(full[f"{way}_block_types"]) for way in ("down", "up")]
+    if blocks != [len(full["block_out_channels"])] * 2:
+        problems.append(
+            f"block_out_channels = {full['block_out_channels']} are not as many as "
+            f"down_block_types ({blocks[0]}) and up_block_types ({blocks[1]})"
+        )
+    groups = full["norm_num_groups"]
+    if any(channels % groups for channels in full["block_out_channels"]):
+        problems.append(f"norm_num_groups = {groups} does not divide block_out_channels; lower it")
+    if not full["scaling_factor"] > 0:
+        problems.append(f"scaling_factor = {full['scaling_factor']}: must be above 0")
+    if problems:
+        raise ConfigError([f"{SECTION} config: {problem}" for problem in problems])
+    return {key: value for key, value in full.items() if key in known}
+
+
+class _Counter:
+    """What the parts of an encoder do while it runs."""
+
+    def __init__(self) -> None:
+        self.flops: dict[str, float] = defaultdict(float)
+        self.elements: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self.attended = 0.0
+        self.attentions = 0
+        self.widths = 0
+        self.live = 0
+        self._entered = torch.empty(0)
+        """What the block that runs was given, and holds until its end."""
+
+    def watch(self, encoder: nn.Module) -> None:
+        """Of all parts that are run from now on."""
+        for part in encoder.modules():
+            part.register_forward_hook(self._count)
+            if hasattr(part, "resnets"):
+                part.register_forward_pre_hook(self._enter)
+
+    def _enter(self, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._entered = inputs[0]
+
+    def _count(self, part: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> None:
+        given = inputs[0].numel()
+        found = output.numel() if isinstance(output, Tensor) else 0
+        held = 0 if inputs[0] is self._entered else self._entered.numel()
+        if isinstance(part, nn.Conv2d):
+            kernel = part.weight[0].numel()
+            self._add("matmul", 2 * found * kernel, given + found)
+        elif isinstance(part, nn.Linear):
+            self._add("matmul", 2 * found * part.in_features, given + found)
+        elif isinstance(part, nn.GroupNorm):
+            self._add("norm", 0, given + found)
+        elif isinstance(part, nn.SiLU | nn.GELU | nn.ReLU | nn.Mish):
+            self._add("activation", 0, given + found)
+        elif isinstance(part, ResnetBlock2D):
+            self._add("elementwise", 0, 3 * found)  # the branch is added, and the sum is scaled
+            self._add("elementwise", 0, 2 * found)
+            # Beside the input at the end: both branches if each is new, their sum, the result.
+            at_end = 3 if part.conv_shortcut is None else 4
+            self.live = max(self.live, held + 2 * given + found, held + given + at_end * found)
+        elif isinstance(part, Attention):
+            self._add("elementwise", 0, 3 * found)
+            attention: Any = part
+            width = attention.to_q.out_features
+            self.widths += width
+            self.attentions += 1
+            self.attended += 4 * found // attention.to_out[0].out_features * width
+            self.live = max(self.live, held + 6 * found)
+
+    def _add(self, kind: str, flops: float, elements: float) -> None:
+        self.flops[kind] += flops
+        self.elements[kind] += elements
+        self.calls[kind] += 1
+
+
+def _sizes(
+    config: dict[str, Any], side: int, factor: int, frames_at_once: int, sampled: bool
+) -> LatentSizes:
+    """What encoding takes, by patch of the generator."""
+    with torch.device("meta"):
+        whole = build_autoencoder(config, torch.float32)
+        counter = _Counter()
+        pixels = MEASURED_PATCHES * side * factor
+        encoder = nn.Sequential(whole.encoder, whole.quant_conv or nn.Identity())
+        counter.watch(encoder)
+        with torch.no_grad():
+            encoder(torch.empty(1, 3, pixels, pixels))
+    patches = MEASURED_PATCHES**2
+    kinds: tuple[Any, ...] = ("matmul", "norm", "activation", "elementwise")
+    values = config["latent_channels"] * side**2
+    parts = (whole.encoder, whole.quant_conv), (whole.decoder, whole.post_quant_conv)
+    encoder_parameters, decoder_parameters = (
+        sum(p.numel() for part in half if part is not None for p in part.parameters())
+        for half in parts
+    )
+    return LatentSizes(
+        work=tuple(
+            LatentWork(kind, counter.flops[kind] / patches, counter.elements[kind] / patches, calls)
+            for kind in kinds
+            if (calls := counter.calls[kind])
+        ),
+        pair_flops=4 * counter.widths * side**4,  # scores, and sums of values
+        attentions=counter.attentions,
+        attended=counter.attended / patches,
+        live=counter.live / patches,
+        frames_at_once=frames_at_once,
+        encoder_parameters=encoder_parameters,
+        decoder_parameters=decoder_parameters,
+        values=values,
+        pixels=3 * (side * factor) ** 2,
+        noise=values * (1 + sampled),
+    )

@@ -1,0 +1,102 @@
+"""From the recipe's `[model.generator]` to a generator; separate because it needs diffusers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers import PixArtTransformer2DModel
+
+from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.common.generated import GeneratorSpec
+from torchmm.extensions.generation.families.autoencoder import latent_spec
+from torchmm.extensions.generation.families.pixart import GENERATOR_FAMILIES
+from torchmm.extensions.generation.generator import DitSpec, GeneratorModule
+from torchmm.extensions.generation.latents import LatentSpec
+from torchmm.models.hf.config_values import MODEL_ERRORS, build_checked, value_problems
+from torchmm.models.layered import WeightFiles
+from torchmm.recipe.model_section import GeneratorConfig
+
+UNET = ". A U-Net has no layers that stages could be cut between (docs/reference/refused.md)"
+GENERATOR_FILES = WeightFiles(
+    renames=(
+        (r"caption_projection\.", "connector."),
+        (r"scale_shift_table$", "output.scale_shift_table"),
+        (r"", "dit."),
+    ),
+    hf_prefixes=(
+        ("connector.", "caption_projection."),
+        ("output.", ""),
+        ("dit.", ""),
+    ),
+)
+
+
+def build_generator(
+    section: GeneratorConfig, llm_hidden_size: int, dtype: torch.dtype
+) -> GeneratorModule:
+    """The generator of a recipe, on the current default device.
+
+    Args:
+        llm_hidden_size: features of the LLM's hidden states.
+
+    Raises:
+        ConfigError: all that is wrong with the section.
+    """
+    config = _load(section)
+    if problems := value_problems("[model.generator] config", config):
+        raise ConfigError(problems)
+    name = str(config.get("_class_name"))
+    family = GENERATOR_FAMILIES.get(name)
+    if family is None:
+        raise ConfigError(
+            f"[model.generator] _class_name = {name!r} is not supported; supported: "
+            f"{', '.join(GENERATOR_FAMILIES)}" + (UNET if name.startswith("UNet") else "")
+        )
+    latents = _latents(section, config)
+    channels = 3 if latents is None else latents.channels
+    complete = family.complete(config, llm_hidden_size, channels)
+    factor = 1 if latents is None else latents.factor
+    images = GeneratorSpec(
+        size_px=factor * complete["sample_size"],
+        patch_size_px=factor * complete["patch_size"],
+        frames=section.frames,
+        context_tokens=section.context_tokens,
+        time_sampling=section.time_sampling,
+        latent_values=0 if latents is None else latents.values,
+        latent_noise=0 if latents is None else latents.sizes.noise - latents.values,
+    )
+    # One made for another LLM has a connector of other sizes, which is replaced by a new one.
+    fits = section.source is not None and config.get("caption_channels") == llm_hidden_size
+    files = replace(GENERATOR_FILES, source=section.place)
+    if not fits:
+        files = replace(files, renames=files.renames[1:], partial=True)
+    spec = DitSpec(family, name, complete, images, dtype, fits, latents)
+    return GeneratorModule(spec, files)
+
+
+def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | None:
+    """The autoencoder of the section, if it has one."""
+    if section.vae is None:
+        return None
+    side = config.get(
+        "patch_size", inspect.signature(PixArtTransformer2DModel).parameters["patch_size"].default
+    )
+    return build_checked("model.generator.vae", section.vae, lambda given: latent_spec(given, side))
+
+
+def _load(section: GeneratorConfig) -> dict[str, Any]:
+    """The diffusers config of the section, not yet checked."""
+    if section.source is None:
+        return dict(section.config or {})
+    try:
+        reader: Any = PixArtTransformer2DModel  # any class reads configs of all classes
+        found = reader.load_config(section.source, revision=section.revision)
+    except (OSError, *MODEL_ERRORS) as error:
+        raise ConfigError(
+            f"[model.generator] source = {section.source!r} has no readable config.json; name a "
+            f"local directory or a model of the hub ({describe_refusal(error)})"
+        ) from error
+    return {**found, **(section.config or {})}

@@ -1,0 +1,318 @@
+"""An image or clip generator after the LLM: a connector from its hidden states, and a DiT.
+
+One pass is one denoising step: noisy patches, their times and the context go in, velocities or the
+flow-matching loss come out. Images of a sub-microbatch form a batch; if they differ in patches or
+context, shorter ones are padded and masked. Between stages travel the hidden states, the context
+after the connector and the embedded times, because all layers need all three.
+
+Shape legend: N images, P patches of the largest image, L tokens of the longest context, K context
+tokens of all images, D features, V values of a patch, E features of an embedded time; "A" stands
+for the concatenated patches of all images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from torchmm.common.device_copies import to_device
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.layers import LayerDescription, ModuleDescription
+from torchmm.common.module_names import GENERATOR
+from torchmm.extensions.generation.latents import LatentDecoder, LatentEncoder, LatentSpec
+from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
+
+if TYPE_CHECKING:
+    from torchmm.extensions.generation.families.pixart import PixArtFamily
+
+MASKED = -10000.0
+"""Added to attention scores of padding; diffusers' value."""
+DUMMY = GeneratedMeta((1, 1, 1), 1)
+"""The smallest image there can be."""
+
+
+@dataclass(frozen=True)
+class DitSpec:
+    """Everything that determines a generator module, apart from its weights."""
+
+    family: PixArtFamily
+    class_name: str
+    """Class name in diffusers."""
+    config: dict[str, Any]
+    """Complete (see `PixArtFamily.complete`)."""
+    images: GeneratorSpec
+    dtype: torch.dtype
+    connector_from_files: bool = False
+    """Whether the weight files hold the connector; else it is new and starts at random."""
+    latents: LatentSpec | None = None
+    """The autoencoder whose latents are drawn; None: pixels are."""
+
+    @property
+    def llm_hidden_size(self) -> int:
+        """Features of a context token before the connector."""
+        return self.config["caption_channels"]
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self.config["num_attention_heads"] * self.config["attention_head_dim"]
+
+
+class Given(NamedTuple):
+    """What one stage hands to the next."""
+
+    hidden_NPD: Tensor
+    context_KD: Tensor
+    time_NE: Tensor
+    latents_AV: Tensor | None = None
+    """What is to be drawn, without a gradient; None: pixels, which the last stage has."""
+
+
+class _Initializer:
+    """Initial values of a diffusers model, whose classes have no method for them."""
+
+    def __init__(self, family: PixArtFamily) -> None:
+        self._family = family
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self._family.initialize(module)
+
+
+class GeneratorModule(LayeredModule):
+    """A diffusion transformer and the connector from the LLM's hidden states, perhaps with the two
+    halves of a frozen autoencoder around them."""
+
+    kind = "generator"
+    forward_methods = ("velocity", "finished")
+    overlaps = False  # cross attention reads two inputs, of which only one is gathered
+
+    def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
+        super().__init__(GENERATOR, weights)
+        self.spec = spec
+        self.new_connector = not spec.connector_from_files
+        self.family = spec.family
+        self.layers_fqn = f"dit.{spec.family.layers}"
+        self.dit: Any = self.whole_transformer()
+        self.connector: Any
+        self.output: Any
+        self.connector, self.output = spec.family.take_apart(self.dit, spec.dtype)
+        embedding = self.dit.pos_embed.proj.weight
+        head = self.dit.proj_out.weight
+        before = (embedding[0].numel(), len(embedding))
+        self.linears_around = (before,), ((head.shape[1], len(head)),)
+        self.latent_encoder: LatentEncoder | None = None
+        self.latent_decoder: LatentDecoder | None = None
+        if spec.latents is not None:
+            self.latent_encoder, self.latent_decoder = spec.family.halves(spec.latents, spec.dtype)
+            self.given_weights = (spec.latents.files,)
+        self._flops_per_image = spec.family.flops_per_image(self.dit)
+        linears = (m for m in self.connector.modules() if isinstance(m, nn.Linear))
+        self._context_flops = sum(2 * linear.weight.numel() for linear in linears)
+        self._positions: dict[tuple[int, int, int], Tensor] = {}
+
+    @property
+    def hf(self) -> WeightInitializer:
+        return _Initializer(self.family)
+
+    def whole_transformer(self) -> Any:
+        """The diffusers model with everything its class has, on the current default device."""
+        return self.family.build(self.spec.config, self.spec.dtype)
+
+    def whole_autoencoder(self) -> Any:
+        """The same of the autoencoder whose latents are drawn."""
+        assert self.spec.latents is not None
+        return self.family.autoencoder(self.spec.latents, self.spec.dtype)
+
+    def bare(self) -> GeneratorModule:
+        return GeneratorModule(self.spec, self.weights)
+
+    def _pre_fqns(self) -> tuple[str, ...]:
+        around = ("latent_encoder",) if self.spec.latents else ()
+        return (*(f"dit.{name}" for name in self.family.pre), "connector", *around)
+
+    def _post_fqns(self) -> tuple[str, ...]:
+        around = ("latent_decoder",) if self.spec.latents else ()
+        return (*(f"dit.{name}" for name in self.family.post), "output", *around)
+
+    def _tensor_parallel_styles(self) -> dict[str, str]:
+        """Of the layers; what stands around them is computed whole on every rank."""
+        styles = self.family.tensor_styles(self.spec.config)
+        return {f"{self.layers_fqn}.*{name and '.'}{name}": s for name, s in styles.items()}
+
+    def tensor_parallel_scopes(self) -> list[str]:
+        return [f"{self.layers_fqn}.*.{name}" for name in self.family.tensor_scopes]
+
+    def _describe_layer(self, index: int) -> LayerDescription:
+        return self.family.describe_layer(self.spec.config)
+
+    @property
+    def value_bytes(self) -> int:
+        """A pixel and its noise; of latents see `LatentSizes`."""
+        return 1 + 4
+
+    @property
+    def dummy_patches(self) -> int:
+        return DUMMY.patches
+
+    def describe(self) -> ModuleDescription:
+        """Sizes of this stage, from which costs and memory follow."""
+        described = super().describe()
+        if self.spec.latents is not None:
+            described = replace(described, latents=self.spec.latents.sizes)
+        if not self.is_first:
+            return described
+        return replace(
+            described,
+            context_flops_per_unit=self._context_flops,
+            flops_per_image=self._flops_per_image,
+        )
+
+    def forward(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor | Given:
+        """Flow-matching loss of some images, or this stage's part of the way to it.
+
+        Args:
+            inputs: the images; later stages read only their sizes, the last also pixels and noise.
+            given: whole module or first stage: the LLM's hidden states (K, D_llm) at the context
+                tokens. Later stages: what the previous stage returned.
+
+        Returns:
+            Whole module or last stage: float32 scalar, the *sum* over images of the mean squared
+            error of their velocities. Earlier stages: what the next one needs.
+        """
+        state = self._run(inputs, given)
+        if not self.is_last:
+            return state
+        target_AV = inputs.patches_PV if state.latents_AV is None else state.latents_AV
+        error_AV = self._velocity(inputs, state) - (inputs.drawn_noise_PV - target_AV)
+        images = error_AV.square().mean(-1).split([prod(grid) for grid in inputs.grids_thw])
+        losses = [c * i.mean() for c, i in zip(map(float, inputs.counted), images, strict=True)]
+        return torch.stack(losses).sum()
+
+    def velocity(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor:
+        """Last stage: float32 (A, V), where to from (1 - t) pixels + t noise; as in `forward`."""
+        return self._velocity(inputs, self._run(inputs, given))
+
+    def finished(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor:
+        """Last stage: float32 (A, X) pixels, one step from noisy latents to their end, decoded.
+
+        Args:
+            inputs: with noisy latents for patches and for noise, which they are at any time.
+        """
+        assert inputs.encoded and self.latent_decoder is not None
+        velocity_AV = self._velocity(inputs, self._run(inputs, given))
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        time_A1 = _of_patches(inputs.times, sizes, velocity_AV.device)
+        latents_AV = inputs.patches_PV - time_A1 * velocity_AV
+        return self.latent_decoder(latents_AV, inputs.grids_thw)
+
+    def _run(self, inputs: GeneratorInputs, given: Tensor | Given) -> Given:
+        """This stage's layers, and what comes before them."""
+        if self.is_first:
+            assert isinstance(given, Tensor)
+            hidden_NPD, context_KD, time_NE, latents_AV = self._begin(inputs, given)
+        else:
+            hidden_NPD, context_KD, time_NE, latents_AV = given
+        context_NLD, context_mask = padded(context_KD, inputs.contexts)
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        masks = padding_mask(sizes, hidden_NPD), context_mask
+        if not self.is_first:
+            hidden_NPD = self.between.arrived(hidden_NPD, max(sizes))
+        read_NE = self.between.read(time_NE)
+        for _, layer in self.indexed_layers():
+            hidden_NPD = self.family.run_layer(layer, hidden_NPD, context_NLD, read_NE, masks)
+        if not self.is_last:
+            hidden_NPD = self.between.leaving(hidden_NPD)
+        # Views: backward of a stage cannot start at what it was itself given.
+        context_KD = context_KD.view_as(context_KD)
+        return Given(hidden_NPD, context_KD, time_NE.view_as(time_NE), latents_AV)
+
+    def _begin(self, inputs: GeneratorInputs, context_KD: Tensor) -> Given:
+        device = inputs.patches_PV.device
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        times_N = to_device(torch.tensor(inputs.times, dtype=torch.float32), device)
+        time_A1 = _of_patches(inputs.times, sizes, device)
+        latents_AV = self._latents(inputs)
+        target_AV = inputs.patches_PV
+        if latents_AV is not None and not inputs.encoded:
+            target_AV = latents_AV
+        noisy_AV = (1 - time_A1) * target_AV + time_A1 * inputs.drawn_noise_PV
+        positions_AD = torch.cat([self._position(grid, device) for grid in inputs.grids_thw])
+        hidden_NPD = self.family.embed(
+            self.dit, padded(noisy_AV, sizes)[0], padded(positions_AD, sizes)[0]
+        )
+        time_NE = self.family.embed_times(self.dit, times_N)
+        dtype = self.connector.linear_1.weight.dtype
+        return Given(hidden_NPD, self.connector(context_KD.to(dtype)), time_NE, latents_AV)
+
+    def _latents(self, inputs: GeneratorInputs) -> Tensor | None:
+        """(A, V) in the compute dtype; None where pixels are drawn."""
+        if self.latent_encoder is None:
+            return None
+        pixels = inputs.patches_PV
+        if inputs.encoded:
+            return pixels.to(self.connector.linear_1.weight.dtype)
+        return self.latent_encoder(pixels, inputs.grids_thw, inputs.latent_noise_PV)
+
+    def _position(self, grid_thw: tuple[int, int, int], device: torch.device) -> Tensor:
+        if grid_thw not in self._positions:
+            self._positions[grid_thw] = self.family.positions(self.spec.config, grid_thw).to(device)
+        return self._positions[grid_thw]
+
+    def _velocity(self, inputs: GeneratorInputs, state: Given) -> Tensor:
+        v_NPV = self.family.finish(self.dit, self.output, state.hidden_NPD, state.time_NE).float()
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        if len(set(sizes)) == 1:
+            return v_NPV.flatten(0, 1)
+        return torch.cat([v[:size] for v, size in zip(v_NPV, sizes, strict=True)])
+
+    def time_features(self) -> int:
+        """E."""
+        return 7 * self.spec.hidden_size
+
+    def dummy_inputs(self, device: torch.device) -> GeneratorInputs:
+        """The smallest image, which does not count: for microbatches without images.
+
+        Its context is the microbatch's first token.
+        """
+        pixels = noise = self.spec.config["in_channels"] * self.spec.config["patch_size"] ** 2
+        if self.spec.latents is not None:
+            pixels = self.spec.latents.sizes.pixels
+            noise = self.spec.latents.sizes.noise
+        return GeneratorInputs(
+            torch.zeros(DUMMY.patches, pixels, device=device),
+            torch.zeros(DUMMY.patches, noise, device=device),
+            [0.5],
+            [DUMMY.grid_thw],
+            torch.zeros(DUMMY.context, dtype=torch.int64, device=device),
+            [DUMMY.context],
+            [False],
+            latent_values=self.spec.images.latent_values,
+        )
+
+
+def _of_patches(times: list[float], sizes: list[int], device: torch.device) -> Tensor:
+    """float32 (A, 1): the time of each patch's image."""
+    times_N = to_device(torch.tensor(times, dtype=torch.float32), device)
+    return torch.cat([t.expand(n) for t, n in zip(times_N, sizes, strict=True)])[:, None]
+
+
+def padded(x_KD: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Rows of consecutive items as (N, L, D), and `padding_mask`."""
+    if len(set(lengths)) == 1:
+        return x_KD.unflatten(0, (len(lengths), lengths[0])), None
+    x_NLD = pad_sequence(list(x_KD.split(lengths)), batch_first=True)
+    return x_NLD, padding_mask(lengths, x_NLD)
+
+
+def padding_mask(lengths: list[int], like: Tensor) -> Tensor | None:
+    """(N, 1, L): 0 for items, a large negative number for padding; None without padding."""
+    if len(set(lengths)) == 1:
+        return None
+    counts_N1 = to_device(torch.tensor(lengths), like.device)[:, None]
+    is_item_NL = torch.arange(max(lengths), device=like.device) < counts_N1
+    return torch.where(is_item_NL, 0.0, MASKED).to(like.dtype)[:, None]

@@ -1,0 +1,282 @@
+"""How tensors of parameters and optimizer states rest between steps; updates compute in float32.
+
+Three forms: float32 as it is; bfloat16, rounded at random; 8 bits, with a scale for every block.
+
+**Rounding at random.** A step of learning is often smaller than half the distance of two bfloat16
+numbers, and rounding to the nearest would lose it, always. Rounding up with a probability equal to
+the remainder is right in the mean. The random bits are a hash of the parameter's name, its step and
+the element's place in the *whole* tensor. So they do not depend on how a tensor is sharded, copies
+of a parameter on other ranks stay bit-equal, and a resumed run goes on with the same ones, without
+any state. Rejected: random generators (torchao's rounding draws from the rank's), which differ
+between replicas and layouts.
+
+**8 bits.** Codes of a dynamic map (Dettmers, arXiv 2110.02861): exponents from 1 to 1e-7 with finer
+steps towards 1, relative to the largest of a block. Blocks are `BLOCK` neighbours in the last
+dimension of the whole tensor. FSDP2 shards others, so that no shard cuts a block; where tensor
+parallelism would, the recipe is refused (`block_problems`). States are therefore equal in every
+layout, and load into any. Rejected: torchao's blocks, which follow the flattened shard, and its
+choice by the shard's size which tensors have 8 bits. Unlike there, second moments never round to
+0 unless they are 0: dividing by them would give steps of any size.
+
+Shape legend: R rows (all dimensions but the last), C columns (the last dimension), B blocks of a
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchmm.common.device_copies import to_device
+from torchmm.common.layers import ModuleDescription
+from torchmm.costs.layers import local_linears
+from torchmm.models.hf.load import local_slices, local_tensor
+from torchmm.recipe.training_section import STATE_BLOCK as BLOCK
+
+StateDtype = Literal["float32", "bfloat16", "int8"]
+Stored = dict[str, Tensor]
+"""Tensors of one value at rest, by what is appended to its name."""
+
+
+class Places(NamedTuple):
+    """Where a rank's part of a tensor is in the whole."""
+
+    rows_R: Tensor
+    """Row numbers in the unsharded tensor, counted over all dimensions but the last."""
+    columns_C: Tensor
+    """Column numbers in the unsharded tensor; (R, C) if they differ between rows."""
+
+    def of_rows(self, rows: slice) -> Places:
+        """Those of some of the rows."""
+        return Places(self.rows_R[rows], self.columns_C)
+
+
+def as_rows(local: Tensor) -> Tensor:
+    """(R, C) view of any contiguous tensor; vectors and numbers are one row."""
+    assert local.is_contiguous()  # otherwise this would be a copy
+    return local.flatten(0, -2) if local.ndim > 1 else local.view(1, -1)
+
+
+def places_of(tensor: Tensor) -> Places:
+    """Return the int32 positions of the local shard of a parameter, on the parameter device."""
+    device = local_tensor(tensor).device
+    found = [torch.arange(own.start, own.stop, device=device) for own in local_slices(tensor)] or [
+        torch.zeros(1, dtype=torch.int64, device=device)
+    ]
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for dim, numbers in enumerate(found[:-1]):
+        stride = prod(tensor.shape[dim + 1 : -1])
+        rows = (rows[:, None] + stride * numbers).flatten()
+    return Places(rows.int(), found[-1].int())
+
+
+def as_int32(bits: int) -> int:
+    """Return the int32 value with the lowest 32 bits of `bits`."""
+    return (bits + 2**31) % 2**32 - 2**31
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Return the finalizer of MurmurHash3 of int32 values; products wrap around."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * as_int32(0x85EBCA6B)
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * as_int32(0xC2B2AE35)
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@dataclass(frozen=True)
+class RandomBits:
+    """Random bits for the elements of a tensor; the same in every layout.
+
+    Attributes:
+        key: int32 on the device, different for every tensor and step; a scalar or (R,).
+    """
+
+    places: Places
+    key: Tensor
+
+    def noise(self) -> Tensor:
+        """Return (R, C) int32 values, uniform over [0, 2^16)."""
+        rows_R = _hash(self.places.rows_R.int() * as_int32(0x9E3779B1) + self.key.int())
+        columns_C = _hash(self.places.columns_C.int() * 0x7FEB352D + 0x2545F491)
+        # The second hash combines row and column.
+        noise_RC = rows_R[:, None] ^ columns_C
+        noise_RC *= 0x2C1B3C6D
+        noise_RC ^= noise_RC >> 15
+        noise_RC *= 0x297A2D39
+        return (noise_RC >> 16) & 0xFFFF
+
+    def rounded(self, value_RC: Tensor) -> Tensor:
+        """bfloat16: the neighbour away from 0 with the probability of the 16 bits that go."""
+        bits_RC = self.noise()
+        bits_RC += value_RC.view(torch.int32)
+        bits_RC &= -0x10000
+        return bits_RC.view(torch.float32).to(torch.bfloat16)
+
+
+class Form(Protocol):
+    """How a tensor is stored between updates."""
+
+    @property
+    def zero(self) -> int:
+        """Return the stored number of the value 0."""
+        ...
+
+    def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """Of what is stored for a whole tensor of that shape."""
+        ...
+
+    def read(self, stored: Stored) -> Tensor:
+        """Return (R, C) float32 values; the stored tensor itself if it is float32."""
+        ...
+
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+        """Return the tensors to store for float32 values, in the dtypes of `shapes`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Float32:
+    """Float32 storage without conversion."""
+
+    zero: ClassVar[int] = 0
+
+    def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """See `Form`."""
+        return {"": (shape, torch.float32)}
+
+    def read(self, stored: Stored) -> Tensor:
+        """See `Form`."""
+        return stored[""]
+
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+        """See `Form`."""
+        return {"": value_RC}
+
+
+@dataclass(frozen=True)
+class BFloat16:
+    """Bfloat16 storage.
+
+    Attributes:
+        at_random: Whether to round stochastically instead of to the nearest value.
+    """
+
+    zero: ClassVar[int] = 0
+    at_random: bool = True
+
+    def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """See `Form`."""
+        return {"": (shape, torch.bfloat16)}
+
+    def read(self, stored: Stored) -> Tensor:
+        """See `Form`."""
+        return stored[""].float()
+
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+        """See `Form`."""
+        return {"": bits.rounded(value_RC) if self.at_random else value_RC.bfloat16()}
+
+
+class Int8Blocks:
+    """8-bit codes with one float32 scale per block.
+
+    Args:
+        signed: Whether values may be negative.
+    """
+
+    def __init__(self, signed: bool, device: torch.device | None = None) -> None:
+        values = dynamic_map(signed)
+        self.zero = values.tolist().index(0.0)
+        limits = (values[1:] + values[:-1]) / 2
+        if not signed:
+            limits[0] = 0.0  # Only 0 has the code of 0.
+        device = device or torch.device("cpu")
+        self._values = to_device(values, device)
+        self._limits = to_device(limits, device)
+
+    def shapes(self, shape: torch.Size) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
+        """See `Form`."""
+        blocks = torch.Size([*shape[:-1], -(-shape[-1] // BLOCK)])
+        return {"": (shape, torch.uint8), "_scale": (blocks, torch.float32)}
+
+    def read(self, stored: Stored) -> Tensor:
+        """See `Form`."""
+        codes_RC = stored[""]
+        scales_RB = stored["_scale"]
+        values_RC = self._values[codes_RC.int()]
+        scales = scales_RB[..., None].expand(-1, -1, BLOCK).flatten(1)[:, : codes_RC.shape[1]]
+        return values_RC.mul_(scales)
+
+    def encode(self, value_RC: Tensor, bits: RandomBits) -> Stored:
+        """See `Form`; each code is the nearest value of the map."""
+        rows, columns = value_RC.shape
+        padded_RC = functional.pad(value_RC, (0, -columns % BLOCK))
+        blocks = padded_RC.view(rows, -(-columns // BLOCK), BLOCK)
+        scales_RB = blocks.abs().amax(-1)
+        scaled = blocks / scales_RB.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+        codes = _count_below(scaled, self._limits)
+        return {"": codes.flatten(1)[:, :columns], "_scale": scales_RB}
+
+
+def _count_below(values: Tensor, limits: Tensor) -> Tensor:
+    """Return the number of limits below each value as uint8.
+
+    `torch.bucketize` does the same. The compiler for CPUs cannot fuse it with other operators.
+
+    Args:
+        limits: 255 ascending numbers.
+    """
+    if not torch.compiler.is_compiling():
+        return torch.bucketize(values, limits, out_int32=True).to(torch.uint8)
+    count = torch.zeros_like(values, dtype=torch.int32)
+    for width in (128, 64, 32, 16, 8, 4, 2, 1):
+        # NaN is above all limits, as for `torch.bucketize`.
+        count = count + width * (~(limits[count + (width - 1)] >= values)).int()
+    return count.to(torch.uint8)
+
+
+def dynamic_map(signed: bool) -> Tensor:
+    """The 256 values of codes, ascending, at most 1."""
+    values = [0.0, 1.0]
+    for exponent in range(-6, 1):
+        # Twice as many for each exponent nearer to 0, in the middles of even parts of [0.1, 1].
+        count = 2 ** (exponent + 6) * (1 if signed else 2)
+        parts = [10.0**exponent * (0.1 + 0.9 * (i + 0.5) / count) for i in range(count)]
+        values += [*parts, *(-part for part in parts if signed)]
+    return torch.tensor(sorted(values))
+
+
+def block_problems(module: ModuleDescription, tensor: int) -> list[str]:
+    """Why a module's moments, split over `tensor` ranks, have no blocks that ranks agree on."""
+    inputs = {
+        round(local_linears(layer, tensor)[name][0])
+        for layer in dict.fromkeys(module.layers)
+        for name, (whole, _) in local_linears(layer, 1).items()
+        if local_linears(layer, tensor)[name][0] != whole
+    }
+    return [
+        f'optimizer.state_dtype = "int8": parallel.tensor = {tensor} leaves a rank {own} inputs of '
+        f"linears of {module.name!r}, which is no multiple of {BLOCK}, the block of a scale; use "
+        '"bfloat16" or other sizes'
+        for own in sorted(inputs)
+        if own % BLOCK
+    ]
+
+
+@cache
+def state_form(dtype: StateDtype, signed: bool, matrix: bool, device: torch.device) -> Form:
+    """Return the storage form of a moment; vectors are small and use float32 instead of 8 bits.
+
+    Args:
+        signed: Whether the moment may be negative.
+        matrix: Whether the parameter has several dimensions.
+    """
+    if dtype == "bfloat16":
+        return BFloat16()
+    return Int8Blocks(signed, device) if dtype == "int8" and matrix else Float32()

@@ -1,0 +1,356 @@
+"""AdamW on compact tensors as one compiled function: read, update, round, encode and write.
+
+The function works on units of `BLOCK` neighbors in a row. A large tensor takes one call, and with
+it one kernel. Small tensors, and tensors whose rows end within a unit, are joined: they are copied
+into one buffer, updated in one call, and copied back.
+
+The order of operations is that of the vectorized loop of torch's fused AdamW for CPUs. On a CPU the
+results are bitwise equal to that optimizer, except in the last `size % 16` elements of a tensor.
+The scalar loop for these rounds second moments differently, by one unit in the last place.
+
+Multiplications and additions are fused only where `fused_multiply_add` requests it, and
+`emulate_precision_casts` disables all other contractions. An element should therefore have the same
+bits in all shards, in all copies of a parameter, in joined and separate calls, and in a resumed
+run, on one type of device. Tests show this with inductor for CPUs, and nothing has run on CUDA.
+Results on CUDA and on a CPU differ: Triton approximates divisions.
+
+Shape legend: R rows and C columns of a tensor; P tensors; U units; W elements of a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchmm.common.device_copies import to_device
+from torchmm.extensions.low_precision.forms import (
+    BLOCK,
+    Form,
+    Places,
+    RandomBits,
+    Stored,
+    as_int32,
+)
+from torchmm.parallel.torch_private import fused_multiply_add
+
+SMALL = 2**20
+"""Elements of the largest tensor that is joined with others because it is small."""
+JOINED = 2**22
+"""Elements of a joined call; the last tensor may exceed this limit by `SMALL` elements or a row."""
+STEP_KEY, MOMENT_KEY = 0x5851F42D, 0x14057B7E
+"""Factors of the step and of the moment number in the key of random bits."""
+INDUCTOR_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {
+    "emulate_precision_casts": True,  # no contraction of products and sums
+    "assert_indirect_indexing": False,  # no index depends on data from outside
+    "max_pointwise_cat_inputs": 16,  # one kernel for the numbers of `_scalars`
+}
+"""Options of torch.compile."""
+
+
+class Kind(NamedTuple):
+    """What one graph is compiled for."""
+
+    forms: tuple[Form, Form, Form]
+    """Storage forms of the parameter and its two moments."""
+    short_memory: bool
+    """Whether beta1 is at most 0.5."""
+
+
+class Constants(NamedTuple):
+    """Constants of AdamW."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one parameter to update.
+
+    Attributes:
+        target, gradient: (R, C).
+        moments: The stored first and second moment.
+        places: int32 positions of the rows and columns.
+        step: 0-dim, the number of this update, on the device.
+        name_key: Hash of the parameter name.
+    """
+
+    kind: Kind
+    target: Tensor
+    gradient: Tensor
+    moments: tuple[Stored, Stored]
+    places: Places
+    step: Tensor
+    name_key: int
+    lr: float
+    weight_decay: float
+
+    def tensors(self) -> list[tuple[Tensor, int, int]]:
+        """Return gradient, target and states, their elements per unit and what they pad with."""
+        states = [
+            (tensor, 1 if suffix else BLOCK, form.zero)
+            for form, stored in zip(self.kind.forms[1:], self.moments, strict=True)
+            for suffix, tensor in stored.items()
+        ]
+        return [(self.gradient, BLOCK, 0), (self.target, BLOCK, 0), *states]
+
+    @property
+    def padding(self) -> int:
+        """Return the elements missing in the last unit of a row."""
+        return -self.target.shape[1] % BLOCK
+
+    def split(self) -> Iterator[Piece]:
+        """Yield the piece in parts of at most `JOINED` elements, or one row."""
+        rows = max(1, JOINED // (self.target.shape[1] + self.padding))
+        for start in range(0, self.target.shape[0], rows):
+            part = slice(start, start + rows)
+            first, second = ({k: t[part] for k, t in one.items()} for one in self.moments)
+            yield replace(
+                self,
+                target=self.target[part],
+                gradient=self.gradient[part],
+                moments=(first, second),
+                places=self.places.of_rows(part),
+            )
+
+
+def update_pieces(
+    pieces: Sequence[Piece],
+    constants: Constants,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Apply one AdamW update to all pieces, in place.
+
+    Args:
+        grad_scale: 0-dim divisor of the gradients, or None.
+        found_inf: 0-dim; if it is not 0, no tensor changes. May be None.
+    """
+    groups: list[list[Piece]] = []
+    small: list[Piece] = []
+    for piece in pieces:
+        if piece.padding or piece.target.numel() <= SMALL:
+            small.extend(piece.split())
+        else:
+            groups.append([piece])
+    separate = len(groups)
+    groups.extend(_groups(small))
+    if not groups:
+        return
+    device = groups[0][0].target.device
+    ordered = [piece for group in groups for piece in group]
+    numbers_PN, keys_P4 = _numbers(ordered, constants, grad_scale, found_inf)
+    table_P6 = to_device(torch.tensor([row for group in groups for row in _table(group)]), device)
+    start = 0
+    for index, group in enumerate(groups):
+        if index < separate:
+            (piece,) = group
+            units = [tensor.view(-1, width) for tensor, width, _ in piece.tensors()]
+            tables = [table_P6[start], keys_P4[start], numbers_PN[start]]
+            _compiled(_update_units, piece.kind)(units, [*piece.places], tables)
+        else:
+            rows = slice(start, start + len(group))
+            _update_joined(group, [table_P6[rows], keys_P4[rows], numbers_PN[rows]])
+        start += len(group)
+
+
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield groups of pieces of one kind with about `JOINED` elements."""
+    alike: dict[tuple, list[Piece]] = {}
+    for piece in pieces:
+        alike.setdefault((piece.kind, piece.gradient.dtype), []).append(piece)
+    for group in alike.values():
+        ready: list[Piece] = []
+        elements = 0
+        for piece in group:
+            ready.append(piece)
+            elements += piece.target.shape[0] * (piece.target.shape[1] + piece.padding)
+            if elements >= JOINED:
+                yield ready
+                ready, elements = [], 0
+        if ready:
+            yield ready
+
+
+def _table(group: Sequence[Piece]) -> list[list[int]]:
+    """Return for each piece its first unit, row and column, units per row, and columns.
+
+    A row has a multiple of 16 bytes. Compiled code copies inputs that start elsewhere.
+    """
+    table = []
+    first_unit = first_row = first_column = 0
+    for piece in group:
+        rows, columns = piece.target.shape
+        per_row = -(-columns // BLOCK)
+        table.append([first_unit, first_row, first_column, per_row, columns, 0])
+        first_unit += rows * per_row
+        first_row += rows
+        first_column += columns
+    return table
+
+
+def _numbers(
+    pieces: Sequence[Piece],
+    constants: Constants,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the float32 numbers of `_adamw`, one row per piece, and the (P, 4) int32 keys."""
+    own = ((piece.lr, piece.weight_decay, float(as_int32(piece.name_key))) for piece in pieces)
+    host_P6 = torch.tensor([[*numbers, *constants] for numbers in own], dtype=torch.float64)
+    steps_P = torch.stack([piece.step for piece in pieces])
+    host_P6 = to_device(host_P6, steps_P.device)
+    return _compiled(_scalars)(steps_P, host_P6, grad_scale, found_inf)
+
+
+def _scalars(
+    steps_P: Tensor, host_P6: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    lr_P, weight_decay_P, names_P, beta1_P, beta2_P, eps_P = host_P6.unbind(1)
+    steps = steps_P.double()  # The kernel for CPUs computes these numbers in float64.
+    zeros = torch.zeros_like(steps)
+    numbers = [
+        1 - lr_P * weight_decay_P,
+        -(lr_P / (1 - beta1_P**steps)),
+        (1 - beta2_P**steps).sqrt(),
+        1 - beta1_P,
+        beta2_P,
+        1 - beta2_P,
+        eps_P,
+        zeros + 1 if grad_scale is None else zeros + grad_scale,
+        zeros if found_inf is None else zeros + found_inf,
+        *[zeros] * 3,  # to a multiple of 16 bytes
+    ]
+    keys_P = steps_P.int() * STEP_KEY + names_P.int()
+    keys_P4 = torch.stack([keys_P + as_int32(i * MOMENT_KEY) for i in range(4)], 1)
+    return torch.stack([n.float() for n in numbers], 1), keys_P4
+
+
+def _update_joined(group: Sequence[Piece], tables: Sequence[Tensor]) -> None:
+    """Copy pieces into common buffers, update these, and copy the results back."""
+    device = group[0].target.device
+    buffers, stored, copies = [], [], []
+    for parts in zip(*(piece.tensors() for piece in group), strict=True):
+        first, width, fill = parts[0]
+        sizes = [t.shape[0] * -(-t.shape[1] // width) * width for t, _, _ in parts]
+        buffer = torch.empty(sum(sizes), dtype=first.dtype, device=device)
+        if any(piece.padding for piece in group):
+            buffer.fill_(fill)
+        buffers.append(buffer.view(-1, width))
+        for (tensor, _, _), room in zip(parts, buffer.split(sizes), strict=True):
+            if tensor.shape[0] > 1 and room.numel() > tensor.numel():
+                stored.append(tensor)
+                copies.append(room.view(tensor.shape[0], -1)[:, : tensor.shape[1]])
+            else:
+                stored.append(tensor.view(-1))
+                copies.append(room[: tensor.numel()])
+    _copy_all(copies, stored)
+    rows = torch.cat([piece.places.rows_R for piece in group])
+    columns = torch.cat([piece.places.columns_C for piece in group])
+    piece_P = torch.arange(len(group), device=device)
+    units = [piece.target.shape[0] * -(-piece.target.shape[1] // BLOCK) for piece in group]
+    units_P = to_device(torch.tensor(units), device)
+    piece_U = piece_P.repeat_interleave(units_P, output_size=sum(units))
+    update = _compiled(_update_units, group[0].kind)
+    update(buffers, [rows, columns], tables, piece_U)
+    unchanged = len(group)  # the gradients
+    _copy_all(stored[unchanged:], copies[unchanged:])
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of equal shape and dtype with few kernels."""
+    alike: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        # Tensors with gaps would take the fast path from the others.
+        lists = alike.setdefault((target.dtype, target.ndim), ([], []))
+        lists[0].append(target)
+        lists[1].append(source)
+    for some_targets, some_sources in alike.values():
+        torch._foreach_copy_(some_targets, some_sources)
+
+
+def _update_units(
+    kind: Kind,
+    tensors: Sequence[Tensor],
+    lines: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    piece_U: Tensor | None = None,
+) -> None:
+    """Update units of one or several pieces in place.
+
+    Args:
+        tensors: The gradient, the value and the tensors of both moments. (U, W), scales (U, 1).
+        lines: The positions of the rows and of the columns of all pieces.
+        tables: From `_table` and `_numbers`, for one or all pieces.
+        piece_U: The piece of each unit, if there are several.
+    """
+    # Views with a constant number of columns, which the compiler needs for one kernel.
+    gradient, target, *states = (
+        tensor if tensor.shape[1] == 1 else tensor.view(-1, BLOCK) for tensor in tensors
+    )
+    rows, columns = lines
+    places, keys, numbers = (
+        table.unbind() if piece_U is None else [column[piece_U] for column in table.unbind(1)]
+        for table in tables
+    )
+    first_unit, first_row, first_column, per_row, column_count, _ = places
+    unit_U = torch.arange(target.shape[0], device=target.device) - first_unit
+    column_UW = (unit_U % per_row * BLOCK)[:, None] + torch.arange(BLOCK, device=target.device)
+    column_UW = column_UW.minimum((column_count - 1).view(-1, 1))  # padding
+    column_UW = column_UW + first_column.view(-1, 1)
+    positions = Places(rows[first_row + unit_U // per_row], columns[column_UW])
+    half = len(states) // 2
+    first, second = (
+        dict(zip(("", "_scale"), part, strict=False)) for part in (states[:half], states[half:])
+    )
+    numbers = [number.view(-1, 1) for number in numbers[:9]]
+    _adamw(kind, gradient, ({"": target}, first, second), positions, keys[:3], numbers)
+
+
+def _adamw(
+    kind: Kind,
+    gradient: Tensor,
+    stored: Sequence[Stored],
+    places: Places,
+    keys: Sequence[Tensor],
+    numbers: Sequence[Tensor],
+) -> None:
+    """Update the stored value and moments of (U, W) elements in place.
+
+    Args:
+        keys: Keys of the random bits of the value, the first and the second moment.
+        numbers: (U, 1) or (1, 1) each, see `_scalars`.
+    """
+    decay, negative_step, bias2_sqrt, weight1, beta2, weight2, eps, grad_scale, found_inf = numbers
+    value, exp_avg, exp_avg_sq = (f.read(t) for f, t in zip(kind.forms, stored, strict=True))
+    gradient = gradient.float() / grad_scale
+    distance = gradient - exp_avg
+    if kind.short_memory:
+        exp_avg = fused_multiply_add(weight1 - 1, distance, gradient)
+    else:
+        exp_avg = fused_multiply_add(weight1, distance, exp_avg)
+    exp_avg_sq = fused_multiply_add(weight2 * gradient, gradient, exp_avg_sq * beta2)
+    denominator = exp_avg_sq.sqrt() / bias2_sqrt + eps
+    value = value * decay + negative_step * exp_avg / denominator
+    results = (value, exp_avg, exp_avg_sq)
+    for form, old, new, key in zip(kind.forms, stored, results, keys, strict=True):
+        for suffix, encoded in form.encode(new, RandomBits(places, key)).items():
+            old[suffix].copy_(torch.where(found_inf == 0, encoded, old[suffix]))
+
+
+@cache
+def _compiled(function: Callable[..., Any], *kind: Kind) -> Callable[..., Any]:
+    """Return `function` of `kind`, compiled for all sizes of tensors."""
+
+    def call(*args: object) -> object:
+        return function(*kind, *args)
+
+    # torch.compile looks graphs up by code. Each kind has separate code.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    return torch.compile(call, fullgraph=True, dynamic=True, options=INDUCTOR_OPTIONS)

@@ -1,0 +1,1 @@
+"""Object stores, checkpoint upload and the preprocessing service."""

@@ -1,0 +1,1 @@
+"""Checkpoints in object stores: upload, download and removal."""

@@ -1,0 +1,312 @@
+"""Checkpoints at an address: how one gets there and back, and what stays.
+
+    ADDRESS/step-200-1f3a5c7e9b0d/
+      rank-00000.safetensors ...  the files of step-200, as they are
+      index.json, state.json
+      MANIFEST.json               put last: from here on the checkpoint counts
+
+A folder's name ends with the first digits of the SHA-256 of what the manifest says. So no two
+checkpoints ever share a folder, whatever was put there halfway before, by this run or another one
+of its name, and an upload that was interrupted is begun again over its own files. Object stores
+rename nothing; what training does not go on from has its manifest renamed instead, which is a few
+kilobytes.
+
+One process' view of it, without torch. Through the clients that also read data
+(`torchmm/extensions/remote/storage/clients.py`); a path of this machine is an address like others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from torchmm.common.errors import CheckpointError, DataError
+from torchmm.common.files import naming_the_file
+from torchmm.extensions.remote.storage.addresses import split_address, without_secrets
+from torchmm.extensions.remote.storage.clients import THIS_MACHINE, MissingError, StoreClient
+from torchmm.recipe.data_section import is_address, local_path
+from torchmm.training.checkpoint.manifest import (
+    MANIFEST_NAME,
+    NewerFormatError,
+    digest_of,
+    file_problem,
+    parse_manifest,
+)
+
+_FOLDER = re.compile(r"step-(\d+)-([0-9a-f]{12})")
+_SET_ASIDE = "set-aside"
+_REQUEST_BYTES = 16 << 20
+
+Folders = dict[str, dict[str, int]]
+"""Objects of each folder, and their sizes in bytes."""
+
+
+class StoreError(CheckpointError):
+    """A store refuses, is full or does not answer; says nothing of the checkpoints in it."""
+
+
+class RemoteCheckpoints:
+    """The checkpoints of one run in a store.
+
+    Args:
+        address: Folder of the checkpoints: `s3://bucket/runs/NAME`, `file:///PATH` or a path.
+        give_up_s: seconds after which a request that still fails is given up.
+
+    Raises:
+        ConfigError: the library that reads it is not installed.
+        ValueError: It is a `file://` address of another host.
+    """
+
+    def __init__(self, address: str, give_up_s: float, logger: logging.Logger) -> None:
+        place = address
+        if not is_address(address):
+            place = f"{THIS_MACHINE}{local_path(address).absolute()}"
+        where = split_address(place)
+        self.address = without_secrets(address)
+        self._path = where.path
+        self._client = StoreClient(where.root, give_up_s, "checkpoint.upload")
+        self._logger = logger
+
+    def committed(self) -> list[str]:
+        """Return the folders that have a manifest, which may be damaged, newest first."""
+        return _committed(self._folders())
+
+    def manifest(self, folder: str) -> tuple[bytes, dict[str, Any]]:
+        """The manifest of a checkpoint, as it is and read.
+
+        Raises:
+            NewerFormatError: a newer version has written it.
+            StoreError: the store does not give it.
+            CheckpointError: it is missing, altered, or of another checkpoint.
+        """
+        name = f"{self.address}/{folder}/{MANIFEST_NAME}"
+        with _store_errors():
+            try:
+                found = self._client.stat(self._object(folder, MANIFEST_NAME))
+                data = self._client.read(found.path, 0, found.size, found.version)
+            except MissingError:
+                raise CheckpointError(f"{name} is missing") from None
+        manifest = parse_manifest(data, name)
+        if folder_of(manifest) != folder:
+            raise CheckpointError(f"{name} is that of {folder_of(manifest)}: was it moved?")
+        return data, manifest
+
+    def fetch(self, folder: str, entry: dict[str, Any], target: Path, present: Path) -> str | None:
+        """Copies a file of a checkpoint here; what is wrong with it, if anything is.
+
+        Args:
+            entry: of the file in the manifest.
+            target: where to; not there yet.
+            present: may be the same file already, which is then not copied.
+
+        Raises:
+            StoreError: the store does not give it.
+            OSError: it cannot be written here.
+        """
+        if file_problem(present, entry) is None:
+            with suppress(OSError):  # two file systems
+                os.link(present, target)
+                return None
+        place = self._object(folder, target.name)
+        name = f"{self.address}/{folder}/{target.name}"
+        with _store_errors():
+            try:
+                found = self._client.stat(place)
+                if found.size != entry["bytes"]:
+                    return f"{name} has {found.size} bytes, the manifest says {entry['bytes']}"
+                with naming_the_file(target, found.size), target.open("xb") as file:
+                    for start in range(0, found.size, _REQUEST_BYTES):
+                        end = min(start + _REQUEST_BYTES, found.size)
+                        file.write(self._client.read(place, start, end, found.version))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except MissingError:
+                return f"{name} is missing"
+        problem = file_problem(target, entry)
+        return None if problem is None else f"{name}, as it came here: {problem}"
+
+    def put(self, folder: str, file: Path) -> int:
+        """Copies a file of a checkpoint there, over what an earlier try left; its size in bytes.
+
+        Raises:
+            StoreError: the store does not take it.
+            OSError: it cannot be read.
+        """
+        with _store_errors():
+            self._client.write(self._object(folder, file.name), file)
+        return file.stat().st_size
+
+    def commit(self, folder: str, data: bytes) -> None:
+        """Write the manifest of a checkpoint whose files were all put and have their sizes.
+
+        If that fails, no manifest remains, so that the folder does not look committed.
+
+        Args:
+            data: Content of the manifest.
+
+        Raises:
+            StoreError: The store rejects the manifest, or a file in the store has another size.
+        """
+        files = parse_manifest(data, folder)["files"]
+        there = self._folders().get(folder, {})
+        for name, entry in files.items():
+            if there.get(name) != entry["bytes"]:
+                raise StoreError(
+                    f"{self.address}/{folder}/{name} has {there.get(name, 'no')} bytes after "
+                    f"{entry['bytes']} were put"
+                )
+        place = self._object(folder, MANIFEST_NAME)
+        with _store_errors():
+            try:
+                self._client.write(place, data)
+            except DataError:
+                with suppress(DataError):  # the first error says why
+                    self._client.remove(place)
+                raise
+            for name in there:
+                if name.startswith("."):  # of a process that died while it wrote a file
+                    self._client.remove(self._object(folder, name))
+
+    def is_committed(self, folder: str) -> bool:
+        """Return True if the manifest is intact and all files have the sizes that it lists.
+
+        The SHA-256 of the files is compared when they are fetched.
+
+        Raises:
+            NewerFormatError: A newer version wrote the manifest.
+            StoreError: The store does not respond.
+        """
+        there = self._folders().get(folder, {})
+        return MANIFEST_NAME in there and self._is_whole(folder, there)
+
+    def retain(self, keep: int, own: str, best: Collection[int] = ()) -> None:
+        """Removes checkpoints older than the `keep` newest that are whole, and what uploads left
+        that were not finished.
+
+        Only what is there with the sizes of its manifest counts. What a newer version wrote
+        neither counts nor goes, nor does what was set aside.
+
+        Args:
+            own: folder that was committed last, whose files need not be compared.
+            best: steps of those that stay.
+
+        Raises:
+            StoreError: the store does not do it; there may be too many then, never too few.
+        """
+        folders = self._folders()
+        newest_first = _committed(folders)
+        whole = 0
+        for folder in newest_first:
+            if folder == own:
+                whole += 1
+                continue
+            try:
+                is_whole = self._is_whole(folder, folders[folder])
+            except NewerFormatError:
+                continue
+            if whole >= keep and step_of_folder(folder) not in best:
+                self.discard(folder, folders)
+            whole += is_whole
+        for folder in set(folders) - set(newest_first) - {own}:
+            if not any(_SET_ASIDE in name for name in folders[folder]):
+                self._logger.warning(
+                    "removing %s/%s, an upload that was not finished", self.address, folder
+                )
+                self.discard(folder, folders)
+
+    def set_aside_after(self, step: int, but: str | None) -> None:
+        """Lets later checkpoints count no more, and others of this step; nothing of them is lost.
+
+        Args:
+            but: the folder of the checkpoint that training goes on from.
+
+        Raises:
+            StoreError: the store does not do it.
+        """
+        for folder in self.committed():
+            if step_of_folder(folder) < step or folder == but:
+                continue
+            name = MANIFEST_NAME.replace(".", f".{_SET_ASIDE}-{uuid4().hex[:8]}.")
+            with _store_errors():
+                found = self._client.stat(self._object(folder, MANIFEST_NAME))
+                data = self._client.read(found.path, 0, found.size, found.version)
+                self._client.write(self._object(folder, name), data)
+                self._client.remove(self._object(folder, MANIFEST_NAME))
+            self._logger.warning(
+                "renamed %s of %s/%s to %s: training goes on before it",
+                MANIFEST_NAME,
+                self.address,
+                folder,
+                name,
+            )
+
+    def discard(self, folder: str, folders: Folders | None = None) -> None:
+        """Removes all objects of a folder, the manifest first; raises StoreError."""
+        names = (self._folders() if folders is None else folders).get(folder, {})
+        with _store_errors():
+            for name in sorted(names, key=lambda name: name != MANIFEST_NAME):
+                self._client.remove(self._object(folder, name))
+
+    def _is_whole(self, folder: str, there: dict[str, int]) -> bool:
+        try:
+            _, manifest = self.manifest(folder)
+        except (NewerFormatError, StoreError):
+            raise
+        except CheckpointError as error:
+            self._logger.error("damaged checkpoint: %s", error)
+            return False
+        return all(there.get(name) == entry["bytes"] for name, entry in manifest["files"].items())
+
+    def _folders(self) -> Folders:
+        folders: Folders = defaultdict(dict)
+        with _store_errors():
+            for found in self._client.list(self._path):
+                inside = found.path.removeprefix(f"{self._path}/")
+                folder, _, name = inside.partition("/")
+                if name and _FOLDER.fullmatch(folder):
+                    folders[folder][name] = found.size
+        return folders
+
+    def _object(self, folder: str, name: str) -> str:
+        return f"{self._path}/{folder}/{name}"
+
+
+def folder_of(manifest: dict[str, Any]) -> str:
+    """What the folder of a checkpoint is called."""
+    return f"step-{manifest['step']}-{digest_of(manifest)[:12]}"
+
+
+def is_in_store(address: str) -> bool:
+    """Return True if `checkpoint.resume` names a copy in a store, also one in a local directory."""
+    name = address.rstrip("/").rpartition("/")[2]
+    return is_address(address) or _FOLDER.fullmatch(name) is not None
+
+
+def step_of_folder(folder: str) -> int:
+    """The step of the checkpoint in it."""
+    match = _FOLDER.fullmatch(folder)
+    if match is None:
+        raise CheckpointError(
+            f"{folder} is no folder of a checkpoint; they are called step-N-DIGITS"
+        )
+    return int(match[1])
+
+
+def _committed(folders: Folders) -> list[str]:
+    found = [folder for folder, objects in folders.items() if MANIFEST_NAME in objects]
+    return sorted(found, key=lambda folder: (step_of_folder(folder), folder), reverse=True)
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except DataError as error:
+        raise StoreError(str(error)) from error

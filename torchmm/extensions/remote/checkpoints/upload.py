@@ -1,0 +1,241 @@
+"""Copies committed checkpoints to a store while training goes on, and tells how that went.
+
+Every rank puts files that are on its node, then rank 0 the manifest: readers see all or nothing.
+One checkpoint is copied at a time. What is saved meanwhile is not copied unless it is the last:
+where a store is slower than checkpoints come, every second or third gets there, and the newest
+when training ends. A copy that fails is told and counted, and training goes on: it has what is on
+its disks. All that ranks say to each other here goes over a group of its own, as with saves.
+
+Rejected: rank 0 copies everything, over the link of one node and only what it can see; one thread
+for saves and copies, in which the next save would wait for a slow store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torchmm.common.errors import CheckpointError
+from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, folder_of
+from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
+from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
+from torchmm.training.checkpoint.storage import file_of
+
+UPLOAD_TIMEOUT_S = 86_400.0
+"""A rank may wait this long for the slowest copy of a file; a lost peer ends that at once."""
+
+
+@dataclass(frozen=True)
+class SaveFigures:
+    """What came to an end since the last record, as fields of metrics.jsonl; None: nothing did."""
+
+    save_wait_ms: float | None = None
+    save_ms: float | None = None
+    save_bytes: int | None = None
+    upload_ms: float | None = None
+    upload_bytes: int | None = None
+    failed_uploads: int | None = None
+
+
+@dataclass
+class SaveMeter:
+    """Collects figures from the threads that save and copy; on each rank, recorded by rank 0."""
+
+    _figures: SaveFigures = SaveFigures()
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, **figures: float) -> None:
+        """Notes what ended."""
+        with self._lock:
+            self._figures = replace(self._figures, **figures)  # type: ignore[arg-type]
+
+    def take(self) -> SaveFigures:
+        """All noted since the last time."""
+        with self._lock:
+            taken = self._figures
+            self._figures = SaveFigures(failed_uploads=taken.failed_uploads)
+        return taken
+
+
+class Uploads:
+    """The copies of one run's checkpoints. Methods are called by all ranks in the same order.
+
+    Args:
+        keep: checkpoints to keep in the store.
+        best: steps of those to keep besides.
+        group: side group for the copies alone.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        keep: int,
+        best: Callable[[], Collection[int]],
+        group: SideGroup,
+        meter: SaveMeter,
+        logger: logging.Logger,
+    ) -> None:
+        self._remote = remote
+        self._keep = keep
+        self._best = best
+        self._group = group
+        self._meter = meter
+        self._logger = logger
+        self._thread: threading.Thread | None = None
+        self._newest: Path | None = None
+        self._tried: Path | None = None
+        self._failed = 0
+        self.complaint = ""
+        """Which checkpoint is not in the store though it should be, and why; empty: none."""
+
+    @property
+    def in_use(self) -> Path | None:
+        """The checkpoint that is being copied, as far as this rank knows."""
+        return self._tried if self._thread is not None and self._thread.is_alive() else None
+
+    def committed(self, path: Path, now: bool) -> None:
+        """Tells of a new checkpoint.
+
+        Args:
+            now: nothing is being copied on any rank, and this is to be.
+        """
+        self._newest = path
+        if now:
+            self._start(path)
+
+    def resumed(self, path: Path) -> None:
+        """Copy the checkpoint that training continues from, unless the store has it; collective.
+
+        The last run may have ended before the copy was complete. A folder counts if its manifest
+        is intact and its files have their sizes: a name alone proves nothing.
+        """
+        folder = self._group.on_rank_0(lambda: folder_of(_manifest(path)))
+        if self._group.on_rank_0(lambda: self._remote.is_committed(folder)):
+            self._newest = self._tried = path
+        else:
+            self.committed(path, now=True)
+
+    def finish(self) -> None:
+        """Waits for what is being copied, then copies the newest, if that was passed over."""
+        self.wait()
+        if self._newest is not None and self._newest != self._tried:
+            self._start(self._newest)
+        self.wait()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until nothing is being copied any more."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _start(self, path: Path) -> None:
+        assert self.in_use is None
+        self._tried = path
+        self._thread = threading.Thread(target=self._run, args=(path,), daemon=True)
+        self._thread.start()
+
+    def _run(self, path: Path) -> None:
+        began_s = time.perf_counter()
+        size_bytes = 0
+        try:
+            size_bytes, problem = self._copy(path)
+        except Exception as error:  # counted below: a copy that fails ends no run
+            problem = "a rank was lost" if is_peer_trouble(error) else _in_one_line(error)
+        took_s = time.perf_counter() - began_s
+        if problem is None:
+            self.complaint = ""
+            self._meter.note(upload_ms=took_s * 1e3, upload_bytes=size_bytes)
+            if self._group.rank == 0:
+                said = "copied %s to %s (%d bytes in %.1f s)"
+                self._logger.info(said, path, self._remote.address, size_bytes, took_s)
+            return
+        self._failed += 1
+        self._meter.note(failed_uploads=self._failed)
+        self.complaint = f"{path.name} is not at {self._remote.address}: {problem}"
+        if self._group.rank == 0:
+            self._logger.warning(
+                "%s. Training goes on without that copy; the next checkpoint is tried again "
+                "(%d failed so far)",
+                self.complaint,
+                self._failed,
+            )
+
+    def _copy(self, path: Path) -> tuple[int, str | None]:
+        """Bytes of all ranks, and why it failed; collective."""
+        data = self._group.on_rank_0(lambda: _read(path))
+        if isinstance(data, str):
+            return 0, data
+        manifest = parse_manifest(data, str(path / MANIFEST_NAME))
+        folder = folder_of(manifest)
+        names = sorted(manifest["files"])
+        here = [name for name in names if (path / name).is_file()]
+        parts = share(names, self._group.gather(here))
+        sent_bytes, problem = self._put(folder, path, parts[self._group.rank])
+        outcomes = self._group.gather((sent_bytes, problem))
+        problems = [f"rank {r}: {found}" for r, (_, found) in enumerate(outcomes) if found]
+        missing = sorted(set(names) - {name for part in parts for name in part})
+        if missing:
+            problems.append(f"{missing[0]} is on no node")
+        problem = self._group.on_rank_0(lambda: self._commit(folder, data, problems))
+        return sum(sent for sent, _ in outcomes), problem
+
+    def _put(self, folder: str, path: Path, names: Sequence[str]) -> tuple[int, str | None]:
+        sent_bytes = 0
+        try:
+            for name in names:
+                sent_bytes += self._remote.put(folder, path / name)
+        except Exception as error:  # counted by `_run`, on all ranks: nobody may wait for this one
+            return sent_bytes, _in_one_line(error)
+        return sent_bytes, None
+
+    def _commit(self, folder: str, data: bytes, problems: list[str]) -> str | None:
+        """Rank 0, when all ranks are through; why there is no copy."""
+        try:
+            if problems:
+                self._remote.discard(folder)
+                return problems[0]
+            self._remote.commit(folder, data)
+        except CheckpointError as error:
+            return problems[0] if problems else _in_one_line(error)
+        try:
+            self._remote.retain(self._keep, folder, self._best())
+        except CheckpointError as error:
+            said = "cannot remove old checkpoints from %s: %s"
+            self._logger.error(said, self._remote.address, _in_one_line(error))
+        return None
+
+
+def share(names: Sequence[str], here: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Which files each rank copies: its own where they are, the others in turn.
+
+    Args:
+        names: of all files.
+        here: by rank, those that are on its node.
+    """
+    held = [set(found) for found in here]
+    parts: list[list[str]] = [[] for _ in here]
+    for number, name in enumerate(names):
+        ranks = [rank for rank, found in enumerate(held) if name in found]
+        own = [rank for rank in ranks if name == file_of(rank)]
+        if ranks:
+            parts[own[0] if own else ranks[number % len(ranks)]].append(name)
+    return parts
+
+
+def _manifest(path: Path) -> dict:
+    return parse_manifest((path / MANIFEST_NAME).read_bytes(), str(path / MANIFEST_NAME))
+
+
+def _read(path: Path) -> bytes | str:
+    """The manifest of a checkpoint here, or why it cannot be read."""
+    try:
+        return (path / MANIFEST_NAME).read_bytes()
+    except OSError as error:
+        return f"{path / MANIFEST_NAME}: {error.strerror}"
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

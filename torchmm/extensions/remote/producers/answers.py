@@ -1,0 +1,354 @@
+"""Validation of producer responses: the trainer accepts a step only if it matches the request.
+
+The trainer has the metadata of all requested samples. It computes everything in a microbatch that
+follows from the metadata (`StepDecoder.rebuild`) and compares. Only token ids, targets, positions
+of images, kept parts of tiles and pixels come from the producer. These are checked for dtype,
+shape and range.
+
+Each message is checked when it arrives, so that a response is never much larger than the step.
+
+Shape legend as in `torchmm.common.batch`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchmm.common.batch import IGNORE_TARGET, ImageMeta, Microbatch
+from torchmm.common.module_names import GENERATOR
+from torchmm.common.tiles import Kept
+from torchmm.data.corrupt import printable
+from torchmm.data.decode import DecodedStep, StepDecoder
+from torchmm.data.items import PackItems
+from torchmm.data.rows import sample_name
+from torchmm.extensions.remote.producers.messages import (
+    COUNTS,
+    TEXT,
+    TEXT_TENSORS,
+    Message,
+    messages_of,
+)
+
+PIXELS, PLACES = "pixels", "places"
+MAX_REASON_CHARACTERS = 10_000
+UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
+"""Errors of reading values of a wrong type, besides ValueError."""
+SHRUNK_FORM = [[0, 0], [0, 0], 0, 0, [0, 0], [0, 0]]
+"""`Shrunk` as JSON."""
+
+
+def unpack_step(
+    messages: Iterable[Message],
+    microbatches: Sequence[list[PackItems]],
+    decoder: StepDecoder,
+) -> DecodedStep:
+    """Return the decoded step that messages contain, without noise.
+
+    Args:
+        microbatches: Requested samples.
+        decoder: Decoder of the trainer, for this rank.
+
+    Raises:
+        ValueError: The messages are not the requested step. The text names the wrong field.
+    """
+    expected = [
+        _Expected(packs, images, decoder)
+        for packs, images in zip(
+            microbatches, decoder.images_to_decode(list(microbatches)), strict=True
+        )
+    ]
+    for message in messages:
+        number = message.values.get("microbatch")
+        if type(number) is not int or not 0 <= number < len(expected):
+            raise ValueError(f"microbatch = {_short(number)} was not requested")
+        try:
+            expected[number].receive(message)
+        except (ValueError, *UNREADABLE) as error:
+            raise ValueError(f"microbatch {number}: {_explain(error)}") from error
+    step = DecodedStep([], {})
+    for number, each in enumerate(expected):
+        try:
+            each.finish(step)
+        except (ValueError, *UNREADABLE) as error:
+            raise ValueError(f"microbatch {number}: {_explain(error)}") from error
+    return step
+
+
+class _Expected:
+    """A requested microbatch and the messages received for it.
+
+    Args:
+        packs: Requested samples.
+        images: Images that the producer decodes, by module (`StepDecoder.wanted`).
+        decoder: Decoder of the trainer.
+    """
+
+    def __init__(
+        self, packs: list[PackItems], images: Mapping[str, range], decoder: StepDecoder
+    ) -> None:
+        self._packs = packs
+        self._images = images
+        self._decoder = decoder
+        self._form = decoder.rebuild(packs, images)
+        """Microbatch of blank samples, with the dtypes and shapes of all tensors but pixels."""
+        self._expected = _messages_by_part(self._form)
+        self._parts: dict[str, Message] = {}
+
+    def receive(self, message: Message) -> None:
+        """Store a part of the microbatch; raise ValueError if its form is wrong."""
+        part = message.values.get("part")
+        if not isinstance(part, str) or part not in self._expected:
+            raise ValueError(f"part = {_short(part)} was not requested")
+        if part in self._parts:
+            raise ValueError(f"part {part!r} was sent twice")
+        expected = self._expected[part]
+        where = f"part {part!r}: "
+        _require_equal(
+            f"{where}keys", sorted(message.values), sorted({*expected.values, "microbatch"})
+        )
+        _require_equal(f"{where}tensors", sorted(message.tensors), sorted(expected.tensors))
+        for name, tensor in expected.tensors.items():
+            shape = list(tensor.shape)
+            if name == PIXELS:
+                shape[0] = self._pixel_rows(part)
+            found = message.tensors[name]
+            _require_equal(f"{where}dtype of {name}", str(found.dtype), str(tensor.dtype))
+            _require_equal(f"{where}shape of {name}", list(found.shape), shape)
+        self._parts[part] = message
+
+    def finish(self, step: DecodedStep) -> None:
+        """Append the microbatch to a step; raise ValueError if a value is wrong."""
+        _require_equal("parts", sorted(self._parts), sorted(self._expected))
+        counts = self._parts[TEXT].values
+        corrupt = self._read_corrupt(counts["corrupt"])
+        found = self._copy_positions(corrupt)
+        self._check_text(found)
+        self._check_positions(found)
+        microbatch = self._decoder.rebuild(self._packs, self._images, found, corrupt)
+        for part, message in _messages_by_part(microbatch).items():
+            self._compare(part, message)
+        self._add_pixels(microbatch)
+        step.microbatches.append(microbatch)
+        step.corrupt |= corrupt
+        step.decoded_images += _count(
+            "decoded_images", counts["decoded_images"], self._most_images()
+        )
+        step.read_bytes += _count("read_bytes", counts["read_bytes"], 1 << 62)
+
+    def _pixel_rows(self, part: str) -> int:
+        inputs = self._form.generator if part == GENERATOR else self._form.encoders[part]
+        assert inputs is not None
+        rows = inputs.pixel_rows
+        return sum(rows if inputs.held is None else (rows[image] for image in inputs.held))
+
+    def _most_images(self) -> int:
+        """Return the number of images and drawings of the microbatch."""
+        meta = self._form.meta
+        return meta.image_count + len(meta.generated)
+
+    def _read_corrupt(self, values: Any) -> dict[str, str]:
+        """Return reasons by name of a sample."""
+        names = {sample_name(item.meta) for pack in self._packs for item in pack}
+        if not isinstance(values, dict):
+            raise ValueError(f"corrupt = {_short(values)} is not an object")
+        for name, why in values.items():
+            if name not in names or not isinstance(why, str) or len(why) > MAX_REASON_CHARACTERS:
+                raise ValueError(
+                    f"corrupt = {_short(values)} is not a reason for a requested sample"
+                )
+        return {name: printable(why, MAX_REASON_CHARACTERS) for name, why in values.items()}
+
+    def _copy_positions(self, corrupt: Mapping[str, str]) -> Microbatch:
+        """Return the microbatch with the texts, positions and kept parts that were sent."""
+        texts = self._parts[TEXT].tensors
+        encoders = {
+            name: replace(
+                inputs,
+                positions_K=self._parts[name].tensors[PLACES],
+                kept=self._read_kept(name, self._parts[name].values["kept"], corrupt),
+            )
+            for name, inputs in self._form.encoders.items()
+        }
+        drawn = self._form.generator
+        if drawn is not None:
+            places_K = self._parts[GENERATOR].tensors[PLACES]
+            drawn = replace(drawn, context_positions_K=places_K)
+        tensors: dict[str, Any] = {key: texts[key] for key in TEXT_TENSORS}
+        return replace(self._form, encoders=encoders, generator=drawn, **tensors)
+
+    def _read_kept(self, name: str, values: Any, corrupt: Mapping[str, str]) -> list[Kept] | None:
+        """Return the kept rectangles of tiles; None if the encoder has no such rectangles."""
+        if not self._decoder.reader.media[name].spec.ends_lines:
+            return None  # `_compare` finds a value that was sent nevertheless
+        samples = [s for s in self._form.meta.samples for _ in s.images_read_by(name)]
+        images = self._form.meta.images_read_by(name)
+        if not isinstance(values, list) or len(values) != len(images):
+            text = f"part {name!r}: kept = {_short(values)} is not a rectangle for each image"
+            raise ValueError(text)
+        found = []
+        for value, image, sample in zip(values, images, samples, strict=True):
+            _, rows, columns = self._decoder.reader.medium(image).block(image)
+            blank = sample_name(sample) in corrupt  # `_compare` checks the rectangle
+            if not blank and not _is_kept(value, image, rows, columns, len(images)):
+                raise ValueError(f"part {name!r}: kept = {_short(value)} is not a part of a tile")
+            found.append(Kept(0, 0, 0, 0, 0) if blank else Kept.from_json(value))
+        return found
+
+    def _check_text(self, found: Microbatch) -> None:
+        """Check ids against the vocabulary, and targets against ids."""
+        size = self._decoder.reader.text_spec.vocab_size
+        ids_T = found.input_ids_T
+        if not _is_within(ids_T, size):
+            raise ValueError(f"part '': input_ids_T is outside of the {size} ids of the vocabulary")
+        next_T = torch.cat([ids_T[1:], ids_T.new_full([1], IGNORE_TARGET)])
+        next_T[torch.tensor(self._form.cu_seqlens[1:]) - 1] = IGNORE_TARGET
+        targets_T = found.targets_T
+        if not ((targets_T == next_T) | (targets_T == IGNORE_TARGET)).all():
+            raise ValueError("part '': targets_T has targets that are not the next token")
+
+    def _check_positions(self, found: Microbatch) -> None:
+        """Check that images use placeholders of their own sample, each of them once."""
+        meta = found.meta
+        spec = self._decoder.reader.text_spec
+        known = [spec.image_token_id, spec.video_token_id, spec.sound_token_id]
+        placeholders = torch.tensor([token for token in known if token is not None])
+        firsts, stops = self._sample_bounds()
+        exclusive = []
+        for name, inputs in found.encoders.items():
+            tokens = [sum(i.tokens for i in s.images_read_by(name)) for s in meta.samples]
+            positions_K = inputs.positions_K
+            _require_inside(name, positions_K, np.repeat(firsts, tokens), np.repeat(stops, tokens))
+            if not torch.isin(found.input_ids_T[positions_K], placeholders).all():
+                raise ValueError(f"part {name!r}: places are not placeholders of images")
+            each = positions_K.split([image.tokens for image in meta.images_read_by(name)])
+            if any(len(own.unique()) != len(own) for own in each):
+                raise ValueError(f"part {name!r}: an image uses places twice")
+            # Tiles that are shrunk together share tokens with their neighbors.
+            shared = self._decoder.reader.media[name].spec.ends_lines
+            exclusive.append(positions_K.unique() if shared else positions_K)
+        every = torch.cat(exclusive) if exclusive else torch.zeros(0)
+        if len(every.unique()) != len(every):
+            raise ValueError(f"parts {sorted(found.encoders)}: images use the same places")
+        if found.generator is not None:
+            counts = [sum(g.context for g in s.generated) for s in meta.samples]
+            positions_K = found.generator.context_positions_K
+            lower, upper = (np.repeat(bounds, counts) for bounds in (firsts, stops))
+            _require_inside(GENERATOR, positions_K, lower, upper)
+
+    def _sample_bounds(self) -> tuple[list[int], list[int]]:
+        """Return first positions of samples and the positions after their last tokens."""
+        firsts, stops = [], []
+        pack_tokens = self._form.meta.tokens // max(1, len(self._packs))
+        for number, pack in enumerate(self._packs):
+            start = number * pack_tokens
+            for item in pack:
+                firsts.append(start)
+                start += item.meta.tokens
+                stops.append(start)
+        return firsts, stops
+
+    def _compare(self, part: str, expected: Message) -> None:
+        """Raise ValueError if a part differs from the rebuilt one in more than pixels."""
+        found = self._parts[part]
+        for key, value in expected.values.items():
+            if key not in COUNTS:
+                _require_equal(f"part {part!r}: {key}", found.values[key], value)
+        for name, tensor in expected.tensors.items():
+            if name != PIXELS and not torch.equal(found.tensors[name], tensor):
+                raise ValueError(f"part {part!r}: {name} differs from the requested samples")
+
+    def _add_pixels(self, microbatch: Microbatch) -> None:
+        for name, inputs in microbatch.encoders.items():
+            inputs.pixels = self._parts[name].tensors[PIXELS]
+        if microbatch.generator is not None:
+            microbatch.generator.patches_PV = self._parts[GENERATOR].tensors[PIXELS]
+
+
+def _messages_by_part(microbatch: Microbatch) -> dict[str, Message]:
+    return {m.values["part"]: m for m in messages_of(DecodedStep([microbatch], {}))}
+
+
+def _is_kept(values: Any, image: ImageMeta, rows: int, columns: int, tiles: int) -> bool:
+    """Return True if values are a rectangle of a tile that has the tokens of the image.
+
+    Args:
+        values: `Kept` as JSON.
+        rows, columns: Output tokens of a tile.
+        tiles: Upper bound on the tiles of an image.
+    """
+    if _zeros(values) not in ([0] * 5 + [None], [0] * 5 + [SHRUNK_FORM]):
+        return False
+    kept = Kept.from_json(values)
+    inside = (
+        0 <= kept.top <= kept.bottom <= rows
+        and 0 <= kept.left <= kept.right <= columns
+        and 0 <= kept.line_ends <= rows
+    )
+    if (shrunk := kept.shrunk) is not None:
+        height = kept.bottom - kept.top
+        width = kept.right - kept.left
+        inside &= _is_span(shrunk.rows, shrunk.from_row, height, shrunk.to_rows, rows * tiles)
+        inside &= _is_span(
+            shrunk.columns, shrunk.from_column, width, shrunk.to_columns, columns * tiles
+        )
+    return inside and kept.tokens == image.tokens
+
+
+def _is_span(
+    sizes: tuple[int, int], first: int, length: int, to: tuple[int, int], limit: int
+) -> bool:
+    """Return True if `length` rows from `first` on become the rows `to` of the smaller image.
+
+    Args:
+        sizes: Rows of all tiles, before and after.
+        limit: Upper bound on the rows before.
+    """
+    before, after = sizes
+    return (
+        0 <= first <= first + length <= before <= limit and 0 <= to[0] <= to[1] <= after <= before
+    )
+
+
+def _zeros(values: Any) -> Any:
+    """Return nested lists with each integer replaced by 0, to compare their form."""
+    if isinstance(values, list):
+        return [_zeros(each) for each in values]
+    return 0 if type(values) is int else values
+
+
+def _is_within(values_T: Tensor, size: int) -> bool:
+    return bool(((values_T >= 0) & (values_T < size)).all())
+
+
+def _require_inside(name: str, positions_K: Tensor, firsts: np.ndarray, stops: np.ndarray) -> None:
+    """Raise ValueError if a position is outside of its sample."""
+    inside = (positions_K.numpy() >= firsts) & (positions_K.numpy() < stops)
+    if not inside.all():
+        raise ValueError(f"part {name!r}: places are outside of their samples")
+
+
+def _require_equal(what: str, found: Any, expected: Any) -> None:
+    """Raise ValueError if two JSON values differ, also in type (1, 1.0, true)."""
+    if json.dumps(found) != json.dumps(expected):
+        raise ValueError(f"{what} = {_short(found)}; expected {_short(expected)}")
+
+
+def _count(key: str, value: Any, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{key} = {_short(value)} is not between 0 and {most}")
+    return value
+
+
+def _short(value: Any) -> str:
+    return printable(repr(value), 200)
+
+
+def _explain(error: Exception) -> str:
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

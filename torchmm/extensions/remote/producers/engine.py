@@ -1,0 +1,46 @@
+"""Who starts a run's producers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from torchmm.common.errors import ConfigError, install_command
+from torchmm.recipe.data_section import DataConfig
+from torchmm.recipe.training_section import TrainingConfig
+
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Makes a cluster of this machine listen on the loopback interface; Ray reads it when imported.
+
+Ray replaces 127.0.0.1 in its address options by another address, except on Windows and macOS, where
+this is the default.
+"""
+
+
+@contextmanager
+def started_producers(
+    data: DataConfig, training: TrainingConfig, specs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Those of the recipe's engine, until the run ends; for one process of the run.
+
+    Args:
+        specs: what samples are opened with besides (`open_samples`).
+
+    Raises:
+        ConfigError: the engine is not installed, or cannot be reached.
+    """
+    if data.producers.engine != "ray":
+        yield
+        return
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ.update(LOOPBACK_ONLY)
+    try:
+        from torchmm.extensions.remote.producers.ray_actors import RayProducers  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise ConfigError(
+            f'data.producers.engine = "ray": Ray is not installed; {install_command("ray")}'
+        ) from error
+    with closing(RayProducers(data, training, specs)):
+        yield

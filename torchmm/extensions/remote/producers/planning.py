@@ -1,0 +1,375 @@
+"""Steps planned by producers, for trainers that have neither the data nor their index.
+
+With `data.producers.plan` a producer answers three more questions, as JSON:
+
+    describe   which data it has: what decides order and content of samples, names of sources
+    plan       packs of the step after a state (`torchmm.data.steps.elsewhere`)
+    pictures, references   a sample's images, as PNG files, and texts, to be shown
+
+All ranks ask the same producer, which plans a step once; if it is gone, any other goes on from the
+state that it is sent. What a trainer can know itself, its recipe's settings, it compares.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, TypeVar
+
+from PIL import Image
+from pyarrow import flight
+
+from torchmm.common.batch import ImageMeta, SampleMeta
+from torchmm.common.errors import CheckpointError, DataError, TorchmmError
+from torchmm.common.generated import GeneratedMeta
+from torchmm.data.corrupt import printable
+from torchmm.data.items import Item, PackItems
+from torchmm.data.media.images import decode_rgb
+from torchmm.data.rows import sample_name
+from torchmm.data.sources.open import Samples
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.steps.elsewhere import Asked, StepPart, UnknownStateError
+from torchmm.extensions.remote.producers.ask import Asking, OtherDataError
+from torchmm.extensions.remote.producers.calls import single_response
+from torchmm.recipe.data_section import DataConfig, ProducersConfig
+from torchmm.recipe.training_section import TrainingConfig
+
+ERRORS: dict[str, type[TorchmmError]] = {"checkpoint": CheckpointError, "data": DataError}
+UNKNOWN = {"unknown": True}
+END = {"end": True}
+UNREADABLE = (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+"""Errors of reading values of a wrong type, besides ValueError."""
+MAX_INTEGER = 1 << 53
+MAX_PLAN_BYTES = 64 * 10**6
+MAX_IMAGES_BYTES = 10**9
+
+T = TypeVar("T")
+
+
+class Described(NamedTuple):
+    """What a producer says of its data.
+
+    Attributes:
+        listed: fingerprint by which a registry knows it.
+        fingerprint: of these samples, which are others if they are held out.
+        names: of the sources, in order.
+        identity: see `torchmm.data.identity`.
+        digest: see `Samples.digest`.
+        global_batch_size: packs of the steps that it plans.
+    """
+
+    listed: str
+    fingerprint: str
+    names: list[str]
+    identity: dict[str, Any]
+    digest: tuple[str, str]
+    global_batch_size: int
+
+
+DESCRIBED_TYPES = {
+    "listed": str,
+    "fingerprint": str,
+    "names": list,
+    "identity": dict,
+    "digest": list,
+    "global_batch_size": int,
+}
+"""Types of `Described` in JSON."""
+
+
+class Plans:
+    """The producer's side; may be called by several threads.
+
+    Args:
+        data, training: of the recipe.
+        samples: to train on.
+        held_out: None: there are none.
+    """
+
+    def __init__(
+        self, data: DataConfig, training: TrainingConfig, samples: Samples, held_out: Samples | None
+    ) -> None:
+        self._training = training
+        self._samples = {False: samples} | ({True: held_out} if held_out else {})
+        self._steps = {kind: each.shared(data, training) for kind, each in self._samples.items()}
+
+    def answer(self, kind: str, body: bytes) -> bytes:
+        """What is sent back; raises ValueError if that was no question."""
+        try:
+            asked = json.loads(body)
+            held_out = asked["held_out"]
+            if held_out not in self._samples:
+                raise ValueError("there are no held-out samples in its recipe")
+            if kind == "describe":
+                return json.dumps(self._describe(held_out)._asdict()).encode()
+            if kind == "plan":
+                return json.dumps(self._plan(held_out, asked)).encode()
+            if kind in ("pictures", "references"):
+                return json.dumps(self._shown(kind, held_out, asked)).encode()
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"not a question ({type(error).__name__}: {error})") from error
+        raise ValueError(f"cannot {kind[:20]!r}")
+
+    def _describe(self, held_out: bool) -> Described:
+        samples = self._samples[held_out]
+        return Described(
+            self._samples[False].fingerprint(),
+            samples.fingerprint(),
+            list(samples.feeds()),
+            samples.identity,
+            samples.digest(),
+            self._training.global_batch_size,
+        )
+
+    def _plan(self, held_out: bool, values: Mapping[str, Any]) -> dict[str, Any]:
+        asked = Asked(**{key: values[key] for key in Asked._fields})
+        count = self._training.global_batch_size
+        if asked.packs is not None and not set(asked.packs) <= set(range(count)):
+            raise ValueError(f"a step has {count} packs")
+        try:
+            part = self._steps[held_out].part(asked)
+        except UnknownStateError:
+            return UNKNOWN
+        except (CheckpointError, DataError) as error:
+            kind = next(kind for kind, each in ERRORS.items() if isinstance(error, each))
+            return {"error": [kind, str(error)]}
+        if part is None:
+            return END
+        packed = [(number, list(map(_packed, pack))) for number, pack in part.packs.items()]
+        return part._asdict() | {"packs": packed}
+
+    def _shown(self, kind: str, held_out: bool, asked: Mapping[str, Any]) -> list[str]:
+        feed = int(asked["feed"])
+        index = int(asked["index"])
+        source = self._samples[held_out].sources[feed : feed + 1]
+        if feed < 0 or not source or source[0].index is None or not source[0].index.has(index):
+            raise ValueError(f"there is no sample {index} of source {feed}")
+        decoder = self._samples[held_out].decoder
+        if kind == "references":
+            return list(decoder.references(feed, index))
+        return [_png(image) for image in decoder.images(feed, index)]
+
+
+def _png(image: Image.Image) -> str:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+class ProducersPlans:
+    """The trainer's side.
+
+    Args:
+        config: the producers.
+        held_out: ask for held-out samples.
+        differences: what is other in a producer's data than this run says.
+        reader: Media of this run, which validate the sizes of samples.
+        sequence_length: Limit on the tokens of the samples of a pack.
+
+    Raises:
+        ConfigError: a certificate cannot be read.
+        DataError: no producer answers, or none has these data.
+    """
+
+    def __init__(
+        self,
+        config: ProducersConfig,
+        held_out: bool,
+        differences: Callable[[Described], list[str]],
+        reader: SampleReader,
+        sequence_length: int,
+    ) -> None:
+        self._held_out = held_out
+        self._reader = reader
+        self._sequence_length = sequence_length
+        find = partial(self._find, differences)
+        self.described = Asking(config, None).ask(0, find)
+        self._asking = Asking(config, self.described.listed)
+
+    def part(self, asked: Asked) -> StepPart | None:
+        """Of a step; see `SharedSteps.part`."""
+        found = self._ask("plan", asked._asdict(), partial(self._read_part, asked))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def pictures(self, feed: int, index: int) -> list[Image.Image]:
+        """Images of a sample, to be shown."""
+        return self._ask("pictures", {"feed": feed, "index": index}, _read_images)
+
+    def references(self, feed: int, index: int) -> tuple[str, ...]:
+        """Texts of a sample, to be compared with."""
+        return self._ask("references", {"feed": feed, "index": index}, _read_texts)
+
+    def _ask(self, kind: str, values: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        body = json.dumps(dict(values) | {"held_out": self._held_out}).encode()
+        return self._asking.ask(0, partial(_call, kind, body, read))
+
+    def _find(
+        self,
+        differences: Callable[[Described], list[str]],
+        client: flight.FlightClient,
+        options: flight.FlightCallOptions,
+    ) -> Described:
+        body = json.dumps({"held_out": self._held_out}).encode()
+        found = _call("describe", body, _read_description, client, options)
+        try:
+            other = differences(found)
+        except UNREADABLE as error:
+            raise ValueError(f"identity: {type(error).__name__}: {error}") from error
+        if other:
+            raise OtherDataError(
+                f"it prepares other data than this run: {'; '.join(other)}; start it with "
+                "outputs/NAME/recipe.toml of the run"
+            )
+        return found
+
+    def _read_part(self, asked: Asked, values: Mapping[str, Any]) -> StepPart | Exception | None:
+        """Return a part of a step; raise ValueError if it is not the requested one."""
+        if values == END:
+            return None
+        if values == UNKNOWN:
+            return UnknownStateError()
+        if "error" in values:
+            kind, text = values["error"]
+            return ERRORS[kind](printable(str(text)))
+        every = range(self.described.global_batch_size)
+        packs = {_integer("pack", number, len(every) - 1): pack for number, pack in values["packs"]}
+        if sorted(packs) != sorted(every if asked.packs is None else asked.packs):
+            raise ValueError(f"packs {printable(str(sorted(packs)), 200)} were not requested")
+        return StepPart(
+            {number: self._read_pack(number, pack) for number, pack in packs.items()},
+            [printable(str(each)) for each in values["skipped"]],
+            dict(values["state"]),
+            _number("epoch", values["epoch"]),
+            printable(str(values["notice"])),
+        )
+
+    def _read_pack(self, number: int, values: list[list[Any]]) -> PackItems:
+        names = self.described.names
+        pack = [_unpacked(names, *each) for each in values]
+        for item in pack:
+            self._check_images(item.meta)
+        tokens = sum(item.meta.tokens for item in pack)
+        if tokens > (most := self._sequence_length):
+            text = f"pack {number} has {tokens} tokens, but training.sequence_length = {most}"
+            raise ValueError(text)
+        return pack
+
+    def _check_images(self, meta: SampleMeta) -> None:
+        """Raise ValueError if the sizes of images do not fit to each other or to the model."""
+        name = sample_name(meta)
+        known = self._reader.encoders
+        if meta.encoder is not None and meta.encoder not in known:
+            raise ValueError(f"{name} is for an unknown encoder")
+        for each in meta.images:
+            if (meta.encoder if each.encoder is None else each.encoder) not in known:
+                raise ValueError(f"{name} has an image for an unknown encoder")
+            if prod(self._reader.medium(each).grid_thw(each)) != each.patches:
+                raise ValueError(f"{name} has an image with a wrong number of patches")
+            if each.tokens > meta.tokens:
+                raise ValueError(f"{name} has fewer tokens than one of its images")
+        drawings = self._reader.drawings
+        for drawn in meta.generated:
+            frames = drawn.grid_thw[0]
+            if drawings is None or frames < 1 or drawn.grid_thw != drawings.spec.grid(frames):
+                raise ValueError(f"{name} has an image to generate of a wrong size")
+            if not 1 <= drawn.context <= min(meta.tokens, drawings.spec.context_tokens):
+                raise ValueError(f"{name} has an image to generate with a wrong context")
+
+
+def _call(
+    kind: str,
+    body: bytes,
+    read: Callable[[Any], T],
+    client: flight.FlightClient,
+    options: flight.FlightCallOptions,
+) -> T:
+    """An answer, read; raises ValueError if it is none."""
+    most_bytes = MAX_PLAN_BYTES if kind in ("describe", "plan") else MAX_IMAGES_BYTES
+    body = single_response(client.do_action(flight.Action(kind, body), options), most_bytes)
+    try:
+        return read(json.loads(body))
+    except UNREADABLE as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _read_description(values: Mapping[str, Any]) -> Described:
+    found = Described(**values)
+    for key, kind in DESCRIBED_TYPES.items():
+        if type(getattr(found, key)) is not kind:
+            raise ValueError(f"{key} is not of type {kind.__name__}")
+    if not all(isinstance(text, str) for text in (*found.names, *found.digest)):
+        raise ValueError("names or digest are not texts")
+    if len(set(found.names)) != len(found.names) or len(found.digest) != 2:
+        raise ValueError("names are not unique, or digest does not have two parts")
+    first, second = map(printable, found.digest)
+    return found._replace(digest=(first, second))
+
+
+def _read_texts(values: list[str]) -> tuple[str, ...]:
+    return tuple(map(str, values))
+
+
+def _read_images(values: list[str]) -> list[Image.Image]:
+    files = [base64.b64decode(each, validate=True) for each in values]
+    return [decode_rgb(file, max_pixels=1 << 28) for file in files]
+
+
+def _integer(key: str, value: Any, most: int = MAX_INTEGER) -> int:
+    """Return an integer; raise ValueError if it is not between 0 and `most`."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{key} = {printable(repr(value), 200)} is not between 0 and {most}")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    """Return a float; raise ValueError if it is not a number between 0 and `MAX_INTEGER`."""
+    if type(value) not in (int, float) or not 0 <= value <= MAX_INTEGER:  # False for NaN
+        raise ValueError(f"{key} = {printable(repr(value), 200)} is not a number of passes")
+    return float(value)
+
+
+def _packed(item: Item) -> list[Any]:
+    """A sample as JSON."""
+    meta = item.meta
+    images = [
+        [i.width_px, i.height_px, i.patches, i.tokens, i.frames, i.encoder, i.duration_ms,
+         i.frame_pixels]
+        for i in meta.images
+    ]  # fmt: skip
+    drawn = [[list(each.grid_thw), each.context] for each in meta.generated]
+    return [item.feed, item.epoch, meta.index, meta.tokens, images, meta.encoder, drawn]
+
+
+def _unpacked(
+    names: list[str],
+    feed: int,
+    epoch: int,
+    index: int,
+    tokens: int,
+    images: list[list[Any]],
+    encoder: str | None,
+    drawn: list[list[Any]],
+) -> Item:
+    for key, value in (("epoch", epoch), ("index", index), ("tokens", tokens)):
+        _integer(key, value)
+    name = names[_integer("feed", feed, len(names) - 1)]
+    generated = tuple(
+        GeneratedMeta(
+            (_integer("frames", t), _integer("rows", h), _integer("columns", w)),
+            _integer("context", context),
+        )
+        for (t, h, w), context in drawn
+    )
+    own = tuple(ImageMeta(*image) for image in images)
+    for image in own:
+        for field in fields(image):
+            if field.name != "encoder":
+                _integer(field.name, getattr(image, field.name))
+    return Item(feed, epoch, SampleMeta(name, index, tokens, own, encoder, generated))

@@ -1,0 +1,175 @@
+"""A producer's work: microbatches being decoded, each of them once, however many ranks ask for it.
+
+Pipeline ranks of a replica that read no pixels ask for the very same, and so does whoever asks a
+second time because the first took too long. What is under way, and what was sent a moment ago, is
+found by its samples. What nobody waits for any more is not begun.
+
+Workers are processes; tensors come from them in shared memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
+
+from torchmm.common.processes import fork_server, make_worker_setup
+from torchmm.data.decode import StepDecoder
+from torchmm.data.items import PackItems
+from torchmm.extensions.remote.producers.messages import Message, messages_of
+
+KEPT = 64
+KEPT_BYTES = 256 * 10**6
+"""Most that is kept of what was sent."""
+
+logger = logging.getLogger(__name__)
+
+_decoders: dict[str, StepDecoder] = {}
+"""The worker process's decoders, put there by its initializer."""
+
+Key = tuple[object, ...]
+
+
+@dataclass
+class Job:
+    """A microbatch that somebody asked for."""
+
+    key: Key
+    future: Future[list[Message]]
+    wanted: int = 0
+    """Requests that wait for it, or send it."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it can be sent."""
+        return self.future.done() and not self.future.cancelled() and not self.future.exception()
+
+    @property
+    def bytes(self) -> int:
+        """Of a finished one."""
+        return sum(t.nbytes for message in self.future.result() for t in message.tensors.values())
+
+
+class Work:
+    """All microbatches that are being decoded.
+
+    Args:
+        decoders: of the recipe's samples, by their fingerprint.
+        workers: processes; 0: a thread of this one.
+    """
+
+    def __init__(self, decoders: Mapping[str, StepDecoder], workers: int) -> None:
+        self._decoders = decoders
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._jobs: OrderedDict[Key, Job] = OrderedDict()
+        """Those asked for least recently come first."""
+        self._pool = self._make_pool()
+        self.decoded = 0
+        """Microbatches whose decoding was begun or is queued."""
+
+    @property
+    def unfinished(self) -> int:
+        """Microbatches being decoded or waiting for it."""
+        with self._lock:
+            return sum(not job.future.done() for job in self._jobs.values())
+
+    def take(self, samples: str, packs: list[PackItems], images: Mapping[str, range]) -> Job:
+        """Begins to decode a microbatch, or finds it; to be given back (`leave`).
+
+        Args:
+            samples: fingerprint.
+            images: which of them are decoded (`StepDecoder.wanted`).
+        """
+        names = tuple(
+            tuple((item.feed, item.epoch, item.meta.index) for item in pack) for pack in packs
+        )
+        key = (
+            samples,
+            names,
+            tuple((module, own.start, own.stop) for module, own in sorted(images.items())),
+        )
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None or (job.future.done() and not job.finished):
+                job = self._jobs[key] = Job(key, self._submit(samples, packs, images))
+                self.decoded += 1
+            self._jobs.move_to_end(key)
+            job.wanted += 1
+        return job
+
+    def leave(self, job: Job) -> None:
+        """A request needs it no more."""
+        with self._lock:
+            job.wanted -= 1
+            if job.wanted == 0 and self._jobs.get(job.key) is job:
+                if not job.finished:
+                    job.future.cancel()  # unless it has begun: then it is found, if asked again
+                if job.future.done() and not job.finished:
+                    del self._jobs[job.key]
+            self._forget()
+
+    def close(self) -> None:
+        """Begins nothing more; what is being decoded is left alone."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _forget(self) -> None:
+        """What was sent longest ago, as far as it is too much."""
+        old = [job for job in self._jobs.values() if job.finished and not job.wanted]
+        sizes = [job.bytes for job in old]
+        number = len(old)
+        size = sum(sizes)
+        for job, own in zip(old, sizes, strict=True):
+            if number <= KEPT and size <= KEPT_BYTES:
+                return
+            del self._jobs[job.key]
+            number -= 1
+            size -= own
+
+    def _submit(self, *asked: Any) -> Future[list[Message]]:
+        try:
+            return self._begin(*asked)
+        except BrokenProcessPool:
+            logger.warning("a worker died; starting new ones")
+            self._pool = self._make_pool()
+            return self._begin(*asked)
+
+    def _begin(
+        self, samples: str, packs: list[PackItems], images: Mapping[str, range]
+    ) -> Future[list[Message]]:
+        if self._workers == 0:
+            return self._pool.submit(_decode, self._decoders[samples], packs, images)
+        return self._pool.submit(_decode_in_worker, samples, packs, images)
+
+    def _make_pool(self) -> Executor:
+        if self._workers == 0:
+            return ThreadPoolExecutor(1)
+        return ProcessPoolExecutor(
+            self._workers,
+            mp_context=fork_server(),
+            initializer=_start_worker,
+            initargs=(self._decoders, make_worker_setup()),
+        )
+
+
+def _start_worker(decoders: Mapping[str, StepDecoder], setup: object) -> None:
+    assert callable(setup)
+    setup(0)
+    _decoders.update(decoders)
+
+
+def _decode_in_worker(
+    samples: str, packs: list[PackItems], images: Mapping[str, range]
+) -> list[Message]:
+    return _decode(_decoders[samples], packs, images)
+
+
+def _decode(
+    decoder: StepDecoder, packs: list[PackItems], images: Mapping[str, range]
+) -> list[Message]:
+    return messages_of(decoder.decode_one(packs, images))

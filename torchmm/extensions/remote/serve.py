@@ -1,0 +1,159 @@
+"""A producer: prepares samples for trainers on other processes or machines.
+
+    python -m torchmm.data.serve --config recipe.toml --bind 127.0.0.1:7411 --workers 8
+
+It opens the recipe's sources, which must exist on its machine, and answers requests that name
+samples (see `torchmm.extensions.remote.producers`) with tensors.
+
+It listens only on its own machine, unless it has a certificate and a token. Like `train.py` this is
+a program, which sees the whole recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from torchmm.common.errors import ConfigError, TorchmmError
+from torchmm.common.processes import end_workers
+from torchmm.data.corrupt import printable
+from torchmm.extensions.remote.producers.calls import (
+    TOKEN_VARIABLE,
+    Certificate,
+    check_exposure,
+    ended_by_signals,
+    key_pair,
+    read_certificate,
+)
+from torchmm.extensions.remote.producers.registry import Reporter
+from torchmm.recipe.data_section import MAX_PRODUCER_WORKERS, is_host_port
+
+if TYPE_CHECKING:
+    from torchmm.extensions.remote.producers.server import Producer
+
+GRACE_S = 5.0
+
+
+def producer_of(
+    arguments: argparse.Namespace,
+    overrides: list[str],
+    token: str | None,
+    certificate: Certificate | None,
+) -> Producer:
+    """Opens what the recipe names, and begins to listen.
+
+    Raises:
+        ConfigError, DataError: that failed.
+    """
+    # Late: mistakes on the command line should not take the seconds that these need to load.
+    from torchmm.data.tokenizer import load_tokenizer  # noqa: PLC0415
+    from torchmm.extensions.remote.producers.server import open_producer  # noqa: PLC0415
+    from torchmm.planning.resolved import recipe_model  # noqa: PLC0415
+    from torchmm.recipe.read import load_recipe  # noqa: PLC0415
+
+    recipe = load_recipe(arguments.config, overrides).recipe
+    model = recipe_model(recipe)
+    tokenizer = load_tokenizer(recipe.model)
+    return open_producer(
+        recipe.data,
+        recipe.training,
+        model.sample_specs(tokenizer),
+        arguments.bind,
+        workers=arguments.workers,
+        token=token,
+        certificate=certificate,
+    )
+
+
+def _report(arguments: argparse.Namespace, producer: Producer) -> Reporter | None:
+    """Begins to report to the registry, if there is one; raises ConfigError."""
+    if arguments.registry is None:
+        return None
+    host = arguments.bind.rpartition(":")[0]
+    address = arguments.advertise or f"{host}:{producer.port}"
+    if host.strip("[]") in ("0.0.0.0", "::") and not arguments.advertise:
+        raise ConfigError(f"--bind {arguments.bind}: give --advertise HOST:PORT, to be found at")
+    certificate = read_certificate("--ca-certificate", arguments.ca_certificate)
+    try:
+        return Reporter(arguments.registry, partial(producer.load, address), certificate)
+    except ConnectionError as error:
+        raise ConfigError(
+            f"--registry {arguments.registry}: {error}; give --ca-certificate"
+        ) from error
+
+
+def serve(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Answers until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigError, DataError: it cannot begin.
+    """
+    _check_arguments(arguments)
+    token = os.environ.get(TOKEN_VARIABLE)
+    certificate = key_pair(arguments.tls_certificate, arguments.tls_key)
+    check_exposure(arguments.bind, certificate is not None, token)
+    producer = producer_of(arguments, overrides, token, certificate)
+    reporter = _report(arguments, producer)
+    stopped = ended_by_signals()
+    sys.stdout.write(f"ready on port {producer.port}\n")
+    sys.stdout.flush()
+    stopped.wait()
+    if reporter is not None:
+        reporter.close()
+    closing = threading.Thread(target=producer.close, daemon=True)  # waits for slow readers
+    closing.start()
+    closing.join(GRACE_S)
+    end_workers(multiprocessing.active_children())
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if an address or the number of workers is wrong."""
+    lowest_ports = {"bind": 0, "registry": 1, "advertise": 1}
+    for name, lowest in lowest_ports.items():
+        address = getattr(arguments, name)
+        if address is not None and not is_host_port(address, lowest):
+            raise ConfigError(f"--{name} {printable(address)}: is not an address; use HOST:PORT")
+    if not 0 <= arguments.workers <= MAX_PRODUCER_WORKERS:
+        raise ConfigError(
+            f"--workers {arguments.workers}: is out of range; use 0 to {MAX_PRODUCER_WORKERS}"
+        )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of the command line; what it does not know are keys of the recipe."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchmm.data.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="recipe (TOML) of the run")
+    parser.add_argument("--bind", default="127.0.0.1:7411", help="HOST:PORT to listen on")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--tls-certificate", help="PEM file of this machine's certificate")
+    parser.add_argument("--tls-key", help="PEM file of its private key")
+    parser.add_argument("--registry", help="HOST:PORT of the registry to report to")
+    parser.add_argument("--advertise", help="HOST:PORT where others find this one, if not --bind")
+    parser.add_argument("--ca-certificate", help="PEM file of who signed the registry's")
+    return parser
+
+
+def main() -> NoReturn:
+    """Exit codes are those of `train.py`."""
+    arguments, overrides = make_parser().parse_known_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        serve(arguments, overrides)
+    except TorchmmError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

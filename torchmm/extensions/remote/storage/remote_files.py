@@ -1,0 +1,365 @@
+"""Files at addresses, used like paths of this machine: `open("rb")`, `stat()`, `name`, `suffix`.
+
+    storage = Storage.of(recipe.data)
+    for file in storage.list("s3://bucket/shards/*.tar"):
+        with file.open("rb") as stream: ...        # only what is read is fetched
+
+A file is one version of an object: what it was when it was listed. Everything is read in blocks,
+which stay in the cache (`block_cache.py`); neighbouring ones are asked for together, and the more
+of them the longer a file is read from one end to the other. A file costs as much as its address in
+memory and travels to worker processes, which make connections of their own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import io
+import logging
+import os
+import posixpath
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, cast
+
+from torchmm.common.errors import DataError
+from torchmm.extensions.remote.storage.addresses import (
+    fixed_part,
+    is_pattern,
+    join_address,
+    split_address,
+    without_secrets,
+)
+from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums
+from torchmm.extensions.remote.storage.clients import (
+    Found,
+    MissingError,
+    ReplacedError,
+    StoreClient,
+)
+from torchmm.recipe.data_section import DataConfig
+
+BLOCK_BYTES = 256 << 10
+REQUEST_BYTES = 16 << 20
+"""Most bytes of one request."""
+BUFFER_BYTES = 64 << 10
+WRONG_ANSWERS = 3
+"""How often a store may send other bytes than at first before the run ends."""
+
+logger = logging.getLogger(__name__)
+
+
+class Storage:
+    """All that lies elsewhere, and the cache of it.
+
+    Args:
+        cache: directory of the cache.
+        limit_bytes: of the cache.
+        give_up_s: seconds after which a request that still fails ends the run.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+
+    def __init__(self, cache: Path, limit_bytes: int, give_up_s: float) -> None:
+        self._settings = cache, limit_bytes, give_up_s
+        self._directory = cache
+        self._give_up_s = give_up_s
+        self._clients: dict[str, StoreClient] = {}
+        self._process = os.getpid()
+        self.cache = BlockCache(cache, limit_bytes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Storage, self._settings  # connections stay with their process
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Storage:
+        """As a recipe says."""
+        config = data.storage
+        directory = config.cache_dir or Path(data.index_cache) / "storage"
+        return cls(Path(directory), int(config.cache_gb * 1e9), config.give_up_s)
+
+    def client(self, address: str) -> StoreClient:
+        """This process' connection to the store of an address; raises ConfigError."""
+        if self._process != os.getpid():
+            self._clients = {}
+            self._process = os.getpid()
+        root = split_address(address).root
+        if root not in self._clients:
+            self._clients[root] = StoreClient(root, self._give_up_s)
+        return self._clients[root]
+
+    def find(self, address: str) -> RemoteFile | None:
+        """The file at an address, as it is now; None: there is none; raises DataError."""
+        try:
+            found = self.client(address).stat(split_address(address).path)
+        except MissingError:
+            return None
+        return RemoteFile(address, found.size, found.version, self)
+
+    def list(self, address: str) -> list[RemoteFile]:
+        """Files at, below, or matching an address, by name, without hidden ones.
+
+        Raises:
+            DataError: the store refuses, or does not answer.
+        """
+        folder = split_address(fixed_part(address))
+        pattern = split_address(address).path if is_pattern(address) else None
+        if pattern is None and folder.path and (one := self.find(address)) is not None:
+            return [one]
+        files = []
+        for found in self.client(address).list(folder.path):
+            inside = posixpath.relpath(found.path, folder.path or ".")
+            hidden = any(part.startswith(".") for part in inside.split("/"))
+            if not hidden and (pattern is None or _matches(found.path, pattern)):
+                files.append(self._file(folder.root, found))
+        return files
+
+    def _file(self, root: str, found: Found) -> RemoteFile:
+        return RemoteFile(f"{root}/{found.path}", found.size, found.version, self)
+
+    def read(
+        self, file: RemoteFile, start: int, end: int, ahead: int = 0, keep: bool = True
+    ) -> bytes:
+        """Bytes [start, end) of a file, at most to its end.
+
+        Args:
+            file: what to read.
+            start: first byte.
+            end: behind the last.
+            ahead: so many bytes are fetched into the cache beside those, if any is missing.
+            keep: whether blocks go into the cache.
+
+        Raises:
+            DataError: the store refuses, does not answer, or sends wrong bytes.
+        """
+        end = min(end, file.size)
+        if start >= end:
+            return b""
+        if not self.cache.limit_bytes:
+            return self._ask(file, start, end)
+        blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        found: dict[int, bytes | memoryview] = {}
+        for number in blocks:
+            if number in found:
+                continue
+            kept = self.cache.get(file.entry(number)) if keep else None
+            if kept is not None:
+                found[number] = kept
+            else:
+                last = -(-min(blocks.stop * BLOCK_BYTES + ahead, file.size) // BLOCK_BYTES)
+                found |= self._fetch(file, number, last, keep)
+        whole = b"".join(found[number] for number in blocks)
+        first = blocks.start * BLOCK_BYTES
+        return whole[start - first : end - first]
+
+    def _fetch(self, file: RemoteFile, first: int, last: int, keep: bool) -> dict[int, memoryview]:
+        """Blocks [first, last), or as many of them as one request gives, up to one that is there
+        already."""
+        stop = first + 1
+        while stop < min(last, first + REQUEST_BYTES // BLOCK_BYTES):
+            if keep and self.cache.place(file.entry(stop)).exists():
+                break
+            stop += 1
+        start = first * BLOCK_BYTES
+        for _ in range(WRONG_ANSWERS):
+            data = memoryview(self._ask(file, start, min(stop * BLOCK_BYTES, file.size)))
+            blocks = {
+                number: data[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
+                for number in range(first, stop)
+            }
+            wrong = self._changed(file, blocks)
+            if wrong is None:
+                break
+            logger.warning("%s: checksum of bytes from %d is wrong, asking again", file, wrong)
+        else:
+            raise DataError(
+                f"{file}: bytes from {wrong} have another checksum than when they were first read, "
+                f"{WRONG_ANSWERS} times; check the store, or, if it was the first answer that was "
+                f"wrong, remove {self._directory} and data.index_cache"
+            )
+        if keep:
+            for number, block in blocks.items():
+                self.cache.put(file.entry(number), block)
+        return blocks
+
+    def _changed(self, file: RemoteFile, blocks: dict[int, memoryview]) -> int | None:
+        """Where a file's bytes differ from what they were; small files are read too rarely."""
+        if file.size <= BLOCK_BYTES:
+            return None
+        sums = Sums(self._directory / "sums" / file.key[:2] / file.key)
+        return next((n * BLOCK_BYTES for n, b in blocks.items() if sums.differs(n, b)), None)
+
+    def _ask(self, file: RemoteFile, start: int, end: int) -> bytes:
+        try:
+            path = split_address(file.address).path
+            return self.client(file.address).read(path, start, end, file.version)
+        except MissingError:
+            raise ReplacedError(f"{file} was removed while it was being read") from None
+
+
+@dataclass(frozen=True, order=True)
+class RemoteFile:
+    """One version of an object, with the methods of `pathlib.Path` that readers use."""
+
+    address: str
+    size: int
+    """In bytes."""
+    version: str
+    storage: Storage = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return without_secrets(self.address)
+
+    @property
+    def key(self) -> str:
+        """Names this version in caches."""
+        named = f"{self.address}\0{self.size}\0{self.version}"
+        return hashlib.sha256(named.encode()).hexdigest()[:40]
+
+    def entry(self, block: int | str) -> str:
+        """Names a block of it, or what was made of it."""
+        return f"{self.key}-{block}"
+
+    @property
+    def name(self) -> str:
+        """Behind the last slash."""
+        return posixpath.basename(split_address(self.address).path)
+
+    @property
+    def stem(self) -> str:
+        """The name without the last suffix."""
+        return Path(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix of the name, with its dot."""
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> RemoteFolder:
+        """The folder it is in."""
+        return RemoteFolder(self.address.rpartition("/")[0], self.storage)
+
+    def stat(self) -> SimpleNamespace:
+        """Its size as `st_size`."""
+        return SimpleNamespace(st_size=self.size)
+
+    def read_bytes(self) -> bytes:
+        """All of it; raises DataError."""
+        return self.storage.read(self, 0, self.size)
+
+    def open(self, mode: str = "rb", keep: bool = True) -> BinaryIO:
+        """A stream that fetches what is read from it.
+
+        Args:
+            mode: "rb".
+            keep: whether what is read stays in the cache.
+        """
+        assert mode == "rb"
+        return cast(BinaryIO, io.BufferedReader(_Stream(self, keep), BUFFER_BYTES))
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """What paths in records are relative to, and may not leave."""
+
+    address: str
+    storage: Storage = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return without_secrets(self.address)
+
+    def join(self, name: str) -> RemoteName | None:
+        """A file below it, which may not exist; None: the name leads out of it."""
+        address = join_address(self.address, name)
+        return None if address is None else RemoteName(address, self.storage)
+
+
+@dataclass(frozen=True)
+class RemoteName:
+    """A file that a record names, not yet looked for."""
+
+    address: str
+    storage: Storage = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return without_secrets(self.address)
+
+    def find(self) -> RemoteFile | None:
+        """The file as it is now; None: there is none; raises DataError."""
+        return self.storage.find(self.address)
+
+
+AnyFile = Path | RemoteFile
+"""What readers of sources take."""
+
+
+class _Stream(io.RawIOBase):
+    """Reads a file by ranges; farther ahead, the longer it is read in order."""
+
+    def __init__(self, file: RemoteFile, keep: bool) -> None:
+        self._file = file
+        self._keep = keep and bool(file.storage.cache.limit_bytes)
+        self._at = 0
+        self._expected = 0
+        self._ahead = 0
+        self._held: tuple[int, bytes] = (0, b"")
+        """Place and content of what was fetched last, where it does not stay in the cache."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._file.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = len(buffer)
+        end = self._at + wanted
+        if wanted <= BUFFER_BYTES:  # never one block more because a buffer is to be filled
+            end = min(end, (self._at // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        data = self._read(self._at, min(end, self._file.size))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _read(self, start: int, end: int) -> bytes:
+        if start >= end:
+            return b""
+        held_from, held = self._held
+        if held_from <= start and end <= held_from + len(held):
+            return held[start - held_from : end - held_from]
+        in_order = start == self._expected and start > 0
+        self._ahead = min(max(2 * self._ahead, BLOCK_BYTES), REQUEST_BYTES) if in_order else 0
+        self._expected = end
+        storage = self._file.storage
+        if self._keep:
+            return storage.read(self._file, start, end, self._ahead)
+        fetched_to = min(max(end, start + self._ahead), self._file.size)
+        self._held = start, storage.read(self._file, start, fetched_to, keep=False)
+        self._expected = fetched_to
+        return self._held[1][: end - start]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """As globs do: "*" stays within a folder, "**" does not."""
+    parts = path.split("/")
+    wanted = pattern.split("/")
+    if "**" not in wanted:
+        return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    at = wanted.index("**")
+    tail = wanted[at + 1 :]
+    rest = parts[at:]
+    starts = range(len(rest) + 1) if tail else [len(rest)]
+    return _matches("/".join(parts[:at]), "/".join(wanted[:at])) and any(
+        _matches("/".join(rest[i:]), "/".join(tail)) for i in starts
+    )

@@ -1,0 +1,1 @@
+"""Run page, data inspection, step timelines and local trackers."""

@@ -1,0 +1,161 @@
+"""Findings as one HTML file that needs nothing else: tables, samples, pictures, packed rows.
+
+Plain HTML with pictures inside it, so that it can be mailed, or opened on a machine without
+network. Everything from the data is escaped: a caption cannot write into the page.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from torchmm.common.batch import SampleMeta
+from torchmm.data.media.images import png_thumbnail
+from torchmm.extensions.reports.inspection.findings import Run, ShownSample, SourceFindings
+from torchmm.extensions.reports.inspection.table import source_rows
+from torchmm.recipe.recipe import Recipe
+
+THUMBNAIL_PX = 224
+BARS = 40
+ROW_PX = (900, 18)
+"""Width and height of a packed sequence."""
+STYLE = """
+body{font:14px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
+table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:left;vertical-align:top}
+th{font-weight:600;color:#555}tr{border-bottom:1px solid #e4e4e4}
+.sample{border:1px solid #ddd;border-radius:6px;padding:.8em;margin:1em 0}
+.text{white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,monospace;font-size:13px}
+.loss{background:#bfe8c5}.image{background:#cfe0ff;border-radius:3px;padding:0 .3em}
+.pictures{display:flex;flex-wrap:wrap;gap:1em}figure{margin:0}figcaption{font-size:12px;color:#555}
+figure img{max-width:224px;max-height:224px;image-rendering:auto;border:1px solid #ddd}
+.why{overflow-wrap:anywhere}h2{margin-top:2em}
+"""
+
+
+def write_page(path: Path, recipe: Recipe, findings: Sequence[SourceFindings]) -> None:
+    """Writes the page; its directory must exist."""
+    title = escape(f"Data of {recipe.name}")
+    body = "".join(_source(found, recipe.training.sequence_length) for found in findings)
+    path.write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{STYLE}</style><h1>{title}</h1><p>Sequences of "
+        f"{recipe.training.sequence_length:,} tokens. "
+        '<span class="loss">Green</span> counts in the loss; '
+        '<span class="image">blue</span> stands for what an encoder reads.</p>'
+        f"{body}</html>\n",
+        # A lone surrogate of some caption must not keep the page from being written.
+        encoding="utf-8",
+        errors="replace",
+    )
+
+
+def _source(found: SourceFindings, length: int) -> str:
+    table = "".join(
+        f"<tr><th>{label}</th><td>{escape(text).replace(chr(10), '<br>')}</td></tr>"
+        for label, text in source_rows(found).items()
+    )
+    parts = [
+        f"<h2>{escape(found.name)}</h2><table>{table}</table>",
+        "<h3>Lengths</h3>",
+        _histogram(found.column("whole_tokens"), length),
+        *_refused(found),
+        "<h3>Packed sequences</h3>",
+        "<p>The first sequences if this source were packed alone: one box a sample, dark where "
+        "an encoder's tokens stand.</p>",
+        *(_packed(pack, length) for pack in found.packs),
+        "<h3>Samples as the model sees them</h3>" if found.shown else "",
+        *(_sample(sample) for sample in found.shown),
+    ]
+    return "".join(parts)
+
+
+def _refused(found: SourceFindings) -> Iterator[str]:
+    if not found.refused:
+        return
+    yield "<h3>Refused</h3><table><tr><th>records</th><th>the first</th><th>why</th></tr>"
+    for count, first in found.reasons():
+        where = escape(first.where or first.name)
+        why = escape(first.reason)
+        yield f'<tr><td>{count:,}</td><td>{where}</td><td class="why">{why}</td></tr>'
+    yield "</table>"
+
+
+def _histogram(tokens_N: np.ndarray, length: int) -> str:
+    """Numbers of samples by length, as bars; a line where sequences end."""
+    counts, edges = np.histogram(tokens_N, bins=BARS, range=(0, max(1, int(tokens_N.max()))))
+    width, height = 600, 80
+    step = width / BARS
+    bars = "".join(
+        f'<rect x="{i * step:.1f}" y="{height - h:.1f}" width="{step - 1:.1f}" height="{h:.1f}" '
+        'fill="#7a9cc6"/>'
+        for i, h in enumerate(counts / counts.max() * height)
+        if h
+    )
+    end = length / edges[-1] * width
+    limit = (
+        f'<line x1="{end:.1f}" x2="{end:.1f}" y1="0" y2="{height}" stroke="#c33"/>'
+        if end <= width
+        else ""
+    )
+    return (
+        f'<svg width="{width}" height="{height + 16}" role="img">{bars}{limit}'
+        f'<text x="0" y="{height + 13}" font-size="11">0</text>'
+        f'<text x="{width}" y="{height + 13}" font-size="11" text-anchor="end">'
+        f"{int(edges[-1]):,} tokens</text></svg>"
+    )
+
+
+def _packed(pack: Sequence[SampleMeta], length: int) -> str:
+    width, height = ROW_PX
+    scale = width / length
+    boxes, start = [], 0
+    for sample in pack:
+        images = sum(image.tokens for image in sample.images)
+        what = escape(
+            f"{sample.source}[{sample.index}]: {sample.tokens} tokens, {images} of images"
+        )
+        box = sample.tokens * scale
+        boxes.append(
+            f'<g><title>{what}</title><rect x="{start * scale:.1f}" width="{box:.1f}" '
+            f'height="{height}" fill="#cfe8d3" stroke="#fff"/>'
+            f'<rect x="{start * scale:.1f}" width="{images * scale:.1f}" height="{height}" '
+            'fill="#7a9cc6"/></g>'
+        )
+        start += sample.tokens
+    return (
+        f'<svg width="{width}" height="{height + 2}" style="display:block" role="img">'
+        f'<rect width="{width}" height="{height}" fill="#f2f2f2"/>{"".join(boxes)}</svg>'
+    )
+
+
+def _sample(sample: ShownSample) -> str:
+    figures = "".join(
+        f"<figure>{_image(picture.original)} {_image(picture.prepared)}"
+        f"<figcaption>{escape(picture.label)}</figcaption></figure>"
+        for picture in sample.pictures
+    )
+    text = "".join(_run(run) for run in sample.runs)
+    return (
+        f'<div class="sample"><p>{escape(sample.name)} · {escape(sample.layout)} · '
+        f'{escape(sample.where)}</p><div class="pictures">{figures}</div>'
+        f'<p class="text">{text}</p></div>'
+    )
+
+
+def _run(run: Run) -> str:
+    if run.image is not None:
+        return f'<span class="image">image {run.image + 1}: {run.tokens} tokens</span>'
+    kind = ' class="loss"' if run.loss else ""
+    return f"<span{kind}>{escape(run.text)}</span>"
+
+
+def _image(picture: Image.Image | None) -> str:
+    if picture is None:
+        return ""
+    data = base64.b64encode(png_thumbnail(picture, THUMBNAIL_PX)).decode()
+    return f'<img alt="" src="data:image/png;base64,{data}">'

@@ -1,0 +1,148 @@
+"""Writes the page of a run, and that of several runs side by side.
+
+While a run trains its page is renewed in a thread of rank 0, at most every `RENEWED_S` seconds, and
+once more when STATUS.json says how the run ended. A page that cannot be written is a warning.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from torchmm.common.files import replace_atomically
+from torchmm.extensions.reports.page.contents import RunContents, read_run
+from torchmm.extensions.reports.page.sections import (
+    charts_of,
+    commands_of,
+    compared,
+    evaluations_of,
+    headline,
+    memory_of,
+    pictures_of,
+    ranks_of,
+    recipe_of,
+    samples_of,
+    skipped_of,
+    warnings_of,
+)
+
+PAGE = "index.html"
+RENEWED_S = 30.0
+SILENT_S = 1800.0
+"""After which nobody waits for a run that is said to go on."""
+HERE = Path(__file__).parent
+
+logger = logging.getLogger("torchmm")
+
+
+def write_run_page(run_dir: Path) -> Path:
+    """Writes index.html of a run directory.
+
+    Raises:
+        FileNotFoundError: it is no run directory: there is no metrics.jsonl.
+        OSError: it cannot be written; names the file.
+    """
+    path = run_dir / PAGE
+    replace_atomically(path, run_page(read_run(run_dir)).encode(errors="replace"))
+    return path
+
+
+def run_page(run: RunContents) -> str:
+    """The page of a run."""
+    parts = {
+        "": headline(run),
+        "Curves": charts_of([run]),
+        "Held-out samples": samples_of(run),
+        "Pictures": pictures_of(run),
+        "Scores of exports": evaluations_of(run),
+        "Ranks": ranks_of(run),
+        "Memory against prediction": memory_of(run),
+        "Warnings": warnings_of(run),
+        "What the recipe sets": recipe_of(run),
+        "How to go on": commands_of(run),
+    }
+    parts["Left out"] = skipped_of(run)
+    running = run.status is not None and run.status.state == "running"
+    renews = running and run.status_age_s < SILENT_S
+    return _page(run.name, parts, RENEWED_S if renews else 0)
+
+
+def comparison_page(runs: Sequence[RunContents]) -> str:
+    """Several runs side by side."""
+    title = " | ".join(run.name for run in runs)
+    return _page(title, {"": compared(runs), "Curves": charts_of(runs)}, 0)
+
+
+def _page(title: str, parts: Mapping[str, str], renewed_s: float) -> str:
+    """Args:
+    parts: HTML by heading; empty ones are left out.
+    renewed_s: after which a browser loads the page again; 0: never.
+    """
+    kept = {heading: part for heading, part in parts.items() if part}
+    links = "".join(f'<a href="#{_anchor(h)}">{escape(h)}</a>' for h in kept if h)
+    sections = "".join(
+        f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>{part}</section>'
+        if heading
+        else part
+        for heading, part in kept.items()
+    )
+    script = (HERE / "charts.js").read_text()
+    # No browser runs any other script of the page, whatever a file has brought into it.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
+    written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{escape(title)}</title>"
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<style>{(HERE / 'style.css').read_text()}</style></head>"
+        f'<body data-renew-s="{renewed_s:.0f}" data-written-s="{time.time():.0f}">'
+        f"<h1>{escape(title)}</h1><nav>{links}</nav>{sections}"
+        f"<footer><p>Written {written} by torchmm.</p></footer>"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(" ", "-")
+
+
+class PageSink:
+    """Renews the page of a run while it trains; runs in a thread (`BackgroundSink`)."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._next_s = 0.0
+
+    def emit(self, record: Mapping[str, Any]) -> None:
+        """Writes the page if the last one is old."""
+        begin_s = time.monotonic()
+        if begin_s < self._next_s:
+            return
+        write_run_page(self._run_dir)
+        end_s = time.monotonic()
+        # A page of many steps takes longer; training shall not feel more than a hundredth of it.
+        self._next_s = end_s + max(RENEWED_S, 100 * (end_s - begin_s))
+
+    def close(self) -> None:
+        """Nothing: `write_last_page` comes when the status is known."""
+
+
+def write_last_page(run_dir: Path) -> None:
+    """When a run has ended; where that cannot be, it is said."""
+    try:
+        write_run_page(run_dir)
+    except FileNotFoundError:
+        return  # it ended before its first step
+    except OSError as error:
+        logger.warning("cannot write %s: %s", run_dir / PAGE, error)

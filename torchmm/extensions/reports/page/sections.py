@@ -1,0 +1,394 @@
+"""Parts of a page, as HTML. Everything from files is escaped: a caption cannot write into it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from html import escape
+from statistics import median
+from typing import Any
+
+import tomli_w
+
+from torchmm.extensions.reports.page.contents import (
+    SAMPLES_FOLDER,
+    GeneratedText,
+    RunContents,
+    slowest_ranks,
+    thinned,
+)
+from torchmm.recipe.read import changed_values, dotted_values
+
+SHOWN_RANKS = 8
+SHOWN_SAMPLES = 24
+SHOWN_STEPS = 6
+"""At which a sample's text is shown: the first and the newest."""
+GIB = 2.0**30
+RECIPE_WARNING = (
+    "If somebody else made this directory, read recipe.toml before you start it. A recipe names "
+    "files to read and to write, addresses that checkpoints are sent to, and the program of "
+    "validation.benchmarks."
+)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over the steps in one picture.
+
+    Attributes:
+        curves: key of a record, how the page calls it.
+        scale: factor of the values.
+        from_zero: whether the axis of values begins at 0.
+    """
+
+    title: str
+    unit: str
+    curves: Mapping[str, str]
+    scale: float = 1.0
+    from_zero: bool = True
+
+
+LOSSES = {
+    "loss": "training",
+    "validation_loss": "held out",
+    "loss_text": "text",
+    "validation_loss_text": "text, held out",
+    "loss_image": "drawings",
+    "validation_loss_image": "drawings, held out",
+}
+CHARTS = (
+    Chart("Loss", "nats per target", LOSSES, from_zero=False),
+    Chart("Tokens", "per second", {"tokens_per_s": "tokens"}),
+    Chart("Samples", "per second", {
+        "samples_per_s": "samples", "images_per_s": "images read", "generated_per_s": "drawn",
+    }),
+    Chart("Model FLOPs", "% of the devices' peak", {"mfu": "MFU"}, 100.0),
+    Chart("Time of a step, slowest rank", "ms", {
+        "step_ms": "step", "encoder_ms": "encoders", "llm_ms": "LLM", "generator_ms": "generator",
+        "data_wait_ms": "waiting for data",
+    }),
+    Chart("Pipeline, predicted and measured", "ms", {
+        "pipeline_ms": "measured", "predicted_ms": "predicted",
+    }),
+    Chart("Idle time of ranks", "% of the pipeline's time", {"bubble_fraction": "bubbles"}, 100.0),
+    Chart("Gain of the planned order", "% over the natural one", {
+        "gain_over_natural": "gain",
+    }, 100.0),
+    Chart("Slowest rank over mean rank", "work, 1 is even", {
+        "image_imbalance": "images", "image_imbalance_before": "images, not balanced",
+        "sequence_imbalance": "sequences", "sequence_imbalance_before": "sequences, not reordered",
+    }),
+    Chart("Time beyond the median rank's", "% of the slowest rank's", {
+        "straggler_share": "slowest rank",
+    }, 100.0),
+    Chart("Peak memory of the fullest rank", "GiB", {"peak_memory_bytes": "peak"}, 1 / GIB),
+    Chart("Norm of gradients", "before clipping", {"grad_norm": "norm"}),
+    Chart("Learning rate", "", {"lr": "rate"}),
+    Chart("Busiest expert", "of the mean", {"expert_load": "load"}),
+)  # fmt: skip
+"""In the order in which a reader needs them; those without values are left out."""
+
+
+def charts_of(runs: Sequence[RunContents]) -> str:
+    """All charts that have values, for `charts.js`; with several runs, a curve of each."""
+    scores = sorted({name for run in runs for name in run.score_names})
+    of_scores = Chart("Scores of held-out texts", "", {f"scores/{name}": name for name in scores})
+    parts = []
+    for chart in (CHARTS[0], of_scores, *CHARTS[1:]):
+        curves = list(_curves(chart, runs))
+        if curves:
+            told = {"unit": chart.unit, "zero": chart.from_zero, "curves": curves}
+            parts.append(
+                f'<figure class="chart"><figcaption>{escape(chart.title)}'
+                f"<small>{escape(chart.unit)}</small></figcaption>"
+                f'<script type="application/json">{_in_script(told)}</script></figure>'
+            )
+    return f'<div class="charts">{"".join(parts)}</div>' if parts else _nothing("no steps yet")
+
+
+def _curves(chart: Chart, runs: Sequence[RunContents]) -> Iterator[dict[str, Any]]:
+    for key, label in chart.curves.items():
+        for number, run in enumerate(runs):
+            points = thinned(run.points(key, chart.scale))
+            if not points:
+                continue
+            own = len(runs) == 1
+            name = label if own else f"{run.name}: {label}" if len(chart.curves) > 1 else run.name
+            # In a comparison a run keeps its colour in all charts; its curves differ in style.
+            place = list(chart.curves).index(key)
+            yield {
+                "name": name,
+                "colour": place if own else number,
+                "dash": 0 if own else place,
+                "points": points,
+            }
+
+
+def headline(run: RunContents) -> str:
+    """How the run stands, in figures."""
+    status = run.status
+    state = status.state if status else "unknown"
+    step = max([status.step if status else 0, *(r["step"] for r in run.records[-1:])])
+    shown = {"state": state, "step": f"{step:,} of {run.steps:,}"}
+    left = _time_left(run, step) if state == "running" else None
+    if left:
+        shown["time left"] = left
+    for label, key, form, scale in (
+        ("loss", "loss", "{:.4f}", 1.0),
+        ("held-out loss", "validation_loss", "{:.4f}", 1.0),
+        ("tokens/s", "tokens_per_s", "{:,.0f}", 1.0),
+        ("MFU", "mfu", "{:.1f} %", 100.0),
+        ("peak memory", "peak_memory_bytes", "{:.2f} GiB", 1 / GIB),
+        ("skipped samples", "skipped_samples", "{:,.0f}", 1.0),
+    ):
+        value = run.last(key)
+        if value is not None:
+            shown[label] = form.format(value * scale)
+    tiles = "".join(
+        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>'
+        for label, value in shown.items()
+    )
+    told = status.message.strip() if status else ""
+    message = f'<pre class="message {state}">{escape(told)}</pre>' if told else ""
+    progress = f'<progress max="{max(run.steps, 1)}" value="{step}"></progress>'
+    return f'{progress}<dl class="tiles {state}">{tiles}</dl>{message}'
+
+
+def _time_left(run: RunContents, step: int) -> str | None:
+    newest = [r["step_ms"] for r in run.records[-50:] if isinstance(r.get("step_ms"), float)]
+    if not newest:
+        return None
+    return str(timedelta(seconds=round(max(0, run.steps - step) * median(newest) / 1e3)))
+
+
+def samples_of(run: RunContents) -> str:
+    """Held-out samples with what was written for them over time."""
+    cards = [_sample(run, entries) for entries in list(run.samples.values())[:SHOWN_SAMPLES]]
+    if not cards:
+        return _nothing("no held-out samples: validation.samples, validation.interval")
+    last = max(entries[-1].step for entries in run.samples.values())
+    newest = [e[-1] for e in run.samples.values() if e[-1].step == last]
+    right = sum(sample.is_right for sample in newest)
+    told = (
+        f"<p>After step {last:,}: {right} of {len(newest)} are written exactly as they should.</p>"
+    )
+    more = len(run.samples) - SHOWN_SAMPLES
+    rest = f"<p>and {more} more in samples.json</p>" if more > 0 else ""
+    return f'{told}<div class="cards">{"".join(cards)}</div>{rest}'
+
+
+def _sample(run: RunContents, entries: Sequence[GeneratedText]) -> str:
+    shown = [*entries[:1], *entries[1:][-SHOWN_STEPS + 1 :]]
+    rows = "".join(
+        f'<tr class="{"right" if entry.is_right else ""}"><th>{entry.step:,}</th>'
+        f"<td>{escape(entry.generated) or '<i>nothing</i>'}</td></tr>"
+        for entry in shown
+    )
+    newest = entries[-1]
+    uri = run.png_uri(f"{SAMPLES_FOLDER}/{newest.picture}") if newest.picture else ""
+    picture = f'<img alt="" src="{uri}">' if uri else ""
+    asked = f'<p class="prompt">{escape(newest.prompt)}</p>' if newest.prompt else ""
+    return (
+        f'<article class="card">{picture}<div>{asked}<p class="truth">'
+        f"{escape(newest.truth)}</p><table>{rows}</table>"
+        f"<small>{escape(newest.source)}[{newest.index}]</small></div></article>"
+    )
+
+
+def pictures_of(run: RunContents) -> str:
+    """Return the newest generated images, and timelines of pipelines.
+
+    A timeline is an SVG in an <img>, in which no browser runs scripts or loads other files.
+    """
+    parts = [
+        f'<figure><figcaption>{escape(file.stem)}</figcaption><img alt="{escape(file.stem)}" '
+        f'src="{run.png_uri(f"drawings/{file.name}")}"></figure>'
+        for file in run.drawings()[-1:]
+    ]
+    for name, svg in run.timelines():
+        what = "the searched order and the static one" if "schedules" in name else "a step"
+        data = base64.b64encode(svg.encode(errors="replace")).decode()
+        parts.append(
+            f"<figure><figcaption>{escape(name)}: {what}<small>wheel: zoom, drag: move, "
+            f'double click: all</small></figcaption><div class="zoom"><img alt="{escape(name)}" '
+            f'draggable="false" src="data:image/svg+xml;base64,{data}"></div></figure>'
+        )
+    return "".join(parts)
+
+
+def ranks_of(run: RunContents) -> str:
+    """Which rank others waited for, over the quarters of the run; nothing for one rank."""
+    found = slowest_ranks(run.records, SHOWN_RANKS)
+    if found is None:
+        return ""
+    head = "".join(f"<th>steps {first} to {last}</th>" for first, last in found.steps)
+    rows = {str(rank): shares for rank, shares in found.shares.items()}
+    rows["its time beyond the median's"] = found.beyond_median
+    body = "".join(
+        f"<tr><th>{label}</th>{''.join(f'<td>{share:.0%}</td>' for share in shares)}</tr>"
+        for label, shares in rows.items()
+    )
+    return (
+        "<p>Share of steps in which a rank was the slowest:</p>"
+        f"<table class='figures'><tr><th>rank</th>{head}</tr>{body}</table>"
+    )
+
+
+def memory_of(run: RunContents) -> str:
+    """Peaks of memory, measured beside predicted; the fullest ranks of many."""
+    found = run.memory()
+    if found is None:
+        return ""
+    fullest = sorted(enumerate(found.ranks), key=lambda entry: -entry[1][0])[:SHOWN_RANKS]
+    rows = ""
+    for rank, (measured, predicted) in fullest:
+        told = ["", ""]
+        if predicted:
+            # The prediction has no libraries, which are most of the memory of a small CPU process.
+            share = "" if found.device == "cpu" else f"{measured / predicted:.0%}"
+            told = [f"{predicted / GIB:.2f} GiB", share]
+        cells = "".join(f"<td>{text}</td>" for text in (f"{measured / GIB:.2f} GiB", *told))
+        rows += f"<tr><th>{rank}</th>{cells}</tr>"
+    what = "allocated on the device"
+    if found.device == "cpu":
+        what = "of the whole process, with its libraries, which the prediction leaves out"
+    return (
+        f"<p>Peak up to step {found.step:,} ({what}), and what the plan of that step was simulated "
+        "to need:</p><table class='figures'><tr><th>rank</th><th>measured</th><th>predicted</th>"
+        f"<th>measured of predicted</th></tr>{rows}</table>"
+    )
+
+
+def warnings_of(run: RunContents) -> str:
+    """What ranks' logs say; refused and skipped samples are among them, with reasons."""
+    lines = run.warnings()
+    if not lines:
+        return _nothing("none")
+    return f'<pre class="log">{escape(chr(10).join(lines))}</pre>'
+
+
+def skipped_of(run: RunContents) -> str:
+    """Return the notes on what was left out of the page; call it after all other sections."""
+    lines = list(dict.fromkeys(run.skipped))
+    return f'<pre class="log">{escape(chr(10).join(lines))}</pre>' if lines else ""
+
+
+def evaluations_of(run: RunContents) -> str:
+    """Scores of exports."""
+    rows = "".join(
+        f"<tr><td>{escape(found.export)}</td><td>{escape(name)}</td><td>{value:.4f}</td></tr>"
+        for found in run.evaluations
+        for name, value in found.scores.items()
+    )
+    if not rows:
+        return ""
+    return f'<table class="figures"><tr><th>of</th><th>score</th><th>value</th></tr>{rows}</table>'
+
+
+def recipe_of(run: RunContents) -> str:
+    """What the recipe sets, and all of it, folded."""
+    rows = "".join(
+        f"<tr><th>{escape(key)}</th><td>{escape(_toml(value))}</td></tr>"
+        for key, value in changed_values(run.recipe).items()
+    )
+    whole = escape(tomli_w.dumps(run.recipe))
+    return (
+        f'<p>Other than the defaults:</p><table class="recipe">{rows}</table>'
+        f"<details><summary>All keys (recipe.toml)</summary><pre>{whole}</pre></details>"
+    )
+
+
+def commands_of(run: RunContents) -> str:
+    """Return commands that use the run. Names of directories are quoted for a shell."""
+    directory = str(run.directory)
+    place = shlex.quote(f"./{directory}" if directory.startswith("-") else directory)
+    lines = {
+        "go on from the newest checkpoint, with the same command or": (
+            f"torchrun --nproc-per-node N -m torchmm train {place}/recipe.toml"
+        ),
+        "let it write": f"torchmm generate {place} PICTURE --prompt TEXT",
+        "export its newest checkpoint": f"torchmm export {place}",
+        "score its export": f"torchmm evaluate {place}",
+        "lay it beside another run": f"torchmm compare {place} OTHER",
+        "make this page again": f"torchmm show {place} --page",
+    }
+    return f"<p>{escape(RECIPE_WARNING)}</p>" + "".join(
+        f"<p>{escape(what)}</p><pre>{escape(command)}</pre>" for what, command in lines.items()
+    )
+
+
+def compared(runs: Sequence[RunContents]) -> str:
+    """Figures of several runs in one table, and the keys in which their recipes differ."""
+    head = "<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"
+    figures = "".join(
+        f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
+        for label, values in comparison(runs).items()
+    )
+    differing = "".join(
+        f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(v)}</td>' for v in values)}</tr>"
+        for key, values in recipe_differences(runs).items()
+    )
+    return f'<table class="figures">{head}{figures}</table><h2>Recipes</h2>' + (
+        f'<table class="recipe">{head}{differing}</table>' if differing else _nothing("alike")
+    )
+
+
+def comparison(runs: Sequence[RunContents]) -> dict[str, list[str]]:
+    """A figure of each run by what it is called; those that no run has are left out."""
+
+    def best(values: Sequence[float]) -> float:
+        return min(values)
+
+    def newest(values: Sequence[float]) -> float:
+        return values[-1]
+
+    wanted = (
+        ("last loss", "loss", newest, "{:.4f}", 1.0),
+        ("best held-out loss", "validation_loss", best, "{:.4f}", 1.0),
+        ("tokens/s (median)", "tokens_per_s", median, "{:,.0f}", 1.0),
+        ("step (median)", "step_ms", median, "{:,.0f} ms", 1.0),
+        ("encoders (median)", "encoder_ms", median, "{:,.0f} ms", 1.0),
+        ("LLM (median)", "llm_ms", median, "{:,.0f} ms", 1.0),
+        ("generator (median)", "generator_ms", median, "{:,.0f} ms", 1.0),
+        ("waiting for data (median)", "data_wait_ms", median, "{:,.1f} ms", 1.0),
+        ("bubbles (median)", "bubble_fraction", median, "{:.1f} %", 100.0),
+        ("image imbalance (median)", "image_imbalance", median, "{:.2f}", 1.0),
+        ("sequence imbalance (median)", "sequence_imbalance", median, "{:.2f}", 1.0),
+        ("MFU (median)", "mfu", median, "{:.1f} %", 100.0),
+        ("peak memory", "peak_memory_bytes", max, "{:.2f} GiB", 1 / GIB),
+    )
+    found = {
+        "state": [run.status.state if run.status else "unknown" for run in runs],
+        "steps": [f"{len(run.records):,} of {run.steps:,}" for run in runs],
+    }
+    for label, key, of, form, scale in wanted:
+        columns = [[value for _, value in run.points(key, scale)] for run in runs]
+        if any(columns):
+            found[label] = [form.format(of(values)) if values else "" for values in columns]
+    return found
+
+
+def recipe_differences(runs: Sequence[RunContents]) -> dict[str, list[str]]:
+    """Values of the keys that are not the same in all runs; empty where one has none."""
+    own = [dotted_values(run.recipe) for run in runs]
+    keys = sorted({key for values in own for key in values})
+    rows = {key: [_toml(v[key]) if key in v else "" for v in own] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _toml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _in_script(told: Mapping[str, Any]) -> str:
+    """JSON that cannot end the element it stands in."""
+    text = json.dumps(told, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("&", "\\u0026")
+
+
+def _nothing(why: str) -> str:
+    return f'<p class="none">{escape(why)}</p>'
