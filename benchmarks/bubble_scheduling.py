@@ -47,6 +47,7 @@ from support.models.bubble_model import (
     megatron_s,
     strong_scaling,
 )
+from support.models.encoder_sizes import ColocatedPlan
 from support.models.layer_pieces import layer_pieces
 from support.papers.paper_figures import (
     OPTIMUS_MAX_SPEEDUP,
@@ -55,7 +56,6 @@ from support.papers.paper_figures import (
     OPTIMUS_STRONG_SCALING,
     OPTIMUS_TWO_ENCODERS,
 )
-from torchmm.balance.optimus.encoder_sizes import ColocatedPlan
 
 from torchmm.balance.optimus.encoder_work import EncoderWork
 from torchmm.balance.optimus.llm_timeline import llm_timeline

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torchmm.extensions.low_precision import compact, forms, muon
 from torchmm.parallel.torch_private import placed_like
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
@@ -34,7 +35,6 @@ from torchmm.recipe.training_section import CheckpointConfig, OptimizerConfig
 from torchmm.training.build import build_unfilled_model, cut_model
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.optim import build_optimizer
-from torchmm.training.optimizers import compact, forms, muon
 from torchmm.training.optimizers.average import WeightAverage
 
 LAYOUTS = ("fsdp", "hsdp", "tp", "fsdp_tp")

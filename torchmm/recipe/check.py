@@ -13,6 +13,7 @@ from glob import glob
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError, install_command
+from torchmm.common.extensions import find_entries
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
     check_adapters,
@@ -50,8 +51,21 @@ from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
-    """All value checks; `world_size` None: except those that need the number of ranks."""
+    """Return the problems that all value checks find.
+
+    Extensions add checks with entries of the table "recipe_checks": functions with the parameters
+    and the return type of this one.
+
+    Args:
+        recipe: Recipe whose keys and types are valid.
+        world_size: Number of ranks. If None, checks that need it are skipped.
+    """
     recipe = with_planned_keys_closed(recipe)
+    of_extensions = [
+        problem
+        for entry in find_entries("recipe_checks")
+        for problem in entry.load()(recipe, world_size)
+    ]
     return [
         *_check_run(recipe),
         *check_model(recipe),
@@ -68,6 +82,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
+        *of_extensions,
     ]
 
 

@@ -17,7 +17,7 @@ from torchmm.recipe.model_section import (
     ModelConfig,
 )
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.section import Section
+from torchmm.recipe.section import Section, with_extensions
 from torchmm.recipe.simulation_section import SimulationConfig
 from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
@@ -31,6 +31,7 @@ from torchmm.recipe.training_section import (
 )
 
 
+@with_extensions
 class Recipe(Section):
     """A whole run."""
 

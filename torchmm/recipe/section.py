@@ -1,12 +1,12 @@
-"""What every section of a recipe has in common: strict, frozen, sometimes with tables named
-freely.
-"""
+"""The base class of recipe sections, and the sections that extensions add."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from torchmm.common.extensions import find_entries
 
 
 class Section(BaseModel):
@@ -22,3 +22,34 @@ class Section(BaseModel):
     )
     named_tables: ClassVar[type[Section] | None] = None
     """Schema of freely named tables in addition to the section's own keys; None: there are none."""
+
+    @classmethod
+    def of(cls, parent: Section) -> Self:
+        """Return the section of this type that an extension added to `parent`."""
+        return next(value for value in vars(parent).values() if isinstance(value, cls))
+
+
+S = TypeVar("S", bound=Section)
+
+
+def with_extensions(section: type[S]) -> type[S]:
+    """Return the section with the fields that extensions add to it (a class decorator).
+
+    Entries of the table "sections" have names like "Recipe.float8": the class that is extended, and
+    the new key. Their targets are sections, whose docstrings describe the keys.
+    """
+    fields: dict[str, Any] = {}
+    for entry in find_entries("sections"):
+        owner, key = entry.name.split(".")
+        if owner == section.__name__:
+            added = entry.load()
+            fields[key] = added, Field(default=added())
+    if not fields:
+        return section
+    return create_model(
+        section.__name__,
+        __base__=section,
+        __doc__=section.__doc__,
+        __module__=section.__module__,
+        **fields,
+    )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from torchmm.balance.optimus.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
 
 from support.models.bubble_model import (
     LLM_TOKENS,
@@ -19,6 +18,7 @@ from support.models.bubble_model import (
     chain_layers,
     image_parts,
 )
+from support.models.encoder_sizes import ColocatedPlan, colocated_plans, state_bytes
 from torchmm.balance.optimus.scheduler import BubbleSchedule
 from torchmm.costs.layers import Parameters
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 import numpy as np
-from torchmm.balance.optimus.encoder_sizes import EncoderPlan, ParallelSizes
 
+from support.models.encoder_sizes import EncoderPlan, ParallelSizes
 from support.models.layer_pieces import layer_pieces
 from support.papers.paper_figures import OPTIMUS_STRONG_SCALING
 from torchmm.balance.optimus.encoder_work import EncoderWork

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchmm.extensions.low_precision import compact, forms, fused
 from torchmm.extensions.low_precision.compact import CompactOptimizer
 from torchmm.extensions.low_precision.forms import (
     BLOCK,
@@ -18,7 +19,6 @@ from torchmm.extensions.low_precision.forms import (
 )
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import build_optimizer, set_learning_rate
-from torchmm.training.optimizers import compact, forms, fused
 from torchmm.training.optimizers.muon import orthogonal
 
 FAST = {"lr": 1e-2, "schedule": "constant"}

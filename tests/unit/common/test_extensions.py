@@ -1,0 +1,84 @@
+"""Entries of extensions in the tables of the core."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from torchmm.common import extensions
+from torchmm.common.extensions import Entry, extension_names, find_entries, find_entry
+from torchmm.recipe import section as section_module
+from torchmm.recipe.section import Section, with_extensions
+from torchmm.training.hooks.table import HOOKS, order_hooks
+
+EXTENSION = """
+from torchmm.common.extensions import Entry
+
+ENTRIES = {"hooks": [Entry("probe", "math:pi", after="recording")]}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A package with one extension, instead of the extensions of torchmm."""
+    for name, text in (
+        ("probes/__init__.py", ""),
+        ("probes/one/__init__.py", ""),
+        ("probes/one/extension.py", EXTENSION),
+        ("probes/plain/__init__.py", ""),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extensions, "FOLDERS", ("probes", "torchmm.missing"))
+    for function in (extension_names, find_entries):
+        function.cache_clear()
+    yield
+    for function in (extension_names, find_entries):
+        function.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] == "probes"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("folder")
+def test_entries_of_installed_extensions_are_found():
+    assert extension_names() == ("probes.one",)
+    (entry,) = find_entries("hooks")
+    assert entry.name == "probe" and entry.load() == pytest.approx(3.14159, 1e-5)
+    assert find_entries("planners") == ()
+    assert find_entry("hooks", "probe") == entry
+    assert find_entry("hooks", "other") is None
+
+
+def test_added_hook_follows_the_named_hook():
+    added = [Entry("probe", "math:pi", after="recording"), Entry("first", "math:e")]
+    names = [entry.name for entry in order_hooks(HOOKS, added)]
+    core = [entry.name for entry in HOOKS]
+    assert names == ["first", "validation", "recording", "probe", *core[2:]]
+    with pytest.raises(ValueError, match="missing"):
+        order_hooks(HOOKS, [Entry("probe", "math:pi", after="missing")])
+
+
+class Added(Section):
+    """A section of an extension."""
+
+    value: int = 3
+    """A value."""
+
+
+def test_extension_section_becomes_a_key(monkeypatch):
+    entry = Entry("Plain.added", f"{__name__}:Added")
+    monkeypatch.setattr(section_module, "find_entries", lambda table: (entry,))
+
+    @with_extensions
+    class Plain(Section):
+        """A section of the core."""
+
+        name: str = "x"
+
+    plain = Plain.model_validate({"added": {"value": 4}})
+    assert Added.of(plain).value == 4
+    assert Added.of(Plain()).value == 3
+    with pytest.raises(ValueError, match="added.value"):
+        Plain.model_validate({"added": {"value": "four"}})
