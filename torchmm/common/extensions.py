@@ -10,6 +10,8 @@ Tables (the module that reads a table describes its entries):
     sections          sections of a recipe                     `torchmm.recipe.section`
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
+    trackers          trackers of metrics                      `torchmm.training.tracking.trackers`
+    run_ends          functions that run after training        `torchmm.training.run`
     planners          planners of training steps               `torchmm.training.planners.table`
     recipe_choices    values that recipes leave open           `torchmm.planning.choices`
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`

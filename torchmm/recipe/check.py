@@ -6,13 +6,12 @@ is checked when the model is built, still before any weight is loaded.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from torchmm.common.errors import ConfigError, install_command
+from torchmm.common.errors import ConfigError
 from torchmm.common.extensions import find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
@@ -490,17 +489,13 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
 def _check_metrics(recipe: Recipe) -> Problems:
     metrics = recipe.metrics
     steps = recipe.training.steps
-    for key in ("profile_step", "memory_snapshot_step"):
-        step = getattr(metrics, key)
-        if step > steps and recipe.training.epochs is None:
-            text = f"comes after training.steps = {steps}; use an earlier step"
-            yield Problem(f"metrics.{key}", step, text, ("training.steps",))
-    if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        text = f"TensorBoard is not installed; {install_command('tensorboard')} or set it to false"
-        yield Problem("metrics.tensorboard", True, text)
-    if metrics.trackio and importlib.util.find_spec("trackio") is None:
-        text = "Trackio is not installed; pip install trackio or set it to false"
-        yield Problem("metrics.trackio", True, text)
+    step = metrics.profile_step
+    if step > steps and recipe.training.epochs is None:
+        text = f"comes after training.steps = {steps}; use an earlier step"
+        yield Problem("metrics.profile_step", step, text, ("training.steps",))
+    if step and find_entry("hooks", "diagnostics") is None:
+        text = 'the extension "reports" is not installed; set it to 0'
+        yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":
         text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
         yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))

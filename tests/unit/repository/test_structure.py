@@ -42,7 +42,7 @@ EXTENSION_IMPORTS = {
     "balance": {"async_tp", "generation"},
     "formats": {"remote"},
     "generation": {"evaluation"},
-    "reports": {"balance", "evaluation", "generation"},
+    "reports": {"balance", "generation"},
 }
 """Extensions that an extension imports."""
 CORE_IMPORTS = Path(__file__).with_name("core_imports.txt")
@@ -85,7 +85,6 @@ LAZY_IMPORTS = {
     "torchmm/extensions/remote/serve.py": "a bad address is reported before torch is loaded",
     "torchmm/models/registry.py": "diffusers is installed only where images are drawn",
     "torchmm/planning/first_step.py": "simulated sequences need no data, and no libraries for them",
-    "torchmm/training/tracking/trackers.py": "wandb is imported only if a run uses it",
     **{
         f"torchmm/commands/{name}.py": "arguments and recipe are checked before torch is loaded"
         for name in (
