@@ -27,12 +27,12 @@ MOST_S = 15.0
 """Between two lines, on a machine that does other things as well; 5 on one that does not."""
 BEFORE_STEPS = (
     "torchmm.training.run:resolve",
-    "torchmm.training.build:recipe_model",
-    "torchmm.training.build:plan_layout",
+    "torchmm.training.model_build:recipe_model",
+    "torchmm.training.model_build:plan_layout",
     "torch.distributed:init_process_group",
-    "torchmm.training.build:check_ranks",
-    "torchmm.training.build:find_samples",
-    "torchmm.training.build:init_weights",
+    "torchmm.training.ranks:check_ranks",
+    "torchmm.training.data_build:find_samples",
+    "torchmm.training.model_build:init_weights",
     "torchmm.training.metrics:make_trackers",
 )
 STEPS = (

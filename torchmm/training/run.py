@@ -19,7 +19,6 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.search.placement import orchestrated, with_arrangement
 from torchmm.common.errors import EXIT_DONE, TorchmmError
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import log_to_console, make_console, working
@@ -41,10 +40,11 @@ from torchmm.parallel.mesh import (
 )
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
+from torchmm.planning.choices import choose_arrangement, choose_sizes
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_run, build_unfilled_model, cut_model
+from torchmm.training.build import build_run
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.ending import (
     Status,
@@ -56,6 +56,7 @@ from torchmm.training.ending import (
     write_status,
 )
 from torchmm.training.exports.place import clear_unfinished
+from torchmm.training.model_build import build_unfilled_model, cut_model
 from torchmm.training.parts import RunParts
 from torchmm.training.trainer import Trainer
 
@@ -137,10 +138,10 @@ def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) ->
 def _before_ranks_meet(
     recipe: Recipe, world_size: int
 ) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:
-    run = resolve(orchestrated(recipe, world_size), world_size)
+    run = resolve(choose_sizes(recipe, world_size), world_size)
     model, tokenizer = build_unfilled_model(run)
     run = run.with_recipe(with_steps_of_epochs(run.recipe, model, tokenizer))
-    return with_arrangement(run, model), model, tokenizer
+    return choose_arrangement(run, model), model, tokenizer
 
 
 def _leave(run_dir: Path, directory: CheckpointDirectory, has_page: bool) -> None:

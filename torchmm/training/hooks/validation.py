@@ -12,7 +12,7 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.extensions.evaluation.scores import score
 from torchmm.extensions.reports.page.contents import SAMPLES_FILE, SAMPLES_FOLDER
-from torchmm.training.build import build_data
+from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.parts import RunParts
 from torchmm.training.report import keep_thumbnail, plot_captions, plot_pictures
