@@ -11,6 +11,10 @@ Tables (the module that reads a table describes its entries):
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
     planners          planners of training steps               `torchmm.training.planners.table`
+    file_systems      files at addresses                       `torchmm.data.files.remote`
+    source_formats    formats of data sources                  `torchmm.data.sources.formats`
+    sample_services   processes that prepare samples           `torchmm.data.samples`
+    checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
 """
 
 from __future__ import annotations
@@ -73,3 +77,18 @@ def find_entries(table: str) -> tuple[Entry, ...]:
 def find_entry(table: str, name: str) -> Entry | None:
     """Return the entry of this name in a table. None if no installed extension has one."""
     return next((entry for entry in find_entries(table) if entry.name == name), None)
+
+
+def load_entry(table: str, name: str) -> Any:
+    """Import and return the object of an entry.
+
+    Recipe checks report entries that a recipe requires and no installed extension has
+    (`torchmm.recipe.check`).
+
+    Raises:
+        LookupError: No installed extension has the entry.
+    """
+    entry = find_entry(table, name)
+    if entry is None:
+        raise LookupError(f'no installed extension has the entry "{name}" in table "{table}"')
+    return entry.load()

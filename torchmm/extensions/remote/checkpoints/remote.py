@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.common.files import naming_the_file
-from torchmm.extensions.remote.storage.addresses import split_address, without_secrets
+from torchmm.data.files.addresses import split_address, without_secrets
 from torchmm.extensions.remote.storage.clients import THIS_MACHINE, MissingError, StoreClient
 from torchmm.recipe.data_section import is_address, local_path
 from torchmm.training.checkpoint.manifest import (
