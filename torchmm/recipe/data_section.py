@@ -65,6 +65,11 @@ class ProducersConfig(Section):
     """Largest message that is accepted, in units of 10^6 bytes: what one module reads of one
     microbatch. 2000 can be sent."""
 
+    @property
+    def is_used(self) -> bool:
+        """Return True if producers prepare samples."""
+        return bool(self.addresses) or self.registry is not None or self.plan
+
 
 class StorageConfig(Section):
     """Files that lie elsewhere (`s3://`, `gs://`, `hf://`, ...): how long a store may not answer,

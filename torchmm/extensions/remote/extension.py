@@ -6,4 +6,7 @@ ENTRIES: Entries = {
     "file_systems": [
         Entry("addresses", "torchmm.extensions.remote.storage.remote_files:open_storage"),
     ],
+    "sample_services": [
+        Entry("producers", "torchmm.extensions.remote.producers.service:Producers"),
+    ],
 }
