@@ -21,6 +21,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.files.addresses import fixed_part, is_pattern, split_address
 from torchmm.data.files.remote import RemoteFile, RemotePath
 from torchmm.data.sources.configured import MapSource
+from torchmm.extensions.remote.section import StorageConfig
 from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums, entry_name
 from torchmm.extensions.remote.storage.clients import (
     Found,
@@ -200,7 +201,7 @@ class Storage:
 
 def open_storage(data: DataConfig) -> Storage:
     """Return the file system with the cache of `data.storage`; raise ConfigError."""
-    config = data.storage
+    config = StorageConfig.of(data)
     directory = config.cache_dir or Path(data.index_cache) / "storage"
     return Storage(Path(directory), int(config.cache_gb * 1e9), config.give_up_s)
 
