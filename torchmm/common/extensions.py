@@ -18,6 +18,10 @@ Tables (the module that reads a table describes its entries):
     plan_checks       checks of plans                          `torchmm.pipelining.checks.validate`
     action_runners    functions that run actions of a step     `torchmm.pipelining.run.runtime`
     layer_stops       places where encoder layers may stop     `torchmm.parallel.apply`
+    file_systems      files at addresses                       `torchmm.data.files.remote`
+    source_formats    formats of data sources                  `torchmm.data.sources.formats`
+    sample_services   processes that prepare samples           `torchmm.data.samples`
+    checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
 """
 
 from __future__ import annotations

@@ -24,10 +24,8 @@ from torchmm.common.extensions import find_entries
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import log_to_console, make_console, working
 from torchmm.common.processes import end_workers, launched
-from torchmm.data.samples import shares_reader
+from torchmm.data.samples import sample_service, shares_reader
 from torchmm.data.shared_reader import ReaderAddress, SharedReader
-from torchmm.extensions.remote.producers.engine import started_producers
-from torchmm.extensions.remote.producers.registry import own_registry
 from torchmm.models.multimodal import MultimodalModel, SampleSpecs
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.gather import gather_texts, ranks_of_machine
@@ -113,15 +111,14 @@ def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) ->
     if rank == 0 and directory.try_claim():
         clear_unfinished(run_dir)
         write_status(run_dir, Status("running", 0, 0))  # replaces the status of an earlier run
-    if rank == 0:
-        ends.enter_context(own_registry(recipe.data.producers))
     reserve_hardware_queues()
     keep_compiled_code()
     log_to_console(make_console(), rank)
     run, model, tokenizer = _before_ranks_meet(recipe, world_size)
     specs = model.sample_specs(tokenizer)
-    if rank == 0:
-        ends.enter_context(started_producers(recipe.data, recipe.training, specs))
+    service = sample_service(recipe.data)
+    if rank == 0 and service is not None:
+        ends.enter_context(service.start(recipe.training, specs))
     device = select_device(recipe.training.device)
     use_expandable_segments(device, recipe.parallel)
     cut = cut_model(run, model, tokenizer, device)

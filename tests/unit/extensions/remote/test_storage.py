@@ -15,13 +15,12 @@ from recipe_problems import problems_of
 from tiny_recipe import QUICKSTART
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.extensions.remote.storage.addresses import join_address, without_secrets
+from torchmm.data.files.addresses import join_address, without_secrets
+from torchmm.data.files.remote import RemoteFile, RemotePath
 from torchmm.extensions.remote.storage.block_cache import BlockCache
 from torchmm.extensions.remote.storage.clients import ReplacedError, StoreClient
 from torchmm.extensions.remote.storage.remote_files import (
     BLOCK_BYTES,
-    RemoteFile,
-    RemoteFolder,
     Storage,
 )
 from torchmm.recipe.data_section import is_address, secret_in
@@ -54,9 +53,9 @@ def cached(path: Path) -> list[Path]:
 @pytest.mark.parametrize("limit_bytes", [0, 10**8])
 @pytest.mark.parametrize("keep", [False, True])
 def test_any_reading_gives_the_bytes_of_the_file(store, tmp_path, limit_bytes, keep):
-    file = big(open_storage(tmp_path, limit_bytes))
+    storage = open_storage(tmp_path, limit_bytes)
     chance = random.Random(0)
-    with file.open("rb", keep) as stream:
+    with storage.open(big(storage), keep) as stream:
         for _ in range(60):
             at = chance.randrange(len(CONTENT))
             size = chance.choice([0, 1, 512, 70_000, 900_000, 5_000_000])
@@ -268,7 +267,7 @@ def test_missing_credentials_are_told_at_once(store, tmp_path, monkeypatch):
 
 
 def test_whole_named_files(store, tmp_path):
-    folder = RemoteFolder("s3://first/x", open_storage(tmp_path))
+    folder = RemotePath("s3://first/x", open_storage(tmp_path))
     named = folder.join("y/b.bin")
     assert named is not None and named.find().read_bytes() == b"b"
     missing = folder.join("z.bin")

@@ -7,8 +7,8 @@ import signal
 import time
 
 import pytest
-from data_cases import CLIP, training
-from test_producers import site, take
+from data_cases import CLIP, take, training
+from test_producers import site
 
 from torchmm.extensions.remote.producers.calls import connect
 from torchmm.extensions.remote.producers.registry import Registry, ask_registry

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from data_cases import take
 from pyarrow import flight
-from test_producers import site, take
+from test_producers import site
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.extensions.remote.producers import registry as registry_module

@@ -21,6 +21,7 @@ from data_cases import (
     caption_rows,
     data_config,
     png,
+    take,
     training,
     write_jsonl,
     write_parquet,
@@ -54,24 +55,6 @@ from torchmm.extensions.remote.producers.server import Producer
 from torchmm.recipe.data_section import ProducersConfig, SourceConfig
 
 DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
-
-
-def content(batch):
-    """Everything a model sees of a batch, comparable."""
-
-    def plain(value):
-        return value.numpy().tobytes() if hasattr(value, "numpy") else value
-
-    return [
-        (
-            [plain(getattr(m, key)) for key in ("input_ids_T", "targets_T", "position_ids")],
-            m.cu_seqlens,
-            {name: [plain(v) for v in vars(e).values()] for name, e in m.encoders.items()},
-            m.generator and [plain(v) for v in vars(m.generator).values()],
-            m.meta,
-        )
-        for m in batch.microbatches
-    ]
 
 
 class Site:
@@ -129,10 +112,6 @@ def site(tmp_path, tokenizer, text_spec):
     yield found
     while found.opened:
         found.stop()
-
-
-def take(loader, count=6):
-    return [(content(batch), batch.skipped, batch.state) for batch in islice(loader, count)]
 
 
 @pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_cases import take
 from pyarrow import flight
-from test_producers import site, take
+from test_producers import site
 
 from torchmm.extensions.remote.producers import connections
 from torchmm.extensions.remote.producers.calls import Server, connect

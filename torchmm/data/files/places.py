@@ -9,16 +9,25 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from torchmm.common.files import replace_atomically
-from torchmm.extensions.remote.storage.block_cache import SUM_BYTES, checksum
-from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile
+from torchmm.data.files.remote import AnyFile, RemoteFile
+
+SUM_BYTES = 16
+"""Size of a checksum."""
 
 logger = logging.getLogger(__name__)
+
+
+def checksum(data: bytes | memoryview | mmap.mmap) -> bytes:
+    """Return the 16-byte xxh3 checksum of some bytes."""
+    return xxhash.xxh3_128_digest(data)
 
 
 class Places:

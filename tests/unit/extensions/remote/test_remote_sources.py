@@ -16,12 +16,12 @@ from object_server import ObjectServer
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.remote import RemotePath, open_file_system
 from torchmm.data.identity import SamplesDigest
-from torchmm.data.sources.local_and_hub import open_map_source, pinned, resolve_files, storage_of
+from torchmm.data.sources.local_and_hub import open_map_source, pinned, resolve_files
 from torchmm.data.sources.reader import SampleReader
-from torchmm.data.sources.row_groups import ParquetSource
 from torchmm.data.sources.streams import open_stream
-from torchmm.extensions.remote.storage.remote_files import RemoteFolder
+from torchmm.extensions.remote.storage.row_groups import ParquetSource
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 
 COUNT = 40
@@ -81,7 +81,7 @@ def data_of(path: Path, **storage: object) -> DataConfig:
 def open_at(path: Path, address: str | Path, data: DataConfig | None = None, **options: object):
     data = data or data_of(path)
     config = SourceConfig(path=str(address), **options)
-    return open_map_source(config, data.index_cache, storage_of(config, data))
+    return open_map_source(config, data.index_cache, open_file_system(config.path, data))
 
 
 def samples_of(source, reader) -> str:
@@ -121,7 +121,7 @@ def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tm
     config = SourceConfig(path="s3://excluded/energon")
     found = open_at(tmp_path, config.path)
     assert len(found) == 14 and ":003" not in " ".join(found.read(i).where for i in range(14))
-    kind, files = resolve_files(config, storage_of(config, data_of(tmp_path)))
+    kind, files = resolve_files(config, open_file_system(config.path, data_of(tmp_path)))
     assert kind == "energon" and [f.name for f in files][-2:] == ["split.yaml", "b.tar"]
     with pytest.raises(DataError, match="no shards for split 'test'"):
         open_at(tmp_path, config.path, split="test")
@@ -136,7 +136,7 @@ def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tm
 def test_streams_elsewhere_resume_like_those_here(store, folder, tmp_path, kind):
     data = data_of(tmp_path)
     config = SourceConfig(path=f"s3://formats/{kind}", streaming=True)
-    stream = open_stream("x", config, data.index_cache, storage_of(config, data))
+    stream = open_stream("x", config, data.index_cache, open_file_system(config.path, data))
     records = []
     while (record := stream.next()) is not None:
         records.append((record.where, stream.position()))
@@ -309,5 +309,5 @@ def test_the_root_is_the_folder_of_the_source(store, tmp_path):
     for address in ("s3://formats/tar", "s3://formats/tar/", "s3://formats/tar/*.tar"):
         assert len(open_at(tmp_path, address)) == COUNT
     record = open_at(tmp_path, "s3://formats/parquet/*.parquet").read(0)
-    assert isinstance(record.root, RemoteFolder)
+    assert isinstance(record.root, RemotePath)
     assert record.root.address == "s3://formats/parquet"

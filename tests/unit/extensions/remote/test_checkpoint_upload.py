@@ -14,18 +14,17 @@ from checkpoint_damage import FullDisk, damage, rewrite
 from checkpoint_runs import build, everything, make_manager, same, saved, steps
 
 from torchmm.common.errors import CheckpointError
-from torchmm.extensions.remote.checkpoints.remote import (
-    RemoteCheckpoints,
-    StoreError,
-    folder_of,
-    step_of_folder,
-)
+from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, StoreError
 from torchmm.extensions.remote.checkpoints.upload import share
+from torchmm.extensions.remote.section import StorageConfig
 from torchmm.extensions.remote.storage import clients
+from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import BestConfig
+from torchmm.training.checkpoint.copies import folder_of, step_of_folder
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
 
 logger = logging.getLogger("test_checkpoint_upload")
+IMPATIENT = DataConfig(storage=StorageConfig(give_up_s=1.0))
 
 
 class Machine:
@@ -37,7 +36,7 @@ class Machine:
         self._made: list = []
 
     def manager(self, **config):
-        self._made.append(make_manager(self.run_dir, upload=self._store, give_up_s=1.0, **config))
+        self._made.append(make_manager(self.run_dir, upload=self._store, data=IMPATIENT, **config))
         return self._made[-1]
 
     def save(self, *numbers: int, **config):

@@ -10,9 +10,18 @@ from operator import getitem
 from types import SimpleNamespace
 
 import pytest
-from data_cases import CLIP, caption_rows, data_config, largest_first, training, write_parquet
+from data_cases import (
+    CLIP,
+    caption_rows,
+    content,
+    data_config,
+    largest_first,
+    take,
+    training,
+    write_parquet,
+)
 from pyarrow import flight
-from test_producers import DRAWN, content, take
+from test_producers import DRAWN
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.loader import build_loader

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 import torch
-from data_cases import CLIP, QWEN
-from test_producers import Liar, Site, site, take
+from data_cases import CLIP, QWEN, take
+from test_producers import Liar, Site, site
 
 from torchmm.common.errors import DataError
 from torchmm.extensions.remote.producers.answers import unpack_step

@@ -13,9 +13,9 @@ hundredth one would be a hit; pages instead of groups, which pyarrow cannot read
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +23,10 @@ import pyarrow.parquet as pq
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.remote import RemoteFile, RemotePath
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sample_files import row_of
-from torchmm.extensions.remote.storage.remote_files import RemoteFile, RemoteFolder
+from torchmm.extensions.remote.storage.block_cache import BlockCache, entry_name
 
 MAX_GROUP_BYTES = 4 << 30
 """Largest row group that is decompressed."""
@@ -41,7 +42,9 @@ class ParquetSource:
     """Rows of files as records, one file after another.
 
     Args:
-        files: all in one storage.
+        cache: Cache of decompressed groups.
+        open_uncached: Function that opens a file without storing its bytes in the cache.
+        files: Files of one file system.
         root: what image paths are relative to.
         fingerprint: of the files.
 
@@ -49,11 +52,19 @@ class ParquetSource:
         DataError: a footer cannot be read.
     """
 
-    def __init__(self, files: Sequence[RemoteFile], root: RemoteFolder, fingerprint: str) -> None:
+    def __init__(
+        self,
+        cache: BlockCache,
+        open_uncached: Callable[[RemoteFile], BinaryIO],
+        files: Sequence[RemoteFile],
+        root: RemotePath,
+        fingerprint: str,
+    ) -> None:
         self._files = list(files)
         self._root = root
         self.fingerprint = fingerprint
-        self._cache = files[0].storage.cache
+        self._cache = cache
+        self._open_uncached = open_uncached
         with ThreadPoolExecutor(READERS) as pool:
             rows = list(pool.map(_rows_of_groups, files))
         self._first_groups = np.cumsum([0, *(len(each) for each in rows)])
@@ -101,11 +112,11 @@ class ParquetSource:
             self._tables.move_to_end(group)
             return table
         self._forget()
-        name = file.entry(f"rows{number}")
+        name = entry_name(file, f"rows{number}")
         kept = self._cache.get(name)
         if kept is None:
             self.decoded += 1
-            table = _read_group(file, number)
+            table = self._read_group(file, number)
             sink = pa.BufferOutputStream()
             with pa.ipc.new_file(sink, table.schema) as writer:
                 writer.write_table(table)
@@ -136,7 +147,16 @@ class ParquetSource:
 
     def _entry(self, group: int) -> str:
         number = int(np.searchsorted(self._first_groups, group, side="right")) - 1
-        return self._files[number].entry(f"rows{group - int(self._first_groups[number])}")
+        return entry_name(self._files[number], f"rows{group - int(self._first_groups[number])}")
+
+    def _read_group(self, file: RemoteFile, number: int) -> pa.Table:
+        with self._open_uncached(file) as stream:
+            # Checksums of pages are compared where the writer left them.
+            parquet = pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
+            size = parquet.metadata.row_group(number).total_byte_size
+            if size > MAX_GROUP_BYTES:
+                raise ValueError(f"{size} bytes when decompressed, at most {MAX_GROUP_BYTES}")
+            return parquet.read_row_group(number, use_threads=False)
 
 
 def _rows_of_groups(file: RemoteFile) -> list[int]:
@@ -146,13 +166,3 @@ def _rows_of_groups(file: RemoteFile) -> list[int]:
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{file} is no parquet file, or damaged: {error}") from error
     return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
-
-
-def _read_group(file: RemoteFile, number: int) -> pa.Table:
-    with file.open(keep=False) as stream:
-        # Checksums of pages are compared where the writer left them.
-        parquet = pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
-        size = parquet.metadata.row_group(number).total_byte_size
-        if size > MAX_GROUP_BYTES:
-            raise ValueError(f"{size} bytes when decompressed, at most {MAX_GROUP_BYTES}")
-        return parquet.read_row_group(number, use_threads=False)
