@@ -10,6 +10,7 @@ Tables (the module that reads a table describes its entries):
     sections          sections of a recipe                     `torchmm.recipe.section`
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
+    schedules         schedules that need a cost model         `torchmm.planning.step`
     planners          planners of training steps               `torchmm.training.planners.table`
 """
 

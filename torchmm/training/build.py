@@ -24,6 +24,7 @@ from torchmm.balance.disttrain.arrangement import dealt, image_balance, run_arra
 from torchmm.balance.disttrain.reordering.step import StepReorder
 from torchmm.balance.image_shares import ImageBalance
 from torchmm.balance.pipeweaver.segments import chosen_segments, leaves_segments_open
+from torchmm.balance.run_costs import run_costs, run_profile
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
@@ -57,11 +58,7 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.executions import (
-    module_executions,
-    run_costs,
-    run_profile,
-)
+from torchmm.planning.executions import module_executions
 from torchmm.planning.first_step import first_step, one_by_one
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.run_length import estimate_pass_steps, length_lines

@@ -9,13 +9,13 @@ from contextlib import suppress
 from math import inf
 
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample, choose_arrangement
+from torchmm.balance.run_costs import simulated_profile
 from torchmm.balance.search.recipe_plans import leaves_encoders_open
 from torchmm.balance.search.result import SearchResult, find_best
 from torchmm.balance.search.search import search_plans
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.executions import simulated_profile
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.recipe import Recipe
 
