@@ -26,9 +26,9 @@ PLANNERS: Sequence[Entry] = (
 """Planners of the core. A run uses the first planner whose `is_used` returns True; the entries of
 extensions come before these.
 
-The arguments of `is_used` are the `Resolved` recipe and the number of pipeline ranks, and its result
-is equal on all ranks. The parameters of the target are run, pipeline, mesh and logger. Modules of unused
-planners are not imported.
+The arguments of `is_used` are the `Resolved` recipe and the number of pipeline ranks, and its
+result is equal on all ranks. The parameters of the target are run, pipeline, mesh and logger.
+Modules of unused planners are not imported.
 """
 
 
