@@ -12,6 +12,7 @@ Tables (the module that reads a table describes its entries):
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
     trackers          trackers of metrics                      `torchmm.training.tracking.trackers`
     run_ends          functions that run after training        `torchmm.training.run`
+    schedules         schedules that need a cost model         `torchmm.planning.step`
     planners          planners of training steps               `torchmm.training.planners.table`
     recipe_choices    values that recipes leave open           `torchmm.planning.choices`
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`

@@ -35,7 +35,7 @@ def check_model(recipe: Recipe) -> Problems:
         yield from _check_source("model", model)
     else:
         yield from _check_source("model.llm", model.llm)
-    if model.tokenizer_source is None and (recipe.data.sources or not recipe.simulation.sequences):
+    if model.tokenizer_source is None and (recipe.data.sources or not recipe.describes_samples):
         text = "is needed, as the model has no source to take one from; set a directory or id"
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
     pinned = model.tokenizer_revision

@@ -14,10 +14,10 @@ from fuzz.recipes import complete
 
 import torchmm.training.run
 from torchmm.balance.disttrain.arrangement import reordered, run_arrangement
+from torchmm.balance.forecasts.first_microbatches import first_microbatches
 from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.run_costs import simulated_profile
 from torchmm.common.errors import ConfigError
-from torchmm.planning.executions import simulated_profile
-from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
