@@ -33,20 +33,20 @@ BEFORE_STEPS = (
     "torchmm.training.ranks:check_ranks",
     "torchmm.training.data_build:find_samples",
     "torchmm.training.model_build:init_weights",
-    "torchmm.training.metrics:make_trackers",
+    "torchmm.training.metrics:start_trackers",
 )
 STEPS = (
     "torchmm.data.waiting:Waiting.get",
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:Updates.apply",
     "torchmm.training.validation:held_out_losses",
-    "torchmm.training.validation:generate_tokens",
+    "torchmm.extensions.evaluation.samples:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
 )
 AT_THE_END = (
     "torchmm.models.hf.export:_save",
     "torchmm.training.metrics:plot_loss",
-    "torchmm.training.run:write_last_page",
+    "torchmm.extensions.reports.page.pages:try_write_page",
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
 GENERATE = (

@@ -10,12 +10,18 @@ Tables (the module that reads a table describes its entries):
     sections          sections of a recipe                     `torchmm.recipe.section`
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
+    trackers          trackers of metrics                      `torchmm.training.tracking.trackers`
+    run_ends          functions that run after training        `torchmm.training.run`
     planners          planners of training steps               `torchmm.training.planners.table`
     recipe_choices    values that recipes leave open           `torchmm.planning.choices`
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`
     plan_checks       checks of plans                          `torchmm.pipelining.checks.validate`
     action_runners    functions that run actions of a step     `torchmm.pipelining.run.runtime`
     layer_stops       places where encoder layers may stop     `torchmm.parallel.apply`
+    file_systems      files at addresses                       `torchmm.data.files.remote`
+    source_formats    formats of data sources                  `torchmm.data.sources.formats`
+    sample_services   processes that prepare samples           `torchmm.data.samples`
+    checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
 """
 
 from __future__ import annotations

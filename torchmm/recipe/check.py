@@ -6,13 +6,12 @@ is checked when the model is built, still before any weight is loaded.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from torchmm.common.errors import ConfigError, install_command
+from torchmm.common.errors import ConfigError
 from torchmm.common.extensions import find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
@@ -24,12 +23,9 @@ from torchmm.recipe.check_model import (
 )
 from torchmm.recipe.check_parallel import check_pipeline, check_tensor
 from torchmm.recipe.data_section import (
-    ProducersConfig,
     SourceConfig,
     StageConfig,
     is_address,
-    is_host_port,
-    is_local,
     local_path,
     secret_in,
     unique_names,
@@ -210,12 +206,7 @@ def _check_data(recipe: Recipe) -> Problems:
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_epochs(recipe)
-    yield from _check_producers(data.producers)
-    storage = data.storage
-    elsewhere = any(is_address(source.path) for source in (*data.sources, *data.validation))
-    if elsewhere and storage.give_up_s >= data.timeout_s:
-        text = f"is not below data.timeout_s = {data.timeout_s:g}, after which the run ends anyway"
-        yield Problem("data.storage.give_up_s", storage.give_up_s, text, ("data.timeout_s",))
+    yield from _check_data_extensions(recipe)
     if data.video.min_frames > (most := data.video.max_frames):
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
@@ -258,45 +249,44 @@ def check_source_paths(recipe: Recipe) -> Problems:
                 yield Problem(f"{key}.streaming", True, text, ("data.producers.plan",))
 
 
-def _check_producers(producers: ProducersConfig) -> Problems:
-    registry = producers.registry
-    if registry is not None and producers.addresses:
-        text = "is not asked where addresses are given; remove one of them"
-        yield Problem("data.producers.registry", registry, text, ("data.producers.addresses",))
-    if producers.plan and registry is None and not producers.addresses:
-        text = "needs producers; set data.producers.addresses or registry"
-        yield Problem("data.producers.plan", True, text, ("data.producers.addresses",))
-    if producers.engine == "ray" and registry is None:
-        text = "needs data.producers.registry, where its actors report"
-        yield Problem("data.producers.engine", "ray", text, ("data.producers.registry",))
-    elif producers.engine == "ray":
-        pair = ("tls_certificate", "tls_key")
-        missing = [name for name in pair if getattr(producers, name) is None]
-        if not is_local(str(registry)):
-            for name in missing:
-                text = "is needed, as the registry is on another machine"
-                yield Problem(f"data.producers.{name}", None, text, ("data.producers.registry",))
-        elif len(missing) == 1:
-            other = f"data.producers.{pair[1 - pair.index(missing[0])]}"
-            yield Problem(f"data.producers.{missing[0]}", None, f"is needed with {other}", (other,))
-    yield from _check_producer_addresses(producers)
+def _check_data_extensions(recipe: Recipe) -> Problems:
+    """Yield sources, producers and stores that require an extension that is not installed."""
+    data = recipe.data
+    for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
+        for index, source in enumerate(sources):
+            yield from _check_source_extensions(f"data.{list_name}[{index}]", source)
+    producers = data.producers
+    if producers.is_used:
+        name = "addresses" if producers.addresses else "registry" if producers.registry else "plan"
+        key = f"data.producers.{name}"
+        yield from _check_entry(key, getattr(producers, name), "sample_services", "producers")
+    upload = recipe.checkpoint.upload
+    if upload is not None:
+        yield from _check_entry("checkpoint.upload", upload, "checkpoint_stores", "addresses")
+    resume = recipe.checkpoint.resume
+    if is_address(resume):
+        yield from _check_entry("checkpoint.resume", resume, "checkpoint_stores", "addresses")
 
 
-def _check_producer_addresses(producers: ProducersConfig) -> Problems:
-    """Yield addresses of a wrong form, and addresses that need a certificate."""
-    registry = producers.registry
-    named = [(f"addresses[{n}]", each) for n, each in enumerate(producers.addresses)]
-    named += [("registry", registry)] if registry is not None else []
-    for name, address in named:
-        if not is_host_port(address):
-            text = "is not an address; use HOST:PORT, for example 10.0.0.7:7411 or [fd00::7]:7411"
-            yield Problem(f"data.producers.{name}", address, text)
-    if producers.ca_certificate is None:
-        key = "data.producers.ca_certificate"
-        for name, address in named:
-            if is_host_port(address) and not is_local(address):
-                text = f"is on another machine, to which nothing goes unencrypted; set {key}"
-                yield Problem(f"data.producers.{name}", address, text, (key,))
+def _check_source_extensions(key: str, source: SourceConfig) -> Problems:
+    path = source.path
+    if is_address(path):
+        yield from _check_entry(f"{key}.path", path, "file_systems", "addresses")
+    if source.format in ("energon", "lance"):
+        name = source.format
+        yield from _check_entry(f"{key}.format", name, "source_formats", name, "formats")
+    elif source.format == "auto" and path.rstrip("/").endswith(".lance"):
+        yield from _check_entry(f"{key}.path", path, "source_formats", "lance", "formats")
+    elif source.format == "auto" and not is_address(path) and Path(path, ".nv-meta").is_dir():
+        yield from _check_entry(f"{key}.path", path, "source_formats", "energon", "formats")
+
+
+def _check_entry(
+    key: str, value: object, table: str, name: str, extension: str = "remote"
+) -> Problems:
+    """Yield a problem if no installed extension has the entry that a value requires."""
+    if find_entry(table, name) is None:
+        yield Problem(key, value, f'the extension "{extension}" is not installed')
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
@@ -490,17 +480,13 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
 def _check_metrics(recipe: Recipe) -> Problems:
     metrics = recipe.metrics
     steps = recipe.training.steps
-    for key in ("profile_step", "memory_snapshot_step"):
-        step = getattr(metrics, key)
-        if step > steps and recipe.training.epochs is None:
-            text = f"comes after training.steps = {steps}; use an earlier step"
-            yield Problem(f"metrics.{key}", step, text, ("training.steps",))
-    if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        text = f"TensorBoard is not installed; {install_command('tensorboard')} or set it to false"
-        yield Problem("metrics.tensorboard", True, text)
-    if metrics.trackio and importlib.util.find_spec("trackio") is None:
-        text = "Trackio is not installed; pip install trackio or set it to false"
-        yield Problem("metrics.trackio", True, text)
+    step = metrics.profile_step
+    if step > steps and recipe.training.epochs is None:
+        text = f"comes after training.steps = {steps}; use an earlier step"
+        yield Problem("metrics.profile_step", step, text, ("training.steps",))
+    if step and find_entry("hooks", "diagnostics") is None:
+        text = 'the extension "reports" is not installed; set it to 0'
+        yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":
         text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
         yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))

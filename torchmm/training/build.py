@@ -127,9 +127,8 @@ def open_checkpoints(
     recipe = run.recipe
     digest = hashlib.sha256(dump_recipe(recipe).encode()).hexdigest()
     table = recipe.model_dump(mode="json", exclude_none=True)
-    give_up_s = recipe.data.storage.give_up_s
     return CheckpointManager(
-        recipe.checkpoint, run_dir, logger, mesh.sizes, digest, table, directory, give_up_s
+        recipe.checkpoint, run_dir, logger, mesh.sizes, digest, table, directory, recipe.data
     )
 
 

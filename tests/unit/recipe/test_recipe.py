@@ -389,50 +389,6 @@ def test_shares_of_sources_are_checked(valid, sources, stages, key, text):
     assert any(f": {key}" in p and text in p for p in problems), problems
 
 
-def test_nothing_goes_to_producers_elsewhere_unencrypted(valid):
-    local = '["127.0.0.1:7411", "localhost:7411", "[::1]:7411"]'
-    load_recipe(valid, ["--data.producers.addresses", local], 1)
-    apart = ["--data.producers.addresses", '["127.0.0.1:7411", "10.0.0.7:7411"]']
-    problem = one_problem(valid, *apart, world_size=1)
-    assert 'data.producers.addresses[1] = "10.0.0.7:7411"' in problem
-    assert "set data.producers.ca_certificate" in problem
-    problem = one_problem(valid, "--data.producers.registry", "10.0.0.7:7410", world_size=1)
-    assert 'data.producers.registry = "10.0.0.7:7410"' in problem
-    load_recipe(valid, [*apart, "--data.producers.ca_certificate", "ca.pem"], 1)
-
-
-@pytest.mark.parametrize("address", ["here", "127.0.0.1", "127.0.0.1:0", "a:1\\nb", "http://a:1"])
-def test_producer_address_without_port_is_rejected(valid, address):
-    problem = one_problem(valid, "--data.producers.registry", address, world_size=1)
-    assert "data.producers.registry" in problem and "use HOST:PORT" in problem
-    addresses = f'["127.0.0.1:1", "{address}"]'
-    problem = one_problem(valid, "--data.producers.addresses", addresses, world_size=1)
-    assert "data.producers.addresses[1]" in problem and "use HOST:PORT" in problem
-
-
-def test_producers_are_listed_or_registered(valid):
-    both = ("addresses", '["127.0.0.1:7411"]'), ("registry", "127.0.0.1:7410")
-    given = [text for name, value in both for text in (f"--data.producers.{name}", value)]
-    assert "remove one of them" in one_problem(valid, *given, world_size=1)
-    by_ray = ["--data.producers.engine", "ray"]
-    assert "needs data.producers.registry" in one_problem(valid, *by_ray, world_size=1)
-    by_ray += ["--data.producers.registry", "node1:7410", "--data.producers.ca_certificate", "ca"]
-    by_ray += ["--data.producers.tls_certificate", "producer.pem"]
-    problem = one_problem(valid, *by_ray, world_size=1)
-    assert "data.producers.tls_key" in problem and "on another machine" in problem
-
-
-@pytest.mark.parametrize(("given", "missing"), [("certificate", "key"), ("key", "certificate")])
-def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
-    local = ["--data.producers.engine", "ray", "--data.producers.registry", "127.0.0.1:7410"]
-    half = [*local, f"--data.producers.tls_{given}", "file.pem"]
-    problem = one_problem(valid, *half, world_size=1)
-    assert f"data.producers.tls_{missing}" in problem
-    assert f"is needed with data.producers.tls_{given}" in problem
-    load_recipe(valid, local, 1)
-    load_recipe(valid, [*half, f"--data.producers.tls_{missing}", "other.pem"], 1)
-
-
 def test_a_composite_has_llm_vision_and_its_connector(write):
     names = '["vision", "vision.connector"]'
     path = write(
@@ -542,3 +498,22 @@ def test_epochs_replace_steps_of_a_base(write, valid):
 def test_warmup_is_checked_only_if_steps_are_known(valid):
     assert one_problem(valid, "--optimizer.warmup_steps", "200", world_size=1)
     load_recipe(valid, ["--optimizer.warmup_steps=200", "--training.epochs=1"], 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--data.sources=[{path='s3://a/b'}]"], 'data.sources[0].path = "s3://a/b"'),
+        (["--data.sources=[{path='a.lance'}]"], 'data.sources[0].path = "a.lance"'),
+        (["--data.sources=[{path='.',format='energon'}]"], 'data.sources[0].format = "energon"'),
+        (["--data.producers.addresses=['[::1]:1']"], 'data.producers.addresses = ["[::1]:1"]'),
+        (["--data.producers.registry=127.0.0.1:1"], 'data.producers.registry = "127.0.0.1:1"'),
+        (["--checkpoint.upload=/copies"], 'checkpoint.upload = "/copies"'),
+        (["--checkpoint.resume=s3://a/b"], 'checkpoint.resume = "s3://a/b"'),
+    ],
+)
+def test_missing_extension_is_named(valid, monkeypatch, overrides, expected):
+    monkeypatch.setattr("torchmm.recipe.check.find_entry", lambda table, name: None)
+    extension = "formats" if "lance" in expected or "energon" in expected else "remote"
+    message = f'{expected}: the extension "{extension}" is not installed'
+    assert any(message in text for text in problems_of(valid, *overrides, world_size=1))
