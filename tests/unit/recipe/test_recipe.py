@@ -274,26 +274,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "training.epochs",
             "only producers know the number of samples",
         ),
-        (
-            "--data.balance images --parallel.pipeline 2",
-            "data.balance",
-            "parallel.pipeline = 2 is not supported",
-        ),
-        (
-            "--data.balance images --parallel.placement colocated --parallel.schedule optimus",
-            "data.balance",
-            'use "interleaved"',
-        ),
-        (
-            "--data.balance images --parallel.llm.context 2",
-            "data.balance",
-            "parallel.llm.context = 2 is not supported",
-        ),
-        (
-            "--data.balance images --data.producers.addresses ['localhost:7411']",
-            "data.balance",
-            "not supported with data.producers",
-        ),
         ("--model.source x/y", "model", "keep one"),
         ("--model.encoders.audio {}", "model.encoders.audio", "neither source nor config"),
         ("--model.encoders.llm.source x/y", "model.encoders.llm", "no name"),

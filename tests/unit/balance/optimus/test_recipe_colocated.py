@@ -1,5 +1,7 @@
 """Recipe keys of colocated encoders: sizes that follow from others, and mistakes with a remedy."""
 
+from pathlib import Path
+
 import pytest
 import tomli
 from recipe_problems import problems_of
@@ -32,6 +34,14 @@ placement = "colocated"
 schedule = "optimus"
 pipeline = 4
 """
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A file with `MODEL`."""
+    file = tmp_path / "recipe.toml"
+    file.write_text(MODEL)
+    return file
 
 
 @pytest.mark.parametrize(
