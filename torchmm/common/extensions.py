@@ -4,6 +4,8 @@ An extension is `torchmm/balance` or a folder in `torchmm/extensions`. Its modul
 a constant `ENTRIES`, which maps names of tables to entries. The core finds the entries here, so
 that it does not import extensions, and works without the folders of extensions that a run does not
 use. `extension.py` must import quickly: targets are strings that are imported when they are used.
+It may have a constant `REQUIRES` with dotted names of extensions that its entries import. If one of
+them is not installed, the extension counts as not installed.
 
 Tables (the module that reads a table describes its entries):
 
@@ -69,7 +71,15 @@ def extension_names() -> tuple[str, ...]:
             continue
         inner = pkgutil.iter_modules(spec.submodule_search_locations, f"{folder}.")
         names += [folder, *(module.name for module in inner if module.ispkg)]
-    return tuple(name for name in names if find_spec(f"{name}.extension") is not None)
+    return tuple(name for name in names if _is_installed(name))
+
+
+def _is_installed(name: str) -> bool:
+    """Return True if a folder is an extension and has the extensions that it requires."""
+    if find_spec(f"{name}.extension") is None:
+        return False
+    required = getattr(import_module(f"{name}.extension"), "REQUIRES", ())
+    return all(find_spec(other) is not None for other in required)
 
 
 @cache

@@ -191,7 +191,8 @@ def check_validation(recipe: Recipe) -> Problems:
             yield Problem(f"data.sources[{index}].scores", source.scores, text)
     generated = {"samples": validation.samples, "drawings": validation.drawings}
     for key, count in generated.items():
-        if count and find_entry("hooks", "generated_samples") is None:
+        is_used = count > 0 and validation.interval > 0
+        if is_used and find_entry("hooks", "generated_samples") is None:
             text = 'the extension "evaluation" is not installed; set it to 0'
             yield Problem(f"validation.{key}", count, text)
     yield from _check_best(recipe)
