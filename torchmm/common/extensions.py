@@ -11,6 +11,8 @@ Tables (the module that reads a table describes its entries):
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
     planners          planners of training steps               `torchmm.training.planners.table`
+    generators        generators and their images              `torchmm.models.registry`, `data`
+    model_fallbacks   families of models that no table lists   `torchmm.models.registry`
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+from torchmm.common.errors import ConfigError
 
 FOLDERS = ("torchmm.balance", "torchmm.extensions")
 
@@ -43,6 +47,8 @@ class Entry(NamedTuple):
         return getattr(import_module(module), name)
 
 
+NOT_INSTALLED = 'the extension "{}" is not installed; use a complete installation of torchmm'
+"""Error message for recipes that need an extension without a folder."""
 Entries = Mapping[str, Sequence[Entry]]
 """Type of `ENTRIES` in an extension: entries by table."""
 
@@ -73,3 +79,21 @@ def find_entries(table: str) -> tuple[Entry, ...]:
 def find_entry(table: str, name: str) -> Entry | None:
     """Return the entry of this name in a table. None if no installed extension has one."""
     return next((entry for entry in find_entries(table) if entry.name == name), None)
+
+
+def require_entry(table: str, name: str, extension: str, key: str) -> Entry:
+    """Return the entry of this name in a table.
+
+    Args:
+        table: Table.
+        name: Name of the entry.
+        extension: Extension that has the entry.
+        key: Recipe key that needs the entry, for the error message.
+
+    Raises:
+        ConfigError: The extension is not installed.
+    """
+    entry = find_entry(table, name)
+    if entry is None:
+        raise ConfigError(f"{key}: {NOT_INSTALLED.format(extension)}")
+    return entry

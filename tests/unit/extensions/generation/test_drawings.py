@@ -12,7 +12,7 @@ from PIL import Image
 from torchmm.common.batch import Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import DRAWN, GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.data.loader import StepBatch
-from torchmm.extensions.generation.images import DrawingPreprocessor
+from torchmm.extensions.generation.images import DiffusionImages
 from torchmm.training.report import plot_pictures
 from torchmm.training.validation import held_out_drawings, to_frames
 
@@ -62,7 +62,7 @@ def test_patches_become_the_image_they_came_from():
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, "PNG")
     meta = GeneratedMeta((1, 2, 2), 1)
-    targets = DrawingPreprocessor(GeneratorSpec(8, 4), seed=0, max_pixels=100)
+    targets = DiffusionImages(GeneratorSpec(8, 4), seed=0, max_pixels=100)
     decoded = targets.decode(stream.getvalue(), meta, 1, ("s", 0, 0, 0))
     pixels = DRAWN.look_up(torch.from_numpy(decoded.patches_PV))
     (frame,) = to_frames(pixels, meta.grid_thw, 4)
