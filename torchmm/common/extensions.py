@@ -11,6 +11,9 @@ Tables (the module that reads a table describes its entries):
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
     planners          planners of training steps               `torchmm.training.planners.table`
+    optimizers        optimizers by name                       `torchmm.training.optimizers`
+    parallel_styles   tensor-parallel styles with overlap      `torchmm.parallel.tensor.apply`
+    model_converters  replacements of parts of a model         `torchmm.planning.converters`
 """
 
 from __future__ import annotations

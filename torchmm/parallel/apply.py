@@ -19,8 +19,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.balance.optimus.pieces import stop_in_layers
-from torchmm.extensions.async_tp.choice import choose_overlap
-from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers import delta_net, experts
@@ -32,7 +30,8 @@ from torchmm.parallel.context import apply_context_parallel
 from torchmm.parallel.expert import apply_expert_parallel
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
 from torchmm.parallel.precision import apply_mixed_precision
-from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel, choose_overlap
+from torchmm.parallel.tensor.sequence import OverlapStyles
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
@@ -71,8 +70,7 @@ def parallelize(
         ConfigError: The recipe requires compiled layers, which this version of transformers, or a
             library, does not support.
     """
-    overlaps = parallel.async_tensor_parallel and mesh.own.sizes.tensor > 1
-    chosen: dict[str, Overlap] = {}
+    chosen: dict[str, OverlapStyles | None] = {}
     if mesh.own.context is not None:
         apply_context_parallel(model, mesh.own.context)
     device = mesh.device.type
@@ -83,7 +81,7 @@ def parallelize(
     missing = compiler_problem(compile_config, device)
     for module in model.all_stages():
         own = (meshes or {}).get(module.name, mesh.own)
-        if overlaps and module.keeps_slices and module.overlaps and module.name not in chosen:
+        if mesh.own.sizes.tensor > 1 and module.keeps_slices and module.name not in chosen:
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
         hooks = mesh.layer_hooks

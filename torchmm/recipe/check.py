@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from glob import glob
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError, install_command
-from torchmm.common.extensions import find_entries
+from torchmm.common.extensions import find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
     check_adapters,
@@ -47,7 +47,12 @@ from torchmm.recipe.placement_sizes import (
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.simulation_section import contradictions
 from torchmm.recipe.sizes import MeshSizes
-from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
+from torchmm.recipe.training_section import (
+    COMPACT,
+    CheckpointConfig,
+    limit_bytes,
+    optimizer_entry,
+)
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
@@ -147,19 +152,20 @@ def _local_directory(key: str, path: str) -> tuple[Path | None, list[Problem]]:
 
 
 def _check_module_names(recipe: Recipe) -> Problems:
+    yield from check_names(recipe, "freeze.modules", recipe.freeze.modules)
+    yield from check_names(recipe, "compile.modules", recipe.compile.modules)
+    yield from check_names(recipe, "optimizer.module_lr", recipe.optimizer.module_lr)
+    checkpointed = recipe.activation_checkpoint.modules
+    yield from check_names(recipe, "activation_checkpoint.modules", checkpointed)
+
+
+def check_names(recipe: Recipe, key: str, names: Iterable[str]) -> Problems:
+    """Yield a problem for each name in the value of `key` that is not a module of the recipe."""
     known = module_names(recipe)
-    uses = {
-        "freeze.modules": recipe.freeze.modules,
-        "compile.modules": recipe.compile.modules,
-        "float8.modules": recipe.float8.modules,
-        "optimizer.module_lr": list(recipe.optimizer.module_lr),
-        "activation_checkpoint.modules": list(recipe.activation_checkpoint.modules),
-    }
-    for key, names in uses.items():
-        for name in names:
-            if name not in known:
-                text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
-                yield Problem(key, name, text, ("model",))
+    for name in names:
+        if name not in known:
+            text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
+            yield Problem(key, name, text, ("model",))
 
 
 def _check_frozen(recipe: Recipe) -> Problems:
@@ -478,6 +484,17 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     if not narrow and not optimizer.stochastic_rounding:
         text = f'has no use without {key} = "bfloat16"; set that or remove it'
         yield Problem("optimizer.stochastic_rounding", False, text, (key,))
+    if optimizer_entry(optimizer, is_narrow=narrow) is None:
+        storage = (
+            (key, recipe.training.parameter_dtype),
+            ("optimizer.state_dtype", optimizer.state_dtype),
+            ("optimizer.offload", optimizer.offload),
+        )
+        used = next(pair for pair in storage if pair[1] not in ("float32", False))
+        text = 'the extension "low_precision" is not installed'
+        if find_entry("optimizers", f"{COMPACT}adamw") is not None:
+            text = f'is not implemented for "{optimizer.name}"; use optimizer.name = "adamw"'
+        yield Problem(*used, text, ("optimizer.name",))
 
 
 def _check_memory_limit(recipe: Recipe) -> Problems:

@@ -23,7 +23,6 @@ from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
-    Float8Config,
     MetricsConfig,
     OptimizerConfig,
     TrainingConfig,
@@ -52,7 +51,6 @@ class Recipe(Section):
     metrics: MetricsConfig = MetricsConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
-    float8: Float8Config = Float8Config()
     simulation: SimulationConfig = SimulationConfig()
 
     @property

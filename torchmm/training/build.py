@@ -39,8 +39,6 @@ from torchmm.data.samples import SampleSet, find_samples
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.sources.open import Samples
 from torchmm.data.tokenizer import load_tokenizer, untrained_tokens
-from torchmm.extensions.low_precision.float8 import apply_float8, float8_problems
-from torchmm.extensions.low_precision.forms import block_problems
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -57,6 +55,7 @@ from torchmm.parallel.mesh import ParallelMesh, build_mesh, build_units, encoder
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import (
     module_executions,
     run_costs,
@@ -74,8 +73,9 @@ from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
-from torchmm.training.optim import RunOptimizer, build_optimizer, describe_schedule_change
+from torchmm.training.optim import build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.optimizer import RunOptimizer, find_optimizer
 from torchmm.training.parts import RunParts
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planners.table import build_planner
@@ -157,11 +157,14 @@ def cut_model(
         )
     ]
     problems += context_problems(model.llm, parallel.context, run.llm.tensor)
-    if run.recipe.optimizer.state_dtype == "int8":
-        for module in descriptions:
-            problems += block_problems(module, executions[module.name].tensor)
+    is_narrow = run.recipe.training.parameter_dtype != "float32"
+    optimizer = find_optimizer(run.recipe.optimizer, is_narrow=is_narrow)
+    for module in descriptions:
+        sizes = executions[module.name]
+        problems += optimizer.find_problems(run.recipe.optimizer, module, sizes.tensor)
     tensor = {name: own.tensor for name, own in executions.items()}
-    problems += float8_problems(modules, run.recipe.float8, device, tensor)
+    for converter in find_converters(run.recipe):
+        problems += converter.find_problems(modules, device, tensor)
     problems += kernel_problems(run.recipe.training.attention, device)
     missing = compiler_problem(run.recipe.compile, device.type)
     if missing and run.recipe.compile.enabled is True:
@@ -446,8 +449,9 @@ def fill_model(
     training = recipe.training
     descriptions = [module.describe() for module in model.modality_modules()]
     stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
-    for module in model.all_stages():
-        apply_float8(module, recipe.float8)
+    for converter in find_converters(recipe):
+        for module in model.all_stages():
+            converter.convert(module)
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
     compilation = parallelize(
         model,

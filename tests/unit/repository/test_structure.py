@@ -39,7 +39,7 @@ NEVER_TOGETHER = {  # folders that also do not import some folders below them
 NO_DISTRIBUTED = ("common", "recipe", "data", "models", *NEVER_TOGETHER)
 EXTENSIONS = ("balance", "extensions")
 EXTENSION_IMPORTS = {
-    "balance": {"async_tp", "generation"},
+    "balance": {"generation"},
     "formats": {"remote"},
     "generation": {"evaluation"},
     "reports": {"balance", "evaluation", "generation"},
