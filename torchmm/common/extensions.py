@@ -10,10 +10,17 @@ Tables (the module that reads a table describes its entries):
     sections          sections of a recipe                     `torchmm.recipe.section`
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
+    trackers          trackers of metrics                      `torchmm.training.tracking.trackers`
+    run_ends          functions that run after training        `torchmm.training.run`
     planners          planners of training steps               `torchmm.training.planners.table`
     optimizers        optimizers by name                       `torchmm.training.optimizers`
     parallel_styles   tensor-parallel styles with overlap      `torchmm.parallel.tensor.apply`
     model_converters  replacements of parts of a model         `torchmm.planning.converters`
+    recipe_choices    values that recipes leave open           `torchmm.planning.choices`
+    step_arrangements sequences and images of each rank        `torchmm.training.data_build`
+    plan_checks       checks of plans                          `torchmm.pipelining.checks.validate`
+    action_runners    functions that run actions of a step     `torchmm.pipelining.run.runtime`
+    layer_stops       places where encoder layers may stop     `torchmm.parallel.apply`
 """
 
 from __future__ import annotations
@@ -76,3 +83,17 @@ def find_entries(table: str) -> tuple[Entry, ...]:
 def find_entry(table: str, name: str) -> Entry | None:
     """Return the entry of this name in a table. None if no installed extension has one."""
     return next((entry for entry in find_entries(table) if entry.name == name), None)
+
+
+def load_entry(table: str, name: str) -> Any:
+    """Import and return the object of an entry.
+
+    Checks of the recipe (`torchmm.recipe.check`) report missing entries before a run begins.
+
+    Raises:
+        LookupError: No installed extension has the entry.
+    """
+    entry = find_entry(table, name)
+    if entry is None:
+        raise LookupError(f'no installed extension has the entry "{name}" in table "{table}"')
+    return entry.load()

@@ -6,13 +6,12 @@ is checked when the model is built, still before any weight is loaded.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterable, Sequence
 from glob import glob
 from pathlib import Path
 
-from torchmm.common.errors import ConfigError, install_command
+from torchmm.common.errors import ConfigError
 from torchmm.common.extensions import find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
@@ -87,8 +86,31 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
+        *_check_installed(recipe),
         *of_extensions,
     ]
+
+
+def _check_installed(recipe: Recipe) -> Problems:
+    """Yield values that require entries of an extension that is not installed."""
+    data = recipe.data
+    parallel = recipe.parallel
+    arrangements = "step_arrangements"
+    required = [
+        ("data.reorder", data.reorder, data.is_reordered, arrangements, "data.reorder"),
+        ("data.balance", data.balance, data.balance == "images", arrangements, "data.balance"),
+        ("parallel.orchestrate", True, parallel.orchestrate, "recipe_choices", "sizes"),
+        (
+            "parallel.tensor_bubbles",
+            parallel.tensor_bubbles,
+            parallel.tensor_bubbles > 0,
+            "action_runners",
+            "launches",
+        ),
+    ]
+    for key, value, is_used, table, name in required:
+        if is_used and find_entry(table, name) is None:
+            yield Problem(key, value, 'the extension "balance" is not installed')
 
 
 def module_names(recipe: Recipe) -> list[str]:
@@ -193,7 +215,6 @@ def _check_data(recipe: Recipe) -> Problems:
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_epochs(recipe)
-    yield from _check_balance(recipe)
     yield from _check_producers(data.producers)
     storage = data.storage
     elsewhere = any(is_address(source.path) for source in (*data.sources, *data.validation))
@@ -227,29 +248,6 @@ def _check_epochs(recipe: Recipe) -> Problems:
     if data.producers.plan:
         text = "only producers know the number of samples; set training.steps"
         yield Problem(key, epochs, text, ("data.producers.plan",))
-
-
-def _check_balance(recipe: Recipe) -> Problems:
-    """Yield what `data.balance` does not support."""
-    data = recipe.data
-    parallel = recipe.parallel
-    if data.balance != "images":
-        return
-    key = "data.balance"
-    value = data.balance
-    if parallel.pipeline > 1:
-        text = f'parallel.pipeline = {parallel.pipeline} is not supported; use 1, or "none"'
-        yield Problem(key, value, text, ("parallel.pipeline",))
-    if parallel.placement != "interleaved":
-        text = f'parallel.placement = "{parallel.placement}" is not supported; use "interleaved"'
-        yield Problem(key, value, text + ', or "none"', ("parallel.placement",))
-    if parallel.context > 1:
-        text = f'parallel.llm.context = {parallel.context} is not supported; use 1, or "none"'
-        yield Problem(key, value, text, ("parallel.llm.context",))
-    producers = data.producers
-    if producers.addresses or producers.registry is not None:
-        text = 'is not supported with data.producers; decode on the ranks, or use "none"'
-        yield Problem(key, value, text, ("data.producers",))
 
 
 def check_source_paths(recipe: Recipe) -> Problems:
@@ -508,17 +506,13 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
 def _check_metrics(recipe: Recipe) -> Problems:
     metrics = recipe.metrics
     steps = recipe.training.steps
-    for key in ("profile_step", "memory_snapshot_step"):
-        step = getattr(metrics, key)
-        if step > steps and recipe.training.epochs is None:
-            text = f"comes after training.steps = {steps}; use an earlier step"
-            yield Problem(f"metrics.{key}", step, text, ("training.steps",))
-    if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        text = f"TensorBoard is not installed; {install_command('tensorboard')} or set it to false"
-        yield Problem("metrics.tensorboard", True, text)
-    if metrics.trackio and importlib.util.find_spec("trackio") is None:
-        text = "Trackio is not installed; pip install trackio or set it to false"
-        yield Problem("metrics.trackio", True, text)
+    step = metrics.profile_step
+    if step > steps and recipe.training.epochs is None:
+        text = f"comes after training.steps = {steps}; use an earlier step"
+        yield Problem("metrics.profile_step", step, text, ("training.steps",))
+    if step and find_entry("hooks", "diagnostics") is None:
+        text = 'the extension "reports" is not installed; set it to 0'
+        yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":
         text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
         yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))

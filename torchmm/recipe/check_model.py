@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
+from torchmm.common.extensions import find_entry
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.recipe.data_section import unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
@@ -185,13 +186,11 @@ def check_validation(recipe: Recipe) -> Problems:
         if source.scores:
             text = "is of held-out sources; move it to a [[data.validation]] table"
             yield Problem(f"data.sources[{index}].scores", source.scores, text)
-    benchmarks = validation.benchmarks
-    if benchmarks.interval and not benchmarks.tasks:
-        text = "has no task to answer; set validation.benchmarks.tasks"
-        yield Problem("validation.benchmarks.interval", benchmarks.interval, text)
-    if benchmarks.interval and not Path(benchmarks.python).is_file():
-        text = "no such program; run scripts/lmms_eval.sh, or name a Python that has lmms-eval"
-        yield Problem("validation.benchmarks.python", benchmarks.python, text)
+    generated = {"samples": validation.samples, "drawings": validation.drawings}
+    for key, count in generated.items():
+        if count and find_entry("hooks", "generated_samples") is None:
+            text = 'the extension "evaluation" is not installed; set it to 0'
+            yield Problem(f"validation.{key}", count, text)
     yield from _check_best(recipe)
 
 

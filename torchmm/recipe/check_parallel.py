@@ -43,10 +43,6 @@ def check_tensor(recipe: Recipe) -> Problems:
     """Everything about layers whose products are split over ranks."""
     yield from _check_overlap(recipe)
     yield from _check_heads(recipe)
-    share = recipe.parallel.tensor_bubbles
-    if share and recipe.compile.enabled is True:
-        text = "stops within layers, which compiled layers cannot do; set compile.enabled = false"
-        yield Problem("parallel.tensor_bubbles", share, text, ("compile.enabled",))
 
 
 def _check_schedule(recipe: Recipe) -> Problems:

@@ -22,8 +22,8 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from torchmm.balance.optimus.ahead import run_ahead
 from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.common.extensions import load_entry
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import (
@@ -140,8 +140,9 @@ class Pipeline:
         listed, and ranks that share rows, were not compared with a cache."""
         self.rotary_limits = model.llm.rotary_limits
         self._text_plan: tuple[MicrobatchMeta, PipelinePlan] | None = None
-        hooks = mesh.layer_hooks
-        interleave = None if hooks is None else partial(run_ahead, hooks)
+        interleave = None
+        if mesh.layer_hooks is not None:
+            interleave = partial(load_entry("action_runners", "launches"), mesh.layer_hooks)
         self._runtime = runtime(stages, interleave=interleave)
         self._writer = runtime(_writing_stages(stages))
         self._drawer = runtime(_drawing_stages(stages, VelocityStage))

@@ -80,5 +80,22 @@ def test_extension_section_becomes_a_key(monkeypatch):
     plain = Plain.model_validate({"added": {"value": 4}})
     assert Added.of(plain).value == 4
     assert Added.of(Plain()).value == 3
-    with pytest.raises(ValueError, match="added.value"):
+    with pytest.raises(ValueError, match=r"added.value"):
         Plain.model_validate({"added": {"value": "four"}})
+
+
+def test_extension_keys_join_the_section(monkeypatch):
+    entry = Entry("Plain.*", f"{__name__}:Added")
+    monkeypatch.setattr(section_module, "find_entries", lambda table: (entry,))
+
+    @with_extensions
+    class Plain(Section):
+        """A section of the core."""
+
+        name: str = "x"
+
+    plain = Plain.model_validate({"value": 4})
+    assert Added.of(plain).value == 4
+    assert list(plain.model_dump()) == ["name", "value"]
+    with pytest.raises(ValueError, match="extra"):
+        Plain.model_validate({"other": 1})

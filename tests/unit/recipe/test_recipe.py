@@ -13,7 +13,7 @@ from torchmm.recipe import check, check_parallel, training_section
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_unfilled_model
+from torchmm.training.model_build import build_unfilled_model
 
 MODEL = """
 [model]

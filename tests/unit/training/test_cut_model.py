@@ -21,7 +21,8 @@ from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import _step_after, build_unfilled_model, cut_model
+from torchmm.training.build import _step_after
+from torchmm.training.model_build import build_unfilled_model, cut_model
 
 LLM = {
     "model_type": "llama",

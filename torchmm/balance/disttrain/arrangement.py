@@ -76,6 +76,17 @@ def run_arrangement(
     return arrangement(run.with_parallel(parallel), modules, costs, layout)
 
 
+def run_balance(
+    run: Resolved,
+    modules: Sequence[ModuleDescription],
+    parallel: ParallelConfig,
+    layout: StageLayout,
+    device: torch.device,
+) -> ImageBalance | None:
+    """Return the `image_balance` of a run. Parameters are those of `run_arrangement`."""
+    return image_balance(run.recipe, modules)
+
+
 def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:
     """Return the balance that `data.balance` requests; None: each rank reads its own images."""
     if recipe.data.balance != "images":

@@ -5,9 +5,10 @@ import io
 import pytest
 from PIL import Image, ImageChops
 
+from torchmm.common.files import read_prepared
 from torchmm.data.media.images import to_rgb
 from torchmm.data.sources.local_and_hub import open_map_source
-from torchmm.extensions.demo_data import manifest, printed_times, tokenizer
+from torchmm.extensions.demo_data import printed_times, tokenizer
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"times": {"train": 60, "validation": 20}}
@@ -49,7 +50,7 @@ def test_what_is_printed_is_inside_the_picture(prepared):
 
 def test_pictures_are_the_same_every_time(prepared, tmp_path):
     printed_times.prepare(tmp_path, tmp_path, OPTIONS)
-    first, again = (manifest.read(path)["printed_times"] for path in (prepared, tmp_path))
+    first, again = (read_prepared(path)["printed_times"] for path in (prepared, tmp_path))
     assert first == again
 
 

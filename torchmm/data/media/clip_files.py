@@ -1,4 +1,4 @@
-"""Pictures to a video file: for sets that are made, and for tests."""
+"""Video files from images, for generated data sets and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchmm.common.errors import DataError, install_command
 
 
 class Container(NamedTuple):
-    """A file format, and how pictures are compressed in it."""
+    """A file format and its compression."""
 
     name: str
     codec: str
@@ -30,12 +30,12 @@ CONTAINERS = {
 
 
 def write_clip(pictures: Sequence[Image.Image], fps: int, suffix: str = "mp4") -> bytes:
-    """A video file of RGB pictures of one size.
+    """Return the content of a video file.
 
     Args:
-        pictures: in order.
-        fps: how many are shown per second.
-        suffix: one of CONTAINERS.
+        pictures: RGB frames of equal size, in order.
+        fps: Frames per second.
+        suffix: File format, a key of `CONTAINERS`.
 
     Raises:
         DataError: PyAV is not installed.

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from torchmm.commands import compare_runs, show_run
 from torchmm.commands.compare_runs import print_comparison
+from torchmm.extensions.evaluation.pictures import keep_thumbnail
 from torchmm.extensions.reports.page import pages
 from torchmm.extensions.reports.page.contents import MOST_POINTS, read_run, thinned
 from torchmm.extensions.reports.page.pages import (
@@ -29,7 +30,6 @@ from torchmm.extensions.reports.page.pages import (
 )
 from torchmm.extensions.reports.page.sections import comparison, recipe_differences
 from torchmm.training.ending import Status, write_status
-from torchmm.training.report import keep_thumbnail
 
 EVIL = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>"
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -224,7 +224,7 @@ def test_tables_print_names_with_markup(run_dir: Path, monkeypatch, capsys) -> N
 
 
 def test_every_console_comes_from_make_console() -> None:
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     files = [root / "train.py"]
     for folder in ("torchmm", "scripts", "benchmarks"):
         files += (root / folder).rglob("*.py")

@@ -32,7 +32,7 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports.checkpoint import export_checkpoint
 from torchmm.training.pipeline import Pipeline
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "generate.py"
+SCRIPT = Path(__file__).parents[4] / "scripts" / "generate.py"
 DRAWN = ["--temperature", "1.5", "--max-new-tokens", "8"]
 Run = Callable[..., list[str]]
 

@@ -11,9 +11,10 @@ import pytest
 from data_cases import encode
 from PIL import Image
 
+from torchmm.common.files import read_prepared
 from torchmm.data.media.images import to_rgb
 from torchmm.data.sources.local_and_hub import open_map_source
-from torchmm.extensions.demo_data import emoji_scenes, manifest
+from torchmm.extensions.demo_data import emoji_scenes
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"scenes": {"train": 1500, "validation": 60}}
@@ -98,6 +99,6 @@ def test_exchanged_pictures_are_never_right(prepared):
 
 def test_scenes_are_the_same_every_time_and_say_whose_they_are(prepared, packages, tmp_path):
     emoji_scenes.prepare(tmp_path, packages, OPTIONS)
-    first, again = (manifest.read(path)["emoji_scenes"] for path in (prepared, tmp_path))
+    first, again = (read_prepared(path)["emoji_scenes"] for path in (prepared, tmp_path))
     assert first == again and "CC-BY-4.0" in first["licence"]
     assert first["counts"]["train"] == 1500 and first["counts"]["exchanged"] == 60

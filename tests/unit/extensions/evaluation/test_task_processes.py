@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchmm.extensions.evaluation import results
 from torchmm.extensions.evaluation.benchmarks import Benchmarks, command, environment
-from torchmm.recipe.training_section import BenchmarksConfig
+from torchmm.extensions.evaluation.section import BenchmarksConfig
+from torchmm.training.tracking.evaluations import read_evaluations
 
 SCORES = {
     "scores": {"task/exact_match": 0.25, "task/of_nothing": float("nan")},
@@ -65,7 +65,7 @@ def test_scores_come_once_and_the_snapshot_goes(program, tmp_path, caplog):
     found = awaited(benchmarks)
     assert found.scores == {"task/exact_match": 0.25} and found.step == 4
     assert benchmarks.poll() is None
-    assert results.read(tmp_path) == [found]
+    assert read_evaluations(tmp_path) == [found]
     assert "benchmarks of step 4: task/exact_match 0.2500" in caplog.text
     assert not (tmp_path / "benchmarks/step-4/hf").exists()
 
@@ -75,7 +75,7 @@ def test_what_fails_is_told_and_counted(program, tmp_path, caplog):
     (tmp_path / "benchmarks/step-4/scores.json").write_text(json.dumps(SCORES))  # stale
     benchmarks = started(program("print('no such task'); sys.exit(0)"), tmp_path)
     finish(benchmarks)
-    assert benchmarks.failed == 1 and results.read(tmp_path) == []
+    assert benchmarks.failed == 1 and read_evaluations(tmp_path) == []
     assert "benchmarks of step 4 ended with 0 and without scores (1 failed so far)" in caplog.text
     assert "no such task" in (tmp_path / "benchmarks/step-4/log.txt").read_text()
 
@@ -99,7 +99,7 @@ def test_the_last_one_waits_for_the_one_before(program, tmp_path):
     there.touch()
     found = finish(benchmarks)
     assert [evaluation.step for evaluation in found] == [4, 5]
-    assert results.read(tmp_path) == found
+    assert read_evaluations(tmp_path) == found
     assert not list(tmp_path.glob("benchmarks/*/hf")) and benchmarks.failed == 0
 
 

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from torchmm.commands import show_run
-from torchmm.extensions.evaluation.results import Evaluation, append
 from torchmm.extensions.reports.page.contents import RunContents
 from torchmm.training.ending import Status, write_status
+from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 
 
 def shown(slowest: list[int], share: float = 0.25) -> str:
@@ -42,7 +42,7 @@ def test_the_newest_scores_of_a_run_and_those_of_exports_are_shown(tmp_path):
         {"step": 4, "scores": {"vqa/exact_match": 0.5}},
         {"step": 5, "scores": None},
     ]
-    append(tmp_path, Evaluation("hf-ema", 4, {"vqa/cider": 1.75}, {"vqa": 8}))
+    append_evaluation(tmp_path, Evaluation("hf-ema", 4, {"vqa/cider": 1.75}, {"vqa": 8}))
     console = Console(file=io.StringIO(), width=120)
     show_run._show_scores(console, RunContents(tmp_path, records, {}))
     rows = [line.replace("│", "").split() for line in console.file.getvalue().splitlines()]

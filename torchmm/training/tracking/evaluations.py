@@ -1,7 +1,7 @@
-"""What was scored: lines of `evaluations.jsonl` in a run's directory.
+"""Scores of exports: lines of `evaluations.jsonl` in a run directory.
 
-Not of metrics.jsonl, which has one line for each step, whole, by the run alone, and is cut where a
-run resumes; an evaluation may come from another process, later, of any export.
+They are not in metrics.jsonl, which only the run itself writes, with one line for each step. Other
+processes may add evaluations of any export at any time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ RESULTS = "evaluations.jsonl"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of one export.
+    """Scores of one export.
 
     Attributes:
-        export: its directory.
-        step: after which it was written; None: not known.
-        scores: by "SOURCE/SCORE" or "TASK/METRIC".
-        samples: by source or task.
+        export: Directory of the export.
+        step: Step after which the export was written. None if it is unknown.
+        scores: Scores by "SOURCE/SCORE" or "TASK/METRIC".
+        samples: Number of samples by source or task.
     """
 
     export: str
@@ -33,11 +33,11 @@ class Evaluation:
     samples: Mapping[str, int] = field(default_factory=dict)
 
 
-def append(run_dir: Path, evaluation: Evaluation) -> None:
-    """Adds a line.
+def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
+    """Append a line to evaluations.jsonl.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: The file cannot be written; the message names it.
     """
     line = json.dumps(asdict(evaluation)) + "\n"
     path = run_dir / RESULTS
@@ -45,7 +45,7 @@ def append(run_dir: Path, evaluation: Evaluation) -> None:
         file.write(line)
 
 
-def read(run_dir: Path) -> list[Evaluation]:
+def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Return all evaluations of a run, in order; raise ValueError if a line is damaged."""
     path = run_dir / RESULTS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []

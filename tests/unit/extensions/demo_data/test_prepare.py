@@ -11,6 +11,7 @@ import pytest
 from data_cases import png
 
 from torchmm.common.errors import DataError
+from torchmm.common.files import read_prepared
 from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.extensions.demo_data import (
     manifest,
@@ -136,7 +137,7 @@ def test_stamps_are_split_by_picture_and_recorded(tmp_path, stamp_packages):
     assert not files["train"] & files["validation"] and len(files["validation"]) > 0
     assert len(rows["train"]) + len(rows["validation"]) == 120
     assert {row["text"] for row in rows["train"]} >= {"Animal 1.", "Tier 1."}
-    entry = manifest.read(output)["tuxpaint_stamps"]
+    entry = read_prepared(output)["tuxpaint_stamps"]
     assert entry["licence"] == "GPL-2" and entry["counts"]["images"] == 60
     assert entry["packages"][0]["version"] == "1.0"
     assert set(entry["sha256"]) == {
@@ -161,7 +162,7 @@ def test_sets_are_reused_until_options_or_files_change(tmp_path, stamp_packages)
 def test_the_command_makes_captions_and_tokenizer_then_reuses_them(
     tmp_path, stamp_packages, train_server
 ):
-    script = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
+    script = Path(__file__).parents[4] / "scripts" / "prepare_data.py"
     arguments = ["tuxpaint_stamps", "--output", tmp_path / "data", "--packages", stamp_packages]
     codes, first = train_server.run(arguments, tmp_path / "first", script=script)
     assert codes == [0] and first.count("made") == 2 and "60 images" in first, first

@@ -8,10 +8,10 @@ from data_cases import encode, write_parquet
 from PIL import Image
 
 from torchmm.common.errors import DataError
+from torchmm.data.media.clip_files import write_clip
 from torchmm.data.media.video import Clip
 from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.extensions.demo_data import manifest, video_captions
-from torchmm.extensions.demo_data.clip_files import write_clip
 from torchmm.extensions.demo_data.parquet import split_of
 from torchmm.extensions.demo_data.video_captions import CLIPS, PATHS, Film, _film_rows, _Shown
 from torchmm.recipe.data_section import SourceConfig

@@ -16,7 +16,7 @@ from torchmm.extensions.reports.inspection.findings import text_runs
 from torchmm.extensions.reports.inspection.pictures import file_pictures
 from torchmm.recipe.data_section import DataConfig
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 INSPECT = runpy.run_path(str(ROOT / "scripts/inspect_data.py"))["main"]
 
 
