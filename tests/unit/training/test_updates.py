@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from update_cases import BAD_STEPS, NAN, Net, OneRank, Trained, assert_equal, check_non_finite_step
 
-from torchmm.recipe.training_section import OptimizerConfig
+from torchmm.recipe.training_section import OPTIMIZERS, OptimizerConfig
 from torchmm.training.optim import (
     Updates,
     build_optimizer,
@@ -75,7 +75,7 @@ def test_norm_of_large_matrix_is_accurate():
     assert global_grad_norm({1: [weight]}).item() == pytest.approx(exact, rel=3e-7)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", [entry.name for entry in OPTIMIZERS])
 @pytest.mark.parametrize("bad", BAD_STEPS)
 def test_non_finite_step_changes_nothing(name, bad):
     check_non_finite_step({"name": name}, torch.float32, bad)
