@@ -28,7 +28,6 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.planning.executions import run_costs
 from torchmm.planning.forecast import StepSample
-from torchmm.planning.reordering import join_packs
 from torchmm.planning.resolved import resolve
 from torchmm.planning.search.space import (
     IMAGES_AT_ONCE,
@@ -342,8 +341,4 @@ class PlanBounds:
     @cached_property
     def _microbatches_by_size(self) -> dict[int, list[MicrobatchMeta]]:
         """Microbatches of the global batch, by the number of sequences in each."""
-        packs = self._sample.packs
-        return {
-            size: [join_packs(packs[i : i + size]) for i in range(0, len(packs), size)]
-            for size in microbatch_sizes(self._recipe)
-        }
+        return {size: self._sample.joined(size) for size in microbatch_sizes(self._recipe)}

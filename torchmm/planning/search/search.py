@@ -69,9 +69,9 @@ Every method simulates at least one plan, also after the time limit."""
 PROMISE_MARGIN = 1.05
 """Plans with the sizes of a recipe are simulated if the bubble scheduler expects at most this
 factor of the step that it expects of the best one."""
-MAX_TASKS, TASKS_SHARE = 10_000, 0.25
-"""Largest number of tasks of a pipeline with colocated encoders, and the share of the time that one
-such plan may take."""
+MAX_TASKS, TASKS_SHARE, TASKS_S = 10_000, 0.25, 2.5
+"""Largest number of tasks of a pipeline with colocated encoders, and the time that one such plan
+may take: a share of the limit, or seconds if that is more."""
 SCREENED = 100
 """Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
 FIRST_REPORT_S = 1.0
@@ -171,6 +171,7 @@ class _Search:
         self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
         self._disaggregated: DisaggregatedPlans | None = None
         self._methods: dict[str, MethodSearch] = {}
+        self._allowed: dict[tuple[object, ...], bool] = {}
         self._times = SimulationTimes()
         self._complete = True
         self._deadline = inf
@@ -197,40 +198,38 @@ class _Search:
             own: Recipe that is also simulated as it is.
         """
         self._methods = {name: MethodSearch(name) for name in names}
-        self._own = own
         self._deadline = deadline
-        self._improve(effort)
+        is_only = deadline == -inf
+        if own is not None and (is_only or not leaves_segments_open(own.parallel)):
+            self._add_recipe(own)
+        elif own is not None:  # choosing segments takes seconds
+            self._own = own
+        self._complete = not is_only
+        if not is_only:
+            self._improve(effort)
         for method in self._methods.values():
             if method.best is not None and method.best.is_short:
                 self._confirm(method)
 
-    def _improve(self, effort: float) -> None:  # noqa: C901
+    def _improve(self, effort: float) -> None:
         started = time.thread_time()
         self._budget_s = self._deadline - started
         next_report = FIRST_REPORT_S
-        if self._deadline == -inf:
-            self._complete = False
-            if self._own is not None:
-                self._add_recipe(self._own)
-            return
         while True:
             now = time.thread_time()
-            elapsed = now - started
-            is_over = now + self._confirm_s() > self._deadline
-            is_over = is_over or sum(each.spent for each in self._methods.values()) > effort
             method = self._first_method()
-            if self._own is not None and (
-                method is None or not leaves_segments_open(self._own.parallel)
-            ):
+            if method is None and self._own is not None:
                 self._add_recipe(self._own)
                 continue
             if method is None:
                 method = self._next_method()
-                if method is not None and is_over:
+                if method is None:
+                    return
+                spent = sum(each.spent for each in self._methods.values())
+                if now + self._confirm_s() > self._deadline or spent > effort:
                     self._complete = False
                     return
-            if method is None:
-                return
+            elapsed = now - started
             if self._report is not None and elapsed > next_report:
                 self._report(self._progress(elapsed))
                 next_report = REPORT_GROWTH * elapsed
@@ -328,12 +327,17 @@ class _Search:
             exact=self._exact,
         )  # fmt: skip
         for plan in plans:
-            if method.name == "colocated":
-                seconds = self._times.expected_s(plan, self._bounds.tasks(plan))
-                is_large = self._bounds.tasks(plan) > MAX_TASKS
-                if is_large or seconds > TASKS_SHARE * self._budget_s:
-                    continue
+            if method.name == "colocated" and not self._is_small(plan):
+                self._complete = False
+                method.problems["scheduling bubbles takes too long; use a higher --budget-s"] += 1
+                continue
             self._push(method, plan)
+
+    def _is_small(self, plan: Plan) -> bool:
+        """Return True if a plan with colocated encoders may be simulated in time."""
+        tasks = self._bounds.tasks(plan)
+        limit_s = max(TASKS_S, TASKS_SHARE * self._budget_s)
+        return tasks <= MAX_TASKS and self._times.expected_s(plan, tasks) <= limit_s
 
     def _unsuitable(self, name: str) -> str:
         """Return why a method cannot run the model, or an empty string."""
@@ -404,17 +408,21 @@ class _Search:
             return
         estimate_ms = bound.estimate_ms
         if parent is not None:
-            expected = bound.estimate_ms / self._bounds.bound(parent).estimate_ms
-            if plan.schedule != parent.schedule:
-                gain = GAINS.get(plan.schedule)
-                expected *= 1.0 if gain is None else min(gain, method.gain)
-            if plan.changes.get("data.reorder") != parent.changes.get("data.reorder"):
-                expected = max(expected, REORDERED)
-            estimate_ms = parent_ms * expected
+            estimate_ms = parent_ms * self._expected_ratio(method, plan, parent)
         draft = Draft(estimate_ms, plan.text, plan, bound.step_ms, parent is None)
         if parent is None or is_root:
             draft.rough_ms = bound.estimate_ms
         self._push_draft(method, draft)
+
+    def _expected_ratio(self, method: MethodSearch, plan: Plan, parent: Plan) -> float:
+        """Return the expected step time of a plan over that of a simulated plan."""
+        ratio = self._bounds.bound(plan).estimate_ms / self._bounds.bound(parent).estimate_ms
+        if plan.schedule != parent.schedule:
+            gain = GAINS.get(plan.schedule)
+            ratio *= 1.0 if gain is None else min(gain, method.gain)
+        if plan.changes.get("data.reorder") != parent.changes.get("data.reorder"):
+            ratio = max(ratio, REORDERED)
+        return ratio
 
     def _push_draft(self, method: MethodSearch, draft: Draft) -> None:
         if draft.text not in method.known:
@@ -427,10 +435,20 @@ class _Search:
         modes = recompute_modes(self._recipe) if self._sized is None else ()
         for mode in modes[modes.index(plan.recompute) + 1 :] if plan.recompute in modes else ():
             tried = plan.changed(activation_checkpoint__mode=mode)
-            if not find_problems(planned_recipe(self._recipe, tried), plan.devices):
+            if self._allows_mode(tried):
                 yield tried
                 if mode == TUNED:  # not slower than the others
                     return
+
+    def _allows_mode(self, plan: Plan) -> bool:
+        """Return True if the recipe checks accept the recomputation mode of a plan."""
+        axes = (plan.size("expert") > 1, plan.size("llm.context") > 1)
+        key = plan.method, plan.schedule, plan.recompute, *axes
+        if key not in self._allowed:
+            problems = find_problems(planned_recipe(self._recipe, plan), plan.devices)
+            mode = "activation_checkpoint.mode"
+            self._allowed[key] = not any(problem.touches(mode) for problem in problems)
+        return self._allowed[key]
 
     def _try(self, method: MethodSearch, draft: Draft) -> None:
         """Simulate a plan and list the plans that follow from it."""
