@@ -11,7 +11,8 @@ Tables (the module that reads a table describes its entries):
     recipe_checks     checks of a recipe                       `torchmm.recipe.check`
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
     planners          planners of training steps               `torchmm.training.planners.table`
-    generators        generators and their images              `torchmm.models.registry`, `data`
+    generators        "module": a generator                    `torchmm.models.registry`
+    generators        "images": preparation of its images      `torchmm.data.media.generated`
     model_fallbacks   families of models that no table lists   `torchmm.models.registry`
 """
 
@@ -88,7 +89,7 @@ def require_entry(table: str, name: str, extension: str, key: str) -> Entry:
         table: Table.
         name: Name of the entry.
         extension: Extension that has the entry.
-        key: Recipe key that needs the entry, for the error message.
+        key: Key that needs the entry, for the error message.
 
     Raises:
         ConfigError: The extension is not installed.
