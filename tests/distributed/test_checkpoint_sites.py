@@ -15,9 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from torchmm.common.errors import CheckpointError, ConfigError
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, step_of_folder
+from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.training_section import CheckpointConfig
+from torchmm.training.checkpoint.copies import step_of_folder
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.checkpoint.site import Site
 

@@ -57,13 +57,13 @@ def snapshot(model, optimizer):
 
 
 def make_manager(
-    run_dir: Path, recipe="recipe", table=None, give_up_s=180.0, **config
+    run_dir: Path, recipe="recipe", table=None, data=None, **config
 ) -> CheckpointManager:
     """Synchronous by default."""
     settings = CheckpointConfig(**{"asynchronous": False, **config})
     logger = logging.getLogger("test_checkpoint")
     layout = {"shard": 1}
-    return CheckpointManager(settings, run_dir, logger, layout, recipe, table, give_up_s=give_up_s)
+    return CheckpointManager(settings, run_dir, logger, layout, recipe, table, data=data)
 
 
 def steps(run_dir: Path) -> list[str]:

@@ -43,7 +43,7 @@ from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.items import BalancedShare, EncodedImages, PackItems
 from torchmm.data.rows import sample_name
-from torchmm.data.samples import SampleSet, find_samples, remote_decoder
+from torchmm.data.samples import SampleSet, find_samples, make_remote_decoder
 from torchmm.data.sources.open import Samples
 from torchmm.data.steps.beside import StepsBeside
 from torchmm.data.steps.step_packs import Arrange, Balance, Position, Steps, StepSamples
@@ -484,7 +484,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         training.sequence_length,
         rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
-        remote=remote_decoder(samples, data, rank, reads, validation),
+        remote=make_remote_decoder(samples, data, rank, reads, validation),
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile
+from torchmm.data.files.remote import AnyFile, RemoteFile
 
 SMALL_BYTES = 4096
 """Below this size what a file has inside is read at once: to leave it there costs as much."""

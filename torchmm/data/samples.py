@@ -1,8 +1,8 @@
 """The samples of a run, wherever they are opened.
 
     own         every rank opens the sources, plans and decodes (`sources.open`): the default
-    planned     producers open them; a rank asks for its packs, and for what is in them
-                (`producers.planning`)
+    planned     other processes open them; a rank asks for its packs, and for what is in them
+                (`SampleService`, an entry of the table "sample_services")
     read for    one process of a machine opens them and plans, as a stream is read once; ranks
                 decode (`shared_reader`)
 
@@ -11,29 +11,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from PIL import Image
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import ImageSpec, TextSpec
-from torchmm.common.changes import changes
+from torchmm.common.extensions import load_entry
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads
-from torchmm.data.decode import StepDecoder
-from torchmm.data.identity import identity, settings_of
+from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.shared_reader import ReaderAddress, ReaderClient
 from torchmm.data.sources.open import make_reader, open_records, open_samples, seed_of
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.elsewhere import Ask, StepsElsewhere
 from torchmm.data.steps.step_packs import Position, Steps
-from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
-from torchmm.extensions.remote.producers.planning import Described, ProducersPlans
-from torchmm.recipe.data_section import DataConfig, unique_names
+from torchmm.recipe.data_section import DataConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 
@@ -73,6 +70,64 @@ class SampleSet(Protocol):
     def references(self, feed: int, index: int) -> tuple[str, ...]:
         """All that people have written for a sample; see `references_of`."""
         ...
+
+
+class SampleService(Protocol):
+    """Other processes that prepare samples.
+
+    An extension adds a service with an entry of the table "sample_services". The name of the entry
+    is "producers" (for `data.producers`), and its target a class with the argument `DataConfig`.
+    """
+
+    def start(
+        self, training: TrainingConfig, specs: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        """Run the processes that this run starts. Rank 0 enters it before ranks communicate.
+
+        Args:
+            training: Batch sizes and sequence length.
+            specs: Further arguments of `open_samples`.
+
+        Raises:
+            ConfigError: The processes cannot be started.
+        """
+        ...
+
+    def find_samples(
+        self,
+        training: TrainingConfig,
+        reader: SampleReader,
+        tokenizer: PreTrainedTokenizerBase,
+        validation: bool,
+    ) -> SampleSet:
+        """Return the samples that the service plans (`data.producers.plan`).
+
+        Raises:
+            ConfigError: A key of the recipe cannot be used.
+            DataError: No process responds, or none has these samples.
+        """
+        ...
+
+    def make_decoder(
+        self, samples: SampleSet, rank: int, reads: Reads | None, validation: bool
+    ) -> Dataset[DecodedStep] | None:
+        """Return a dataset that requests decoded steps. None if ranks decode these samples.
+
+        Args:
+            samples: Samples of the run.
+            rank: Data-parallel rank.
+            reads: Images that this rank decodes. None for all.
+            validation: Whether the samples are held out.
+        """
+        ...
+
+
+def sample_service(data: DataConfig) -> SampleService | None:
+    """Return the service of `data.producers`. None if the recipe does not use producers."""
+    if not data.producers.is_used:
+        return None
+    service: SampleService = load_entry("sample_services", "producers")(data)
+    return service
 
 
 class Look(Protocol):
@@ -169,67 +224,29 @@ def find_samples(
         names, told = client.describe()
         decoder = StepDecoder(reader, records, training.sequence_length)
         return SamplesElsewhere(names, decoder, told, "", client.part, client)
-    differences = partial(_differences, data, training, reader, tokenizer, validation)
-    length = training.sequence_length
-    plans = ProducersPlans(data.producers, validation, differences, reader, length)
-    described = plans.described
-    decoder = StepDecoder(reader, [None for _ in described.names], length)
-    return SamplesElsewhere(
-        described.names, decoder, described.digest, described.fingerprint, plans.part, plans,
-        described.listed,
-    )  # fmt: skip
+    service = sample_service(data)
+    assert service is not None, "recipe checks require producers for data.producers.plan"
+    return service.find_samples(training, reader, tokenizer, validation)
 
 
-def remote_decoder(
+def make_remote_decoder(
     samples: SampleSet,
     data: DataConfig,
     rank: int,
     reads: Reads | None,
     validation: bool,
-) -> RemoteDecoder | None:
-    """Asks producers to decode, if the recipe names any; held-out samples are decoded by ranks that
-    have them."""
-    listed = samples.listed if isinstance(samples, SamplesElsewhere) else None
-    named = data.producers.addresses or data.producers.registry is not None
-    if listed is None and (validation or not named):
-        return None
-    fingerprint = samples.fingerprint()
-    # Of its own, as workers take it with them before it has asked anybody.
-    asking = Asking(data.producers, listed or fingerprint)
-    return RemoteDecoder(asking, fingerprint, rank, reads, samples.decoder)
+) -> Dataset[DecodedStep] | None:
+    """Return a dataset that requests decoded steps from the sample service. None if ranks decode.
+
+    Raises:
+        ConfigError: The service cannot prepare these samples.
+    """
+    service = sample_service(data)
+    return None if service is None else service.make_decoder(samples, rank, reads, validation)
 
 
 def shares_reader(data: DataConfig) -> bool:
     """Whether ranks of one machine have a stream read for all of them."""
-    elsewhere = data.producers.addresses or data.producers.registry
-    return not elsewhere and any(s.streaming for s in (*data.sources, *data.validation))
-
-
-def _differences(
-    data: DataConfig,
-    training: TrainingConfig,
-    reader: SampleReader,
-    tokenizer: PreTrainedTokenizerBase,
-    validation: bool,
-    theirs: Described,
-) -> list[str]:
-    """What is other with a producer than this run's recipe says; all that can be known without the
-    data."""
-    configs = data.validation if validation else data.sources
-    contents = {source["name"]: source["content"] for source in theirs.identity["sources"]}
-    named = zip(unique_names(configs), configs, strict=True)
-    sources = [(name, config, contents.get(name, "missing")) for name, config in named]
-    settings = settings_of(data, training.sequence_length, reader, tokenizer)
-    ours = identity(data, training, reader, settings, sources)
-    batch = "training.global_batch_size"
-    return changes(
-        _by_name(theirs.identity) | {batch: theirs.global_batch_size},
-        _by_name(ours) | {batch: training.global_batch_size},
+    return not data.producers.is_used and any(
+        s.streaming for s in (*data.sources, *data.validation)
     )
-
-
-def _by_name(content: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity as it is sent, with names instead of places of sources."""
-    sent = json.loads(json.dumps(content))
-    named = {source["name"]: source for source in sent.pop("sources")}
-    return {**sent.pop("order"), **sent.pop("settings"), **sent, "data.sources": named}

@@ -6,14 +6,13 @@ is checked when the model is built, still before any weight is loaded.
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from glob import glob
 from pathlib import Path
 
-from torchmm.common.errors import ConfigError, install_command
-from torchmm.common.extensions import find_entries
+from torchmm.common.errors import ConfigError
+from torchmm.common.extensions import find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
     check_adapters,
@@ -24,12 +23,9 @@ from torchmm.recipe.check_model import (
 )
 from torchmm.recipe.check_parallel import check_pipeline, check_tensor
 from torchmm.recipe.data_section import (
-    ProducersConfig,
     SourceConfig,
     StageConfig,
     is_address,
-    is_host_port,
-    is_local,
     local_path,
     secret_in,
     unique_names,
@@ -45,9 +41,14 @@ from torchmm.recipe.placement_sizes import (
     with_planned_keys_closed,
 )
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.simulation_section import contradictions
+from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.sizes import MeshSizes
-from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
+from torchmm.recipe.training_section import (
+    COMPACT,
+    CheckpointConfig,
+    limit_bytes,
+    optimizer_entry,
+)
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
@@ -75,15 +76,38 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_module_names(recipe),
         *_check_frozen(recipe),
         *_check_data(recipe),
-        *_check_simulation(recipe),
         *_check_layout(recipe, world_size),
         *check_tensor(recipe),
         *check_pipeline(recipe),
+        *_check_planners(recipe),
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
+        *_check_installed(recipe),
         *of_extensions,
     ]
+
+
+def _check_installed(recipe: Recipe) -> Problems:
+    """Yield values that require entries of an extension that is not installed."""
+    data = recipe.data
+    parallel = recipe.parallel
+    arrangements = "step_arrangements"
+    required = [
+        ("data.reorder", data.reorder, data.is_reordered, arrangements, "data.reorder"),
+        ("data.balance", data.balance, data.balance == "images", arrangements, "data.balance"),
+        ("parallel.orchestrate", True, parallel.orchestrate, "recipe_choices", "sizes"),
+        (
+            "parallel.tensor_bubbles",
+            parallel.tensor_bubbles,
+            parallel.tensor_bubbles > 0,
+            "action_runners",
+            "launches",
+        ),
+    ]
+    for key, value, is_used, table, name in required:
+        if is_used and find_entry(table, name) is None:
+            yield Problem(key, value, 'the extension "balance" is not installed')
 
 
 def module_names(recipe: Recipe) -> list[str]:
@@ -147,19 +171,20 @@ def _local_directory(key: str, path: str) -> tuple[Path | None, list[Problem]]:
 
 
 def _check_module_names(recipe: Recipe) -> Problems:
+    yield from check_names(recipe, "freeze.modules", recipe.freeze.modules)
+    yield from check_names(recipe, "compile.modules", recipe.compile.modules)
+    yield from check_names(recipe, "optimizer.module_lr", recipe.optimizer.module_lr)
+    checkpointed = recipe.activation_checkpoint.modules
+    yield from check_names(recipe, "activation_checkpoint.modules", checkpointed)
+
+
+def check_names(recipe: Recipe, key: str, names: Iterable[str]) -> Problems:
+    """Yield a problem for each name in the value of `key` that is not a module of the recipe."""
     known = module_names(recipe)
-    uses = {
-        "freeze.modules": recipe.freeze.modules,
-        "compile.modules": recipe.compile.modules,
-        "float8.modules": recipe.float8.modules,
-        "optimizer.module_lr": list(recipe.optimizer.module_lr),
-        "activation_checkpoint.modules": list(recipe.activation_checkpoint.modules),
-    }
-    for key, names in uses.items():
-        for name in names:
-            if name not in known:
-                text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
-                yield Problem(key, name, text, ("model",))
+    for name in names:
+        if name not in known:
+            text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
+            yield Problem(key, name, text, ("model",))
 
 
 def _check_frozen(recipe: Recipe) -> Problems:
@@ -180,20 +205,14 @@ def _check_frozen(recipe: Recipe) -> Problems:
 
 def _check_data(recipe: Recipe) -> Problems:
     data = recipe.data
-    if not data.sources and not recipe.simulation.sequences:
+    if not data.sources and not recipe.describes_samples:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
     yield from check_source_paths(recipe)
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_epochs(recipe)
-    yield from _check_balance(recipe)
-    yield from _check_producers(data.producers)
-    storage = data.storage
-    elsewhere = any(is_address(source.path) for source in (*data.sources, *data.validation))
-    if elsewhere and storage.give_up_s >= data.timeout_s:
-        text = f"is not below data.timeout_s = {data.timeout_s:g}, after which the run ends anyway"
-        yield Problem("data.storage.give_up_s", storage.give_up_s, text, ("data.timeout_s",))
+    yield from _check_data_extensions(recipe)
     if data.video.min_frames > (most := data.video.max_frames):
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
         key = "data.video.max_frames"
@@ -223,29 +242,6 @@ def _check_epochs(recipe: Recipe) -> Problems:
         yield Problem(key, epochs, text, ("data.producers.plan",))
 
 
-def _check_balance(recipe: Recipe) -> Problems:
-    """Yield what `data.balance` does not support."""
-    data = recipe.data
-    parallel = recipe.parallel
-    if data.balance != "images":
-        return
-    key = "data.balance"
-    value = data.balance
-    if parallel.pipeline > 1:
-        text = f'parallel.pipeline = {parallel.pipeline} is not supported; use 1, or "none"'
-        yield Problem(key, value, text, ("parallel.pipeline",))
-    if parallel.placement != "interleaved":
-        text = f'parallel.placement = "{parallel.placement}" is not supported; use "interleaved"'
-        yield Problem(key, value, text + ', or "none"', ("parallel.placement",))
-    if parallel.context > 1:
-        text = f'parallel.llm.context = {parallel.context} is not supported; use 1, or "none"'
-        yield Problem(key, value, text, ("parallel.llm.context",))
-    producers = data.producers
-    if producers.addresses or producers.registry is not None:
-        text = 'is not supported with data.producers; decode on the ranks, or use "none"'
-        yield Problem(key, value, text, ("data.producers",))
-
-
 def check_source_paths(recipe: Recipe) -> Problems:
     """Yield sources whose files do not exist. Sources that producers plan are on their hosts."""
     data = recipe.data
@@ -259,45 +255,44 @@ def check_source_paths(recipe: Recipe) -> Problems:
                 yield Problem(f"{key}.streaming", True, text, ("data.producers.plan",))
 
 
-def _check_producers(producers: ProducersConfig) -> Problems:
-    registry = producers.registry
-    if registry is not None and producers.addresses:
-        text = "is not asked where addresses are given; remove one of them"
-        yield Problem("data.producers.registry", registry, text, ("data.producers.addresses",))
-    if producers.plan and registry is None and not producers.addresses:
-        text = "needs producers; set data.producers.addresses or registry"
-        yield Problem("data.producers.plan", True, text, ("data.producers.addresses",))
-    if producers.engine == "ray" and registry is None:
-        text = "needs data.producers.registry, where its actors report"
-        yield Problem("data.producers.engine", "ray", text, ("data.producers.registry",))
-    elif producers.engine == "ray":
-        pair = ("tls_certificate", "tls_key")
-        missing = [name for name in pair if getattr(producers, name) is None]
-        if not is_local(str(registry)):
-            for name in missing:
-                text = "is needed, as the registry is on another machine"
-                yield Problem(f"data.producers.{name}", None, text, ("data.producers.registry",))
-        elif len(missing) == 1:
-            other = f"data.producers.{pair[1 - pair.index(missing[0])]}"
-            yield Problem(f"data.producers.{missing[0]}", None, f"is needed with {other}", (other,))
-    yield from _check_producer_addresses(producers)
+def _check_data_extensions(recipe: Recipe) -> Problems:
+    """Yield sources, producers and stores that require an extension that is not installed."""
+    data = recipe.data
+    for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
+        for index, source in enumerate(sources):
+            yield from _check_source_extensions(f"data.{list_name}[{index}]", source)
+    producers = data.producers
+    if producers.is_used:
+        name = "addresses" if producers.addresses else "registry" if producers.registry else "plan"
+        key = f"data.producers.{name}"
+        yield from _check_entry(key, getattr(producers, name), "sample_services", "producers")
+    upload = recipe.checkpoint.upload
+    if upload is not None:
+        yield from _check_entry("checkpoint.upload", upload, "checkpoint_stores", "addresses")
+    resume = recipe.checkpoint.resume
+    if is_address(resume):
+        yield from _check_entry("checkpoint.resume", resume, "checkpoint_stores", "addresses")
 
 
-def _check_producer_addresses(producers: ProducersConfig) -> Problems:
-    """Yield addresses of a wrong form, and addresses that need a certificate."""
-    registry = producers.registry
-    named = [(f"addresses[{n}]", each) for n, each in enumerate(producers.addresses)]
-    named += [("registry", registry)] if registry is not None else []
-    for name, address in named:
-        if not is_host_port(address):
-            text = "is not an address; use HOST:PORT, for example 10.0.0.7:7411 or [fd00::7]:7411"
-            yield Problem(f"data.producers.{name}", address, text)
-    if producers.ca_certificate is None:
-        key = "data.producers.ca_certificate"
-        for name, address in named:
-            if is_host_port(address) and not is_local(address):
-                text = f"is on another machine, to which nothing goes unencrypted; set {key}"
-                yield Problem(f"data.producers.{name}", address, text, (key,))
+def _check_source_extensions(key: str, source: SourceConfig) -> Problems:
+    path = source.path
+    if is_address(path):
+        yield from _check_entry(f"{key}.path", path, "file_systems", "addresses")
+    if source.format in ("energon", "lance"):
+        name = source.format
+        yield from _check_entry(f"{key}.format", name, "source_formats", name, "formats")
+    elif source.format == "auto" and path.rstrip("/").endswith(".lance"):
+        yield from _check_entry(f"{key}.path", path, "source_formats", "lance", "formats")
+    elif source.format == "auto" and not is_address(path) and Path(path, ".nv-meta").is_dir():
+        yield from _check_entry(f"{key}.path", path, "source_formats", "energon", "formats")
+
+
+def _check_entry(
+    key: str, value: object, table: str, name: str, extension: str = "remote"
+) -> Problems:
+    """Yield a problem if no installed extension has the entry that a value requires."""
+    if find_entry(table, name) is None:
+        yield Problem(key, value, f'the extension "{extension}" is not installed')
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
@@ -361,22 +356,6 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
     if not any(weight > 0 for weight in stage.weights.values()):
         text = "takes from no source; give one a weight above 0"
         yield Problem(f"{key}.weights", stage.weights, text)
-
-
-def _check_simulation(recipe: Recipe) -> Problems:
-    simulation = recipe.simulation
-    encoders = recipe.model.encoder_names
-    also = ("training.sequence_length", "simulation")
-    for found in contradictions(simulation, recipe.training.sequence_length):
-        yield Problem(found.key, found.value, found.text, also)
-    for name in simulation.images:
-        if name not in encoders:
-            known = ", ".join(encoders) or "none"
-            text = f"is no encoder of the model{suggest(name, encoders)}; known: {known}"
-            yield Problem(f"simulation.images.{name}", NO_VALUE, text, ("model",))
-    if simulation.generated is not None and recipe.model.generator is None:
-        text = "the model has no generator; add [model.generator] or remove this section"
-        yield Problem("simulation.generated", NO_VALUE, text, ("model.generator",))
 
 
 def _check_address(key: str, address: str) -> Problems:
@@ -478,6 +457,36 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     if not narrow and not optimizer.stochastic_rounding:
         text = f'has no use without {key} = "bfloat16"; set that or remove it'
         yield Problem("optimizer.stochastic_rounding", False, text, (key,))
+    if optimizer_entry(optimizer, is_narrow=narrow) is None:
+        storage = (
+            (key, recipe.training.parameter_dtype),
+            ("optimizer.state_dtype", optimizer.state_dtype),
+            ("optimizer.offload", optimizer.offload),
+        )
+        used, value = next(pair for pair in storage if pair[1] not in ("float32", False))
+        text = 'the extension "low_precision" is not installed'
+        if find_entry("optimizers", f"{COMPACT}adamw") is not None:
+            text = f'is not implemented for "{optimizer.name}"; use optimizer.name = "adamw"'
+        yield Problem(used, value, text, ("optimizer.name",))
+
+
+def _check_planners(recipe: Recipe) -> Problems:
+    """Yield values that need a schedule or planner of an extension that is not installed."""
+    parallel = recipe.parallel
+    schedule = find_schedule(parallel.schedule)
+    text = 'the extension "balance" is not installed'
+    is_planned = schedule is not None and schedule.planned
+    if is_planned and find_entry("schedules", parallel.schedule) is None:
+        yield Problem("parallel.schedule", parallel.schedule, text)
+    if parallel.replan_drift > 0 and find_entry("planners", "measuring") is None:
+        yield Problem("parallel.replan_drift", parallel.replan_drift, text)
+    if find_entry("planners", "tuned") is None:
+        checkpointing = recipe.activation_checkpoint
+        modes = {"mode": checkpointing.mode}
+        modes |= {f"modules.{name}": mode for name, mode in checkpointing.modules.items()}
+        for key, mode in modes.items():
+            if mode == "tuned":
+                yield Problem(f"activation_checkpoint.{key}", mode, text)
 
 
 def _check_memory_limit(recipe: Recipe) -> Problems:
@@ -491,17 +500,13 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
 def _check_metrics(recipe: Recipe) -> Problems:
     metrics = recipe.metrics
     steps = recipe.training.steps
-    for key in ("profile_step", "memory_snapshot_step"):
-        step = getattr(metrics, key)
-        if step > steps and recipe.training.epochs is None:
-            text = f"comes after training.steps = {steps}; use an earlier step"
-            yield Problem(f"metrics.{key}", step, text, ("training.steps",))
-    if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        text = f"TensorBoard is not installed; {install_command('tensorboard')} or set it to false"
-        yield Problem("metrics.tensorboard", True, text)
-    if metrics.trackio and importlib.util.find_spec("trackio") is None:
-        text = "Trackio is not installed; pip install trackio or set it to false"
-        yield Problem("metrics.trackio", True, text)
+    step = metrics.profile_step
+    if step > steps and recipe.training.epochs is None:
+        text = f"comes after training.steps = {steps}; use an earlier step"
+        yield Problem("metrics.profile_step", step, text, ("training.steps",))
+    if step and find_entry("hooks", "diagnostics") is None:
+        text = 'the extension "reports" is not installed; set it to 0'
+        yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":
         text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
         yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))

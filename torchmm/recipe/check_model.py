@@ -35,7 +35,7 @@ def check_model(recipe: Recipe) -> Problems:
         yield from _check_source("model", model)
     else:
         yield from _check_source("model.llm", model.llm)
-    if model.tokenizer_source is None and (recipe.data.sources or not recipe.simulation.sequences):
+    if model.tokenizer_source is None and (recipe.data.sources or not recipe.describes_samples):
         text = "is needed, as the model has no source to take one from; set a directory or id"
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
     pinned = model.tokenizer_revision
@@ -130,9 +130,6 @@ def check_adapters(recipe: Recipe) -> Problems:
             elif module == GENERATOR:
                 text += "; train this one whole: it is in no adapter's files"
             yield Problem(f"{key}.modules", module, text, ("model",))
-    if recipe.adapters and recipe.parallel.async_tensor_parallel:
-        text = "is not implemented with adapters; set it to false"
-        yield Problem("parallel.async_tensor_parallel", True, text, ("adapters",))
 
 
 def check_validation(recipe: Recipe) -> Problems:
@@ -152,13 +149,12 @@ def check_validation(recipe: Recipe) -> Problems:
         if source.scores:
             text = "is of held-out sources; move it to a [[data.validation]] table"
             yield Problem(f"data.sources[{index}].scores", source.scores, text)
-    benchmarks = validation.benchmarks
-    if benchmarks.interval and not benchmarks.tasks:
-        text = "has no task to answer; set validation.benchmarks.tasks"
-        yield Problem("validation.benchmarks.interval", benchmarks.interval, text)
-    if benchmarks.interval and not Path(benchmarks.python).is_file():
-        text = "no such program; run scripts/lmms_eval.sh, or name a Python that has lmms-eval"
-        yield Problem("validation.benchmarks.python", benchmarks.python, text)
+    generated = {"samples": validation.samples, "drawings": validation.drawings}
+    for key, count in generated.items():
+        is_used = count > 0 and validation.interval > 0
+        if is_used and find_entry("hooks", "generated_samples") is None:
+            text = 'the extension "evaluation" is not installed; set it to 0'
+            yield Problem(f"validation.{key}", count, text)
     yield from _check_best(recipe)
 
 

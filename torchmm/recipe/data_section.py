@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from pydantic import Field
 
-from torchmm.recipe.section import Section
+from torchmm.recipe.section import Section, with_extensions
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _SCHEME = re.compile(r"(file|local|memory|s3a?|gc?s|az(ure)?|abfss?|hf|https?):", re.IGNORECASE)
@@ -65,21 +65,10 @@ class ProducersConfig(Section):
     """Largest message that is accepted, in units of 10^6 bytes: what one module reads of one
     microbatch. 2000 can be sent."""
 
-
-class StorageConfig(Section):
-    """Files that lie elsewhere (`s3://`, `gs://`, `hf://`, ...): how long a store may not answer,
-    and what is kept of them here. Credentials come from the environment."""
-
-    cache_dir: str | None = None
-    """Directory on a local disk, shared by the processes of a machine, for what was read from
-    elsewhere and for decoded parts of parquet files; default: `storage` in `data.index_cache`."""
-    cache_gb: float = Field(default=50.0, ge=0)
-    """Most that is kept there, in units of 10^9 bytes; what was not used for longest goes first.
-    0: nothing is kept, and checksums are not compared."""
-    give_up_s: float = Field(default=180.0, gt=0)
-    """The run ends (exit code 3) when a store has not answered a request for this many seconds, in
-    which it is asked again and again. Keep it below `data.timeout_s`. A copy of a checkpoint
-    (`checkpoint.upload`) is given up after the same time."""
+    @property
+    def is_used(self) -> bool:
+        """Return True if producers prepare samples."""
+        return bool(self.addresses) or self.registry is not None or self.plan
 
 
 class VideoConfig(Section):
@@ -255,6 +244,7 @@ class StageConfig(Section):
     """Weights of sources by their names; those not named give no samples in this stage."""
 
 
+@with_extensions
 class DataConfig(Section):
     """Samples, their order and how they are read."""
 
@@ -326,8 +316,6 @@ class DataConfig(Section):
     corrupt."""
     index_cache: str = "data/index"
     """Directory for the sample-length index of map-style sources."""
-    storage: StorageConfig = Field(default=StorageConfig())
-    """Sources that lie elsewhere."""
     producers: ProducersConfig = Field(default=ProducersConfig())
     """Other processes that prepare training samples; default: this run's own workers do."""
 

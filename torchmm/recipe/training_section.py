@@ -5,14 +5,15 @@ recomputation.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from torchmm.common.extensions import Entry, find_entries
 from torchmm.common.layers import DeltaSizes, ModuleDescription
-from torchmm.common.module_names import LLM
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.section import Section
+from torchmm.recipe.section import Section, with_extensions
 
 FixedMode = Literal["none", "selective", "full"]
 Mode = Literal["none", "selective", "full", "tuned"]
@@ -95,10 +96,26 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
     return round(number * scale * (device_bytes if found[2] == "%" else 1))
 
 
+OPTIMIZERS: Sequence[Entry] = (
+    Entry("adamw", "torchmm.training.optimizers.adamw:LocalAdamW"),
+    Entry("muon", "torchmm.training.optimizers.muon:LocalMuon"),
+)
+"""Optimizers of the core (`torchmm.training.optimizers.optimizer`)."""
+COMPACT = "compact_"
+"""Prefix of optimizers whose parameters or states are not stored in float32 on the device."""
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    _entries = (*OPTIMIZERS, *find_entries("optimizers"))
+    _names = [entry.name for entry in _entries if not entry.name.startswith(COMPACT)]
+    OptimizerName = Literal[tuple(_names)]
+
+
 class OptimizerConfig(Section):
     """The optimizer, how its states rest, and the learning rate schedule."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     """"adamw"; "muon": matrices of layers move by their momentum, made orthogonal (scaled so that
     AdamW's learning rates and weight decay fit), all else by AdamW."""
     lr: float = Field(default=3e-4, ge=0)
@@ -134,6 +151,19 @@ class OptimizerConfig(Section):
     """Share of all steps spent decaying ("wsd")."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, relative to the peak ("cosine", "wsd")."""
+
+
+def optimizer_entry(config: OptimizerConfig, *, is_narrow: bool) -> Entry | None:
+    """Return the entry of an optimizer. None if no installed extension has it.
+
+    Args:
+        config: Section of the recipe.
+        is_narrow: Whether parameters are stored in bfloat16.
+    """
+    is_compact = is_narrow or config.offload or config.state_dtype != "float32"
+    name = f"{COMPACT}{config.name}" if is_compact else config.name
+    entries = (*OPTIMIZERS, *find_entries("optimizers"))
+    return next((entry for entry in entries if entry.name == name), None)
 
 
 class TrainingConfig(Section):
@@ -173,29 +203,7 @@ class TrainingConfig(Section):
     """Where to train; "auto": CUDA if there is a device."""
 
 
-class BenchmarksConfig(Section):
-    """Tasks of lmms-eval, answered by a process of its own with an exported snapshot while training
-    goes on. `scripts/lmms_eval.sh` makes what it needs."""
-
-    tasks: list[str] = Field(default=[])
-    """Names of tasks: lmms-eval's, or those in `folder`."""
-    interval: int = Field(default=0, ge=0)
-    """Steps between snapshots; also after the last step; 0: never."""
-    folder: str | None = None
-    """Directory of further tasks (YAML files and what they use)."""
-    limit: int | None = Field(default=None, ge=1)
-    """Questions of each task that are answered; none: all."""
-    batch_size: int = Field(default=8, ge=1)
-    """Questions that are answered together."""
-    gpu: int | None = Field(default=None, ge=0)
-    """Number of the GPU, on rank 0's machine, that answers; none: its CPUs. Leave one that no rank
-    uses."""
-    python: str = ".lmms-eval/bin/python"
-    """Python in which lmms-eval is installed."""
-    timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a run waits at its end for answers under way."""
-
-
+@with_extensions
 class ValidationConfig(Section):
     """Loss and captions on held-out samples during the run."""
 
@@ -215,8 +223,6 @@ class ValidationConfig(Section):
     """Held-out texts for which the generator draws images, saved in `drawings/`."""
     denoising_steps: int = Field(default=25, ge=1)
     """Steps from noise to image; each is a forward of the whole model."""
-    benchmarks: BenchmarksConfig = Field(default=BenchmarksConfig())
-    """Tasks of lmms-eval."""
 
 
 Figure = Literal[
@@ -285,14 +291,12 @@ class CheckpointConfig(Section):
 Artifact = Literal["checkpoints", "exports"]
 
 
+@with_extensions
 class MetricsConfig(Section):
     """What is recorded and where it is shown. metrics.jsonl is always written."""
 
     log_interval: int = Field(default=1, ge=1)
     """Steps between progress lines and tracker records."""
-    page: bool = True
-    """Write `index.html` to the run directory: curves, held-out samples, pictures, the recipe;
-    renewed while the run trains."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode. If the service cannot be reached, training continues without it."""
     wandb_project: str = "torchmm"
@@ -300,44 +304,11 @@ class MetricsConfig(Section):
     artifacts: list[Artifact] = Field(default=[])
     """What becomes artifacts in Weights & Biases as it appears: "checkpoints", "exports" (`hf/` and
     its like, adapters). At its end the run waits until they are sent, for an hour at most."""
-    tensorboard: bool = False
-    """Write TensorBoard events to `tensorboard/` in the run directory."""
-    trackio: bool = False
-    """Record figures with Trackio, on this machine; `trackio show` shows them."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one device in TFLOP/s for MFU; default: the data sheet value of a known GPU,
     a short matrix-product measurement on CPU."""
     profile_step: int = Field(default=0, ge=0)
     """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
-    timeline_step: int = Field(default=5, ge=0)
-    """Step for which a picture, a trace and records of the pipeline are saved in `timeline/` (the
-    last step if there are fewer); 0: none. Without a pipeline there is nothing to show. At
-    that step every rank's peak of memory is compared with the one predicted (`memory.json`)."""
-    memory_snapshot_step: int = Field(default=0, ge=0)
-    """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
-
-
-class Float8Config(Section):
-    """Matrix products of transformer layers in float8 (torchao; GPUs from Ada and Hopper on)."""
-
-    recipe: Literal["none", "rowwise", "tensorwise"] = "none"
-    """How values are scaled before they are cast: each row and column for itself (more exact), or
-    the whole tensor (faster). "none": products are in `training.dtype`."""
-    modules: list[str] = Field(default=[LLM])
-    """Names of modules whose layers compute in float8."""
-    first_layers: int = Field(default=1, ge=0)
-    """Layers at a module's beginning that stay in `training.dtype`."""
-    last_layers: int = Field(default=1, ge=0)
-    """The same at its end."""
-    exclude: list[str] = Field(default=["*.gate", "*router*"])
-    """Patterns of names of linears within a layer ("mlp.down_proj", "self_attn.*") that do, too.
-    So do those whose sizes are no multiples of 16."""
-    emulate: bool = False
-    """Round as float8 does, but multiply in `training.dtype`: on any device, and slowly."""
-
-    def concerns(self, module: str) -> bool:
-        """Whether the module's layers compute in float8."""
-        return self.recipe != "none" and module in self.modules
 
 
 class CompileConfig(Section):

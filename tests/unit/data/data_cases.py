@@ -7,19 +7,14 @@ import json
 import tarfile
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import numpy as np
-import pyarrow as pa
 from PIL import Image
 
-from torchmm.common.batch import Arrangement, ImageSpec, Microbatch
-from torchmm.data.decode import DecodedStep, StepDecoder
-from torchmm.data.items import Item
-from torchmm.extensions.remote.producers.answers import unpack_step
-from torchmm.extensions.remote.producers.messages import from_arrow, messages_of, to_arrow
+from torchmm.common.batch import Arrangement, ImageSpec
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -138,20 +133,30 @@ def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> Da
     return DataConfig(sources=list(sources), **{**values, **changes})
 
 
-def through_messages(
-    microbatch: Microbatch, decoder: StepDecoder, corrupt: Iterable[str] = ()
-) -> Microbatch:
-    """Return a microbatch of one pack as the trainer receives it from a producer."""
-    step = DecodedStep([microbatch], dict.fromkeys(corrupt, "torn"))
-    sent = [to_arrow(message, 0) for message in messages_of(step)]
-    chunks = [SimpleNamespace(data=batch, app_metadata=pa.py_buffer(v)) for batch, v in sent]
-    packs = [[Item(0, 0, meta) for meta in microbatch.meta.samples]]
-    arrived = map(from_arrow, chunks)  # type: ignore[arg-type]
-    return unpack_step(arrived, [packs], decoder).microbatches[0]
-
-
 def largest_first(packs: list) -> Arrangement:
     """To the first of two ranks the packs with most tokens."""
     order = sorted(range(len(packs)), key=lambda i: -packs[i].used_tokens)
     half = len(packs) // 2
     return Arrangement([[[n] for n in order[:half]], [[n] for n in order[half:]]])
+
+
+def content(batch):
+    """Return all inputs of a model in a batch, as values that can be compared."""
+
+    def plain(value):
+        return value.numpy().tobytes() if hasattr(value, "numpy") else value
+
+    return [
+        (
+            [plain(getattr(m, key)) for key in ("input_ids_T", "targets_T", "position_ids")],
+            m.cu_seqlens,
+            {name: [plain(v) for v in vars(e).values()] for name, e in m.encoders.items()},
+            m.generator and [plain(v) for v in vars(m.generator).values()],
+            m.meta,
+        )
+        for m in batch.microbatches
+    ]
+
+
+def take(loader, count=6):
+    return [(content(batch), batch.skipped, batch.state) for batch in islice(loader, count)]

@@ -15,14 +15,15 @@ from data_cases import (
     CLIP,
     caption,
     caption_rows,
+    content,
     data_config,
     largest_first,
+    take,
     training,
     write_jsonl,
     write_parquet,
 )
 from test_balanced_steps import ALTERNATE, assert_same_work, batches_of
-from test_producers import content, take
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data import shared_reader

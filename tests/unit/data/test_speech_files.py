@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from itertools import islice, pairwise
 from math import ceil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from data_cases import data_config, through_messages, training, write_jsonl
+from data_cases import data_config, training, write_jsonl
 from model_cases import COMPOSITES, LLMS, SPEECH, build, relative_error, worst_gradient
 from speech_cases import FRAMES, MASKS, MELS, PER_TOKEN, patches_of
 from test_multimodal import our_hf_name, plain_composite
@@ -33,7 +34,7 @@ from transformers import (
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.sample import Record, SampleOptions
-from torchmm.data.loader import build_loader
+from torchmm.data.loader import Loader, build_loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.sources.reader import SampleReader
 from torchmm.models.multimodal import MultimodalModel
@@ -156,8 +157,8 @@ def documents(name: str) -> list[list[str | int]]:
     return [first, [CAPTIONS[3]], [CAPTIONS[2], 2, CAPTIONS[1]]]
 
 
-@pytest.mark.parametrize("name", SPEECH)
-def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) -> None:
+def open_documents(name: str, tmp_path: Path) -> tuple[MultimodalModel, Any, Loader]:
+    """Return the model, the tokenizer and a loader of the documents."""
     tokenizer = make_tokenizer(name)
     model = make_model(name, tokenizer)
     for number in range(len(LENGTHS)):
@@ -178,11 +179,15 @@ def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) ->
         state=None,
         **model.sample_specs(tokenizer),
     )
+    return model, tokenizer, loader
+
+
+@pytest.mark.parametrize("name", SPEECH)
+def test_files_give_hugging_faces_ids_loss_and_gradients(name: str, tmp_path) -> None:
+    model, tokenizer, loader = open_documents(name, tmp_path)
     (batch,) = islice(loader, 1)
     assert not batch.skipped
     (microbatch,) = batch.microbatches
-    received = through_messages(microbatch, loader._decoder)
-    assert received.encoders["audio"].patches_per_token == PER_TOKEN[name]
     plain = plain_composite(model)
     losses = []
     for meta, (start, stop) in zip(

@@ -3,13 +3,12 @@ same."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
-from data_cases import data_config, png, through_messages, training, write_parquet
+from data_cases import data_config, png, training, write_parquet
 from likeliest_text import written, written_by
 from model_cases import COMPOSITES, build, relative_error, worst_gradient
 from proofs import proves
@@ -29,7 +28,6 @@ from torchmm.common.batch import IGNORE_TARGET
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
-from torchmm.data.rows import sample_name
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf
 from torchmm.recipe.data_section import SourceConfig
@@ -193,46 +191,6 @@ def test_tiles_of_one_picture_may_be_in_different_sub_microbatches(
         sizes = [image.tokens for image in microbatch.meta.images_read_by("vision")]
         assert [len(part) for part in parts] == sizes
         assert relative_error(torch.cat(parts), whole) < 1e-6
-
-
-@pytest.mark.parametrize("torn", [False, True])
-@pytest.mark.parametrize(("family", "changes"), TILED)
-def test_producer_response_has_same_tiles(family, changes, torn, open_run, monkeypatch) -> None:
-    if torn:
-        monkeypatch.setattr("torchmm.data.media.tiles.decode_rgb", fail_to_decode)
-    _, microbatches, _, _ = open_run(family, torn=torn, **changes)
-    for microbatch in microbatches:
-        corrupt = [sample_name(s) for s in microbatch.meta.samples if torn]
-        received = through_messages(microbatch, open_run.decoder, corrupt)
-        ours, theirs = microbatch.encoders["vision"], received.encoders["vision"]
-        assert theirs.kept == ours.kept and theirs.blank == ours.blank
-        assert torch.equal(theirs.positions_K, ours.positions_K)
-        assert torch.equal(theirs.pixels, ours.pixels)
-        assert torch.equal(received.position_ids, microbatch.position_ids)
-
-
-@pytest.mark.parametrize("changes", [{}, SHRUNK])
-def test_wrong_kept_tiles_are_rejected(changes, open_run) -> None:
-    _, (microbatch, *_), _, _ = open_run("llava_onevision", **changes)
-    inputs = microbatch.encoders["vision"]
-    assert inputs.kept is not None
-    honest = [list(kept) for kept in inputs.kept]
-    wrong = [None, honest[:-1], [None, *honest[1:]], [[0] * 6, *honest[1:]]]
-    for image, kept in enumerate(honest):
-        for place in range(6):
-            for value in (-1, 10**6, 1.0, True, "x", None, [[9, 9]] * 6):
-                if json.dumps(value) != json.dumps(kept[place]):
-                    other = [*kept[:place], value, *kept[place + 1 :]]
-                    wrong.append([*honest[:image], other, *honest[image + 1 :]])
-        shrunk = kept[5]
-        for place in range(6 if shrunk else 0):
-            for value in (-1, 10**6, [0, 10**6], [3, 1], [0, 1, 2], 0.5):
-                other = [*kept[:5], [*shrunk[:place], value, *shrunk[place + 1 :]]]
-                wrong.append([*honest[:image], other, *honest[image + 1 :]])
-    for values in wrong:
-        inputs.kept = values
-        with pytest.raises(ValueError, match="kept"):
-            through_messages(microbatch, open_run.decoder)
 
 
 @pytest.mark.parametrize("family", ["internvl", "llava_next", "llava_onevision"])

@@ -9,10 +9,11 @@ from recipe_problems import problems_of
 
 from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import resolve
+from torchmm.recipe import check, check_parallel, training_section
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_unfilled_model
+from torchmm.training.model_build import build_unfilled_model
 
 MODEL = """
 [model]
@@ -249,12 +250,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "adapters.a.source",
             "no such directory",
         ),
-        (
-            "--adapters.a.modules ['llm'] --parallel.async_tensor_parallel true "
-            "--parallel.sequence_parallel true --parallel.tensor 2",
-            "parallel.async_tensor_parallel",
-            "not implemented with adapters",
-        ),
         ("--validation.samples 2", "validation.samples", "[[data.validation]]"),
         ("--data.sources []", "data.sources", "[[data.sources]]"),
         (
@@ -273,26 +268,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "--data.producers.addresses ['localhost:7411']",
             "training.epochs",
             "only producers know the number of samples",
-        ),
-        (
-            "--data.balance images --parallel.pipeline 2",
-            "data.balance",
-            "parallel.pipeline = 2 is not supported",
-        ),
-        (
-            "--data.balance images --parallel.placement colocated --parallel.schedule optimus",
-            "data.balance",
-            'use "interleaved"',
-        ),
-        (
-            "--data.balance images --parallel.llm.context 2",
-            "data.balance",
-            "parallel.llm.context = 2 is not supported",
-        ),
-        (
-            "--data.balance images --data.producers.addresses ['localhost:7411']",
-            "data.balance",
-            "not supported with data.producers",
         ),
         ("--model.source x/y", "model", "keep one"),
         ("--model.encoders.audio {}", "model.encoders.audio", "neither source nor config"),
@@ -344,35 +319,39 @@ def test_a_valid_recipe_has_no_problems(valid):
             "training.sequence_length",
             "multiple",
         ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.tensor 2",
-            "parallel.async_tensor_parallel",
-            "sequence_parallel = true",
-        ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true",
-            "parallel.async_tensor_parallel",
-            "tensor > 1",
-        ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
-            "--parallel.tensor 2 --parallel.pipeline 2 --parallel.schedule zero_bubble",
-            "parallel.async_tensor_parallel",
-            "another parallel.schedule",
-        ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
-            "--parallel.tensor 2 --training.device cpu "
-            "--parallel.async_tensor_backend symmetric_memory",
-            "parallel.async_tensor_backend",
-            "needs CUDA",
-        ),
     ],
 )
 def test_value_checks_name_the_key_and_a_remedy(valid, arguments, key, text):
     problem = one_problem(valid, *arguments.split(), world_size=4)
     assert f": {key}" in problem
     assert text in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "extension"),
+    [
+        ("--optimizer.state_dtype int8", "optimizer.state_dtype", "low_precision"),
+        ("--optimizer.offload true", "optimizer.offload", "low_precision"),
+        (
+            "--training.dtype bfloat16 --training.parameter_dtype bfloat16",
+            "training.parameter_dtype",
+            "low_precision",
+        ),
+        (
+            "--parallel.tensor 2 --parallel.sequence_parallel true "
+            "--parallel.async_tensor_parallel true",
+            "parallel.async_tensor_parallel",
+            "async_tp",
+        ),
+    ],
+)
+def test_keys_of_missing_extensions_are_rejected(valid, monkeypatch, arguments, key, extension):
+    for module in (check, check_parallel, training_section):
+        monkeypatch.setattr(module, "find_entries", lambda table: ())
+    monkeypatch.setattr(check, "find_entry", lambda table, name: None)
+    problem = one_problem(valid, *arguments.split(), world_size=4)
+    assert f": {key}" in problem
+    assert f'the extension "{extension}" is not installed' in problem
 
 
 A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
@@ -407,50 +386,6 @@ def test_shares_of_sources_are_checked(valid, sources, stages, key, text):
     overrides = [f"--data.sources=[{', '.join(sources)}]", f"--data.stages=[{stages}]"]
     problems = problems_of(valid, *overrides, world_size=1)
     assert any(f": {key}" in p and text in p for p in problems), problems
-
-
-def test_nothing_goes_to_producers_elsewhere_unencrypted(valid):
-    local = '["127.0.0.1:7411", "localhost:7411", "[::1]:7411"]'
-    load_recipe(valid, ["--data.producers.addresses", local], 1)
-    apart = ["--data.producers.addresses", '["127.0.0.1:7411", "10.0.0.7:7411"]']
-    problem = one_problem(valid, *apart, world_size=1)
-    assert 'data.producers.addresses[1] = "10.0.0.7:7411"' in problem
-    assert "set data.producers.ca_certificate" in problem
-    problem = one_problem(valid, "--data.producers.registry", "10.0.0.7:7410", world_size=1)
-    assert 'data.producers.registry = "10.0.0.7:7410"' in problem
-    load_recipe(valid, [*apart, "--data.producers.ca_certificate", "ca.pem"], 1)
-
-
-@pytest.mark.parametrize("address", ["here", "127.0.0.1", "127.0.0.1:0", "a:1\\nb", "http://a:1"])
-def test_producer_address_without_port_is_rejected(valid, address):
-    problem = one_problem(valid, "--data.producers.registry", address, world_size=1)
-    assert "data.producers.registry" in problem and "use HOST:PORT" in problem
-    addresses = f'["127.0.0.1:1", "{address}"]'
-    problem = one_problem(valid, "--data.producers.addresses", addresses, world_size=1)
-    assert "data.producers.addresses[1]" in problem and "use HOST:PORT" in problem
-
-
-def test_producers_are_listed_or_registered(valid):
-    both = ("addresses", '["127.0.0.1:7411"]'), ("registry", "127.0.0.1:7410")
-    given = [text for name, value in both for text in (f"--data.producers.{name}", value)]
-    assert "remove one of them" in one_problem(valid, *given, world_size=1)
-    by_ray = ["--data.producers.engine", "ray"]
-    assert "needs data.producers.registry" in one_problem(valid, *by_ray, world_size=1)
-    by_ray += ["--data.producers.registry", "node1:7410", "--data.producers.ca_certificate", "ca"]
-    by_ray += ["--data.producers.tls_certificate", "producer.pem"]
-    problem = one_problem(valid, *by_ray, world_size=1)
-    assert "data.producers.tls_key" in problem and "on another machine" in problem
-
-
-@pytest.mark.parametrize(("given", "missing"), [("certificate", "key"), ("key", "certificate")])
-def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
-    local = ["--data.producers.engine", "ray", "--data.producers.registry", "127.0.0.1:7410"]
-    half = [*local, f"--data.producers.tls_{given}", "file.pem"]
-    problem = one_problem(valid, *half, world_size=1)
-    assert f"data.producers.tls_{missing}" in problem
-    assert f"is needed with data.producers.tls_{given}" in problem
-    load_recipe(valid, local, 1)
-    load_recipe(valid, [*half, f"--data.producers.tls_{missing}", "other.pem"], 1)
 
 
 def test_a_composite_has_llm_vision_and_its_connector(write):
@@ -562,3 +497,22 @@ def test_epochs_replace_steps_of_a_base(write, valid):
 def test_warmup_is_checked_only_if_steps_are_known(valid):
     assert one_problem(valid, "--optimizer.warmup_steps", "200", world_size=1)
     load_recipe(valid, ["--optimizer.warmup_steps=200", "--training.epochs=1"], 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--data.sources=[{path='s3://a/b'}]"], 'data.sources[0].path = "s3://a/b"'),
+        (["--data.sources=[{path='a.lance'}]"], 'data.sources[0].path = "a.lance"'),
+        (["--data.sources=[{path='.',format='energon'}]"], 'data.sources[0].format = "energon"'),
+        (["--data.producers.addresses=['[::1]:1']"], 'data.producers.addresses = ["[::1]:1"]'),
+        (["--data.producers.registry=127.0.0.1:1"], 'data.producers.registry = "127.0.0.1:1"'),
+        (["--checkpoint.upload=/copies"], 'checkpoint.upload = "/copies"'),
+        (["--checkpoint.resume=s3://a/b"], 'checkpoint.resume = "s3://a/b"'),
+    ],
+)
+def test_missing_extension_is_named(valid, monkeypatch, overrides, expected):
+    monkeypatch.setattr("torchmm.recipe.check.find_entry", lambda table, name: None)
+    extension = "formats" if "lance" in expected or "energon" in expected else "remote"
+    message = f'{expected}: the extension "{extension}" is not installed'
+    assert any(message in text for text in problems_of(valid, *overrides, world_size=1))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.remote import RemotePath
 from torchmm.data.layouts.sample import (
     AudioSegment,
     FileSegment,
@@ -27,7 +28,6 @@ from torchmm.data.layouts.sample import (
     VideoSegment,
 )
 from torchmm.data.sample_files import InnerFile, TableValue, content_of
-from torchmm.extensions.remote.storage.remote_files import RemoteFolder, RemoteName
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
 VIDEO_COLUMNS = ("video", "mp4", "webm", "mkv", "mov", "avi")
@@ -146,7 +146,7 @@ def file_segment(kind: str, value: Any, root: Root) -> Any:
 
 def _file(
     value: Any, root: Root, kind: str
-) -> tuple[bytes | None, str | RemoteName | InnerFile | None]:
+) -> tuple[bytes | None, str | RemotePath | InnerFile | None]:
     """Return bytes or path, from either or from a table of `datasets`.
 
     The table is a {"bytes", "path"} pair, or decoded audio: {"array", "sampling_rate"}, whose path
@@ -161,7 +161,7 @@ def _file(
         raise CorruptSampleError(f"{kind} is {type(value).__name__}, not bytes or a path")
     if value.startswith("data:"):
         return _data_address(value, kind), None
-    if isinstance(root, RemoteFolder):
+    if isinstance(root, RemotePath):
         named = root.join(value)
         if named is None:
             raise CorruptSampleError(f"{kind} path {value[:80]!r} leaves {root}")

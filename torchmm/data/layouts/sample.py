@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
+from torchmm.data.files.remote import RemotePath
 from torchmm.data.sample_files import InnerFile, open_regular
-from torchmm.extensions.remote.storage.remote_files import RemoteFolder, RemoteName
 from torchmm.recipe.data_section import SourceConfig
 
-Root = str | RemoteFolder | None
+Root = str | RemotePath | None
 """What paths in records are relative to: a directory, or a folder elsewhere."""
 
 
@@ -64,7 +64,7 @@ class FileSegment:
     """An encoded file: its bytes, or where they are."""
 
     data: bytes | None = None
-    path: str | RemoteName | InnerFile | None = None
+    path: str | RemotePath | InnerFile | None = None
     encoder: str | None = None
     """Name of the encoder that reads it, once that is known."""
 
@@ -84,7 +84,7 @@ class FileSegment:
         if isinstance(self.path, InnerFile):
             self._check_size(self.path.size, max_bytes)
             return self._read_inner(self.path)
-        if isinstance(self.path, RemoteName):
+        if isinstance(self.path, RemotePath):
             file = self.path.find()
             if file is None:
                 raise CorruptSampleError(f"{self.kind} file {self.path}: no such object")

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.remote import AnyFile
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sources.text_files import JsonLines, Table, TextSource
-from torchmm.extensions.remote.storage.remote_files import AnyFile
 
 COLUMNS = {"imagefolder": "image", "videofolder": "video"}
 """What `file_name` is, by format."""

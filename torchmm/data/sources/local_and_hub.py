@@ -30,26 +30,31 @@ import datasets
 import numpy as np
 from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
 
-from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.errors import DataError
+from torchmm.common.extensions import find_entry
+from torchmm.data.files.addresses import fixed_part, is_pattern
+from torchmm.data.files.places import Places
+from torchmm.data.files.remote import (
+    AnyFile,
+    FileSystem,
+    RemoteFile,
+    RemotePath,
+)
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import row_of
 from torchmm.data.sources.configured import MapSource, SelectedRows, SourceAsConfigured, Split
 from torchmm.data.sources.folders import FolderSource, described
+from torchmm.data.sources.formats import (
+    SourceFormat,
+    check_hub_keys,
+    check_only_split,
+    find_format,
+    pinned,
+)
 from torchmm.data.sources.packed import PACKED, plain_suffix, unpacked
 from torchmm.data.sources.parquet_rows import RowGroups, rows_of_groups
-from torchmm.data.sources.row_groups import ParquetSource
 from torchmm.data.sources.tar_samples import WebdatasetSource
 from torchmm.data.sources.text_files import Table, TextSource, is_array, open_json
-from torchmm.extensions.formats.energon import EnergonFolder, EnergonSource, is_energon, open_folder
-from torchmm.extensions.formats.lance_tables import LanceSource, is_lance
-from torchmm.extensions.remote.storage.addresses import fixed_part, is_pattern, split_address
-from torchmm.extensions.remote.storage.places import Places
-from torchmm.extensions.remote.storage.remote_files import (
-    AnyFile,
-    RemoteFile,
-    RemoteFolder,
-    Storage,
-)
 from torchmm.recipe.data_section import DataConfig, SourceConfig, is_address
 
 SUFFIXES = {
@@ -121,20 +126,15 @@ def sample_key(columns: dict[str, Any]) -> str:
     return f"{columns['__url__']}:{columns['__key__']}" if "__url__" in columns else ""
 
 
-def storage_of(config: SourceConfig, data: DataConfig) -> Storage | None:
-    """What reads the source's files, if they lie elsewhere; raises ConfigError."""
-    return Storage.of(data) if is_address(config.path) else None
-
-
 def open_map_source(
-    config: SourceConfig, cache: str = INDEX_CACHE, storage: Storage | None = None
+    config: SourceConfig, cache: str = INDEX_CACHE, storage: FileSystem | None = None
 ) -> MapSource:
     """Open a source for random access.
 
     Args:
         config: the source.
         cache: directory in which packed files are unpacked.
-        storage: of files elsewhere; see `storage_of`.
+        storage: of files elsewhere; see `open_file_system`.
 
     Raises:
         ConfigError: the cache cannot be written.
@@ -143,7 +143,7 @@ def open_map_source(
     return SourceAsConfigured(_open(config, cache, storage), config)
 
 
-def _open(config: SourceConfig, cache: str, storage: Storage | None) -> MapSource:
+def _open(config: SourceConfig, cache: str, storage: FileSystem | None) -> MapSource:
     kind, files = resolve_files(config, storage)
     source = _open_all_rows(config, kind, files, cache)
     # `datasets` has applied the slices to a data set of the hub.
@@ -164,15 +164,16 @@ def _open_all_rows(
         if kind != "parquet":
             raise
         logger.warning("%s. Its row groups are read one by one, which is slow: repair it", error)
-        return RowGroups(files, root, _files_fingerprint(files))
-    fingerprint = _files_fingerprint(files) if files else str(dataset._fingerprint)
+        return RowGroups(files, root, files_fingerprint(files))
+    fingerprint = files_fingerprint(files) if files else str(dataset._fingerprint)
     return ArrowSource(dataset, root, fingerprint, list(zip(files, rows, strict=False)))
 
 
 def has_own_reader(kind: str, files: Sequence[AnyFile]) -> bool:
     """Whether this package reads the files without `datasets`."""
     return (
-        kind in (*TEXT_FILES, "energon", "webdataset", "lance")
+        kind in (*TEXT_FILES, "webdataset")
+        or find_entry("source_formats", kind) is not None
         or (kind in FOLDERS and bool(described(files)))
         or any(isinstance(file, RemoteFile) for file in files)
     )
@@ -187,14 +188,11 @@ def open_file_source(
         ConfigError: the cache cannot be written.
         DataError: a file cannot be read.
     """
-    if kind == "lance":
-        return LanceSource(config)
-    fingerprint = _files_fingerprint(files)
-    if kind == "energon":
-        elsewhere = next((f.storage for f in files if isinstance(f, RemoteFile)), None)
-        folder = open_folder(_directory(config, elsewhere), Split.of(config).name)
-        return EnergonSource(folder, fingerprint, Places(cache))
     places = Places(cache)
+    fingerprint = files_fingerprint(files)
+    if (entry := find_entry("source_formats", kind)) is not None:
+        reader: SourceFormat = entry.load()()
+        return reader.open(config, list(files), fingerprint, places)
     if kind == "webdataset":
         return WebdatasetSource(files, fingerprint, places)
     root = source_root(config, files)
@@ -211,10 +209,11 @@ def open_file_source(
 
 
 def _open_row_groups(files: Sequence[AnyFile], root: Root, fingerprint: str) -> MapSource:
-    if not isinstance(root, RemoteFolder):
+    if not isinstance(root, RemotePath):
         return RowGroups(files, root, fingerprint)
-    elsewhere = [file for file in files if isinstance(file, RemoteFile)]
-    return ParquetSource(elsewhere, root, fingerprint)
+    remote = [file for file in files if isinstance(file, RemoteFile)]
+    source: MapSource = root.storage.open_parquet(remote, root, fingerprint)
+    return source
 
 
 def text_of(file: AnyFile, kind: str, cache: str) -> AnyFile:
@@ -276,7 +275,7 @@ def _commit_of(dataset: Any) -> str | None:
 
 
 def resolve_files(
-    config: SourceConfig, storage: Storage | None = None
+    config: SourceConfig, storage: FileSystem | None = None
 ) -> tuple[str, list[AnyFile]]:
     """Format of a source and its files, sorted; no files for a hub data set.
 
@@ -284,18 +283,15 @@ def resolve_files(
         ConfigError: keys of hub data sets at a source that is none.
         DataError: the path looks local but has no readable files; a store does not answer.
     """
-    if is_lance(config):
-        _check_only_split(config, "a Lance table")
-        return "lance", []
+    if (found := find_format(config, storage)) is not None:
+        return found
     if is_address(config.path):
         candidates: list[AnyFile] | None = _remote_candidates(config, storage)
     else:
         candidates = _local_candidates(config)
     if config.format == "hub" or (candidates is None and config.format == "auto"):
         return "hub", []
-    _check_hub_keys(config)
-    if (folder := _energon_folder(config, storage)) is not None:
-        return "energon", folder.files
+    check_hub_keys(config)
     if not candidates:
         raise DataError(
             f"source {config.path!r}: no such file, directory or glob. Prepare it "
@@ -316,17 +312,6 @@ def resolve_files(
     )
 
 
-def _check_only_split(config: SourceConfig, source: str) -> None:
-    """Raise DataError for a split other than "train", the only split of files without one."""
-    name = Split.of(config).name
-    if name != "train":
-        raise DataError(
-            f"source {config.path!r}: split = {config.split!r}, but {source} has the split "
-            '"train" only; remove `split`, or hold out rows by slices: split = "train[:90%]" of '
-            'the training source, "train[90%:]" of the held-out source'
-        )
-
-
 def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> list[AnyFile]:
     """Return the files of the split of a source.
 
@@ -339,7 +324,7 @@ def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> li
     """
     names = _names_below(config, files)
     if names is None:
-        _check_only_split(config, "a file or glob")
+        check_only_split(config, "a file or glob")
         return files
     name = Split.of(config).name
     wanted = _SPLIT_OF.get(name, name)
@@ -356,7 +341,7 @@ def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> li
     if not chosen:
         known = sorted({split for split in found.values() if split is not None})
         if not known:
-            _check_only_split(config, "a directory without directories or files named as splits")
+            check_only_split(config, "a directory without directories or files named as splits")
         raise DataError(
             f"source {config.path!r}: split = {config.split!r}, but its files are named as the "
             f"splits {', '.join(known)}; set `split` to one of these, or name files in `path`"
@@ -404,46 +389,6 @@ def _split_of_file(parts: Sequence[str], name: str, kind: str) -> str | None:
     return None
 
 
-def _check_hub_keys(config: SourceConfig) -> None:
-    """Raises ConfigError for keys of hub data sets at a source that is none."""
-    if config.config is not None:
-        raise ConfigError(
-            f"source {config.path!r}: config = {config.config!r} names a subset of a hub data set, "
-            "but this one is local; remove it, or name the subset's directory or files in `path`"
-        )
-    if config.revision is not None and not config.path.startswith("hf://"):
-        raise ConfigError(
-            f"source {config.path!r}: revision = {config.revision!r} pins a hub data set, but this "
-            "one is none; remove it"
-        )
-
-
-def _energon_folder(config: SourceConfig, storage: Storage | None) -> EnergonFolder | None:
-    """Energon's folder, if it is one.
-
-    Raises:
-        DataError: the recipe says so, and it is none.
-    """
-    if config.format not in ("auto", "energon"):
-        return None
-    directory = _directory(config, storage)
-    if not is_pattern(config.path) and is_energon(directory):
-        return open_folder(directory, Split.of(config).name)
-    if config.format == "auto":
-        return None
-    raise DataError(
-        f"source {config.path!r}: no directory with .nv-meta; correct `path`, or set format = "
-        '"webdataset" to read its tar files alone'
-    )
-
-
-def _directory(config: SourceConfig, storage: Storage | None) -> Path | RemoteFolder:
-    if is_address(config.path):
-        assert storage is not None, "see storage_of"
-        return RemoteFolder(pinned(config), storage)
-    return Path(config.path).expanduser()
-
-
 def _check_elsewhere(config: SourceConfig, kind: str, files: Sequence[AnyFile]) -> None:
     """Raises DataError for files elsewhere that only `datasets` could read."""
     if not is_address(config.path):
@@ -455,9 +400,9 @@ def _check_elsewhere(config: SourceConfig, kind: str, files: Sequence[AnyFile]) 
         )
 
 
-def _remote_candidates(config: SourceConfig, storage: Storage | None) -> list[AnyFile]:
+def _remote_candidates(config: SourceConfig, storage: FileSystem | None) -> list[AnyFile]:
     """Files at an address; those of the split alone if there is a folder of its name."""
-    assert storage is not None, "see storage_of"
+    assert storage is not None, "see open_file_system"
     address = pinned(config)
     found: list[AnyFile] = list(storage.list(address))
     if is_pattern(address):
@@ -465,22 +410,6 @@ def _remote_candidates(config: SourceConfig, storage: Storage | None) -> list[An
     inside = f"{address.rstrip('/')}/{Split.of(config).name}/"
     of_split = [f for f in found if isinstance(f, RemoteFile) and f.address.startswith(inside)]
     return list(of_split) or found
-
-
-def pinned(config: SourceConfig) -> str:
-    """The address of a source, with its `revision` where hf:// has it."""
-    if config.revision is None or not config.path.startswith("hf://"):
-        return config.path
-    address = split_address(config.path)
-    parts = address.path.split("/")
-    at = 1 if address.store in ("datasets", "spaces", "buckets") else 0
-    if at >= len(parts) or "@" in parts[at]:
-        raise ConfigError(
-            f"source {config.path!r}: revision = {config.revision!r} beside an address that has "
-            "its own, or that names no data set; keep one"
-        )
-    parts[at] += f"@{config.revision.replace('/', '%2F')}"
-    return f"{address.root}/{'/'.join(parts)}"
 
 
 def _suffix(path: AnyFile, kind: str) -> str:
@@ -532,7 +461,7 @@ def source_root(config: SourceConfig, files: Sequence[AnyFile]) -> Root:
     if isinstance(files[0], RemoteFile):
         address = fixed_part(pinned(config)).rstrip("/")
         single = any(f.address == address for f in files if isinstance(f, RemoteFile))
-        return RemoteFolder(address.rpartition("/")[0] if single else address, files[0].storage)
+        return RemotePath(address.rpartition("/")[0] if single else address, files[0].storage)
     path = Path(config.path).expanduser()
     if path.is_dir():
         inside = path / Split.of(config).name
@@ -540,7 +469,8 @@ def source_root(config: SourceConfig, files: Sequence[AnyFile]) -> Root:
     return os.path.commonpath([str(f.parent) for f in files])
 
 
-def _files_fingerprint(files: Sequence[AnyFile]) -> str:
+def files_fingerprint(files: Sequence[AnyFile]) -> str:
+    """Return a digest of the names, sizes and versions of files."""
     digest = hashlib.sha256()
     for file in files:
         if isinstance(file, RemoteFile):

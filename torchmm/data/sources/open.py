@@ -24,6 +24,7 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.decode import StepDecoder
+from torchmm.data.files.remote import open_file_system
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.layouts.recognise import is_chat
 from torchmm.data.layouts.sample import Record
@@ -40,7 +41,6 @@ from torchmm.data.sources.local_and_hub import (
     MapSource,
     open_map_source,
     resolve_files,
-    storage_of,
 )
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.streams import StreamFeed, check_stream, open_stream
@@ -241,7 +241,7 @@ def _records_of(
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[MapSource, str]:
     """A source with random access, and the name of its index in the cache."""
-    records = open_map_source(config, data.index_cache, storage_of(config, data))
+    records = open_map_source(config, data.index_cache, open_file_system(config.path, data))
     length = training.sequence_length
     return records, cache_key(records, config, data, length, reader, tokenizer)
 
@@ -276,11 +276,12 @@ def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
     Returns None if the source cannot be read here.
     """
     try:
+        storage = open_file_system(config.path, data)
         if config.streaming:
-            stream = open_stream(config.path, config, data.index_cache, storage_of(config, data))
+            stream = open_stream(config.path, config, data.index_cache, storage)
             records: Iterator[Record | CorruptSampleError | None] = iter(stream.next, None)
         else:
-            source = open_map_source(config, data.index_cache, storage_of(config, data))
+            source = open_map_source(config, data.index_cache, storage)
             records = map(source.read, range(len(source)))
         for _ in range(LOOKED_AT):
             with suppress(CorruptSampleError):
@@ -337,7 +338,7 @@ def _open_sources(
             number, name, seed, shuffle, validation, config.filter, tiles, patches
         )
         if config.streaming:
-            storage = storage_of(config, data)
+            storage = open_file_system(config.path, data)
             stream = open_stream(name, config, data.index_cache, storage)
             check_stream(name, config, stream, reader, data.max_corrupt_samples)
             make = partial(StreamFeed, options, stream, reader, data.shuffle_window)

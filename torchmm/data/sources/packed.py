@@ -24,8 +24,8 @@ import pyarrow as pa
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.files import replace_atomically, sync_directory
+from torchmm.data.files.remote import AnyFile, RemoteFile
 from torchmm.data.sample_files import open_regular
-from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAX_RATIO = 50

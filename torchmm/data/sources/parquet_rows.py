@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, first_of
+from torchmm.data.files.remote import AnyFile
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import open_regular, row_of
-from torchmm.extensions.remote.storage.remote_files import AnyFile
 
 MANY_ROWS = 100_000
 MIN_ROW_BYTES = 4

@@ -25,6 +25,8 @@ import pyarrow as pa
 from torchmm.common.batch import ImageSizes
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
+from torchmm.data.files.places import Places
+from torchmm.data.files.remote import AnyFile, FileSystem
 from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import open_regular, row_of
@@ -57,8 +59,6 @@ from torchmm.data.sources.text_files import (
 )
 from torchmm.data.steps.order import Drawn, FeedOptions, permutation
 from torchmm.data.steps.shuffling import Int64s
-from torchmm.extensions.remote.storage.places import Places
-from torchmm.extensions.remote.storage.remote_files import AnyFile, Storage
 from torchmm.recipe.data_section import SourceConfig
 
 _UNREADABLE = (
@@ -181,7 +181,7 @@ def check_position(position: Any) -> None:
 
 
 def open_stream(
-    name: str, config: SourceConfig, cache: str = INDEX_CACHE, storage: Storage | None = None
+    name: str, config: SourceConfig, cache: str = INDEX_CACHE, storage: FileSystem | None = None
 ) -> RecordStream:
     """Open a source for reading in order.
 
@@ -198,7 +198,7 @@ def open_stream(
     return StreamAsConfigured(_open(name, config, cache, storage), config)
 
 
-def _open(name: str, config: SourceConfig, cache: str, storage: Storage | None) -> RecordStream:
+def _open(name: str, config: SourceConfig, cache: str, storage: FileSystem | None) -> RecordStream:
     kind, files = resolve_files(config, storage)
     own_reader = has_own_reader(kind, files) or kind == "parquet"
     if kind != "hub" and Split.of(config).rows is not None:

@@ -27,10 +27,10 @@ import numpy as np
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.places import Places
+from torchmm.data.files.remote import AnyFile, RemoteFile
 from torchmm.data.layouts.sample import Record, Root
 from torchmm.data.sample_files import open_regular
-from torchmm.extensions.remote.storage.places import Places
-from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile
 
 VERSION = 1
 """Increased when records are found differently, so that what was kept is not used."""

@@ -26,13 +26,16 @@ import yaml
 from torchmm.common.errors import DataError
 from torchmm.common.files import UnsafeNameError, require_relative_name
 from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.files.addresses import is_pattern, join_address
+from torchmm.data.files.places import Places
+from torchmm.data.files.remote import AnyFile, FileSystem, RemoteFile, RemotePath
 from torchmm.data.layouts.sample import Record
+from torchmm.data.sources.configured import MapSource, Split
+from torchmm.data.sources.formats import ENERGON_META as META
+from torchmm.data.sources.formats import check_hub_keys, is_energon, source_directory
 from torchmm.data.sources.tar_samples import Parts, TarSamples, decode_part
-from torchmm.extensions.remote.storage.addresses import join_address
-from torchmm.extensions.remote.storage.places import Places
-from torchmm.extensions.remote.storage.remote_files import AnyFile, RemoteFile, RemoteFolder
+from torchmm.recipe.data_section import SourceConfig
 
-META = ".nv-meta"
 PICKLED = {"jpgs", "mp4s", "videos", "pkl", "pickle", "pyd"}
 """Parts that webdataset and ChatML loaders unpickle."""
 CHATS = ("ChatML", "MultimodalChat")
@@ -45,7 +48,38 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _ACCESS = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 
 Columns = dict[str, Any]
-Directory = Path | RemoteFolder
+Directory = Path | RemotePath
+
+
+class EnergonFormat:
+    """Format "energon"; see `SourceFormat`."""
+
+    def find_files(self, config: SourceConfig, storage: FileSystem | None) -> list[AnyFile] | None:
+        """Return the files of an Energon dataset. None if the source is not one.
+
+        Raises:
+            ConfigError: The source has keys of hub data sets.
+            DataError: The recipe sets format = "energon", but the source has another format.
+        """
+        directory = source_directory(config, storage)
+        if not is_pattern(config.path) and is_energon(directory):
+            check_hub_keys(config)
+            return open_folder(directory, Split.of(config).name).files
+        if config.format == "auto":
+            return None
+        check_hub_keys(config)
+        raise DataError(
+            f"source {config.path!r}: no directory with .nv-meta; correct `path`, or set format = "
+            '"webdataset" to read its tar files alone'
+        )
+
+    def open(
+        self, config: SourceConfig, files: list[AnyFile], fingerprint: str, places: Places
+    ) -> MapSource:
+        """Open an Energon dataset; raise DataError if it cannot be read."""
+        storage = next((file.storage for file in files if isinstance(file, RemoteFile)), None)
+        folder = open_folder(source_directory(config, storage), Split.of(config).name)
+        return EnergonSource(folder, fingerprint, places)
 
 
 @dataclass(frozen=True)
@@ -113,13 +147,6 @@ class EnergonSource:
             return None  # not every chat has files
         wanted = ", ".join(part + "".join(f"[{k}]" for k in keys) for part, *keys in options)
         raise CorruptSampleError(f"has no {wanted} for field {name}, only {', '.join(parts)}")
-
-
-def is_energon(directory: Directory) -> bool:
-    """Whether a directory is one of Energon's."""
-    if isinstance(directory, Path):
-        return (directory / META).is_dir()
-    return _find_elsewhere(directory, f"{META}/dataset.yaml") is not None
 
 
 def open_folder(directory: Directory, split: str) -> EnergonFolder:
@@ -191,7 +218,7 @@ def _find_here(directory: Path, name: str) -> Path | None:
         raise DataError(f"{name!r:.200} in {directory} cannot be read: {error.strerror}") from error
 
 
-def _find_elsewhere(directory: RemoteFolder, name: str) -> RemoteFile | None:
+def _find_elsewhere(directory: RemotePath, name: str) -> RemoteFile | None:
     named = directory.join(name)
     return None if named is None else named.find()
 

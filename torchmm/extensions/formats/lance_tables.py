@@ -14,17 +14,28 @@ from typing import Any
 
 from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.places import Places
+from torchmm.data.files.remote import AnyFile, FileSystem
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sample_files import row_of
+from torchmm.data.sources.configured import MapSource
+from torchmm.data.sources.formats import check_only_split
 from torchmm.recipe.data_section import SourceConfig, is_address
 
-SUFFIX = ".lance"
 
+class LanceFormat:
+    """Format "lance"; see `SourceFormat`."""
 
-def is_lance(config: SourceConfig) -> bool:
-    """Whether a source is a table, by its format or name."""
-    named = config.path.rstrip("/").endswith(SUFFIX)
-    return config.format == "lance" or (config.format == "auto" and named)
+    def find_files(self, config: SourceConfig, storage: FileSystem | None) -> list[AnyFile]:
+        """Return no files, because Lance reads tables itself; raise DataError for a split."""
+        check_only_split(config, "a Lance table")
+        return []
+
+    def open(
+        self, config: SourceConfig, files: list[AnyFile], fingerprint: str, places: Places
+    ) -> MapSource:
+        """Open a table; raise ConfigError or DataError if it cannot be read."""
+        return LanceSource(config)
 
 
 class LanceSource:

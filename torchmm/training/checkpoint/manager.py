@@ -4,8 +4,8 @@ A save copies all tensors to CPU memory (asynchronous) or takes them as they are
 which rank writes which chunk, and commits in one rename (see `storage`). Everything
 the ranks say to each other meanwhile goes over a gloo group of this module's own: a background
 thread that shared the training group would interleave its collectives with the step's. Where
-`checkpoint.upload` says so, committed checkpoints are copied to a store (`upload`), and a start
-finds them there (`fetch`), on machines that share nothing with those that saved them.
+`checkpoint.upload` says so, committed checkpoints are copied to a store (`copies`), and a start
+finds them there, on machines that share nothing with those that saved them.
 
 Names are layout-free: "model.FQN" for parameters and persistent buffers, "optimizer.FQN.NAME" for
 optimizer state, "ema.FQN" for averages of parameters, "rng.rank-R-of-W.NAME" for random state.
@@ -39,18 +39,19 @@ from torchmm.common.errors import CheckpointError, PeerError
 from torchmm.common.files import canonical_json, sync_directory, write_synced
 from torchmm.common.log import working
 from torchmm.common.rng import capture_rng
-from torchmm.extensions.remote.checkpoints.fetch import fetch_checkpoint
-from torchmm.extensions.remote.checkpoints.remote import (
-    RemoteCheckpoints,
+from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
+from torchmm.recipe.data_section import DataConfig, local_path
+from torchmm.recipe.training_section import CheckpointConfig
+from torchmm.training.checkpoint.copies import (
+    CheckpointStore,
+    Uploads,
     folder_of,
     is_in_store,
+    open_store,
     step_of_folder,
 )
-from torchmm.extensions.remote.checkpoints.upload import UPLOAD_TIMEOUT_S, SaveMeter, Uploads
-from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
-from torchmm.recipe.data_section import local_path
-from torchmm.recipe.training_section import CheckpointConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
+from torchmm.training.checkpoint.figures import SaveMeter
 from torchmm.training.checkpoint.load import (
     STATE_NAME,
     Restored,
@@ -94,7 +95,7 @@ class CheckpointManager:
         recipe_sha256: recorded; a resume under another recipe is logged.
         recipe: recorded, so that the log can name what changed.
         directory: that of `run_dir`, where rank 0 claims it earlier and releases it later.
-        give_up_s: with `config.upload`: how long a store may not answer, in seconds.
+        data: Section with the settings of stores. Default: the defaults of the section.
 
     Raises:
         ConfigError: `config.upload` or `config.staging` cannot be used.
@@ -110,11 +111,11 @@ class CheckpointManager:
         recipe_sha256: str,
         recipe: dict[str, Any] | None = None,
         directory: CheckpointDirectory | None = None,
-        give_up_s: float = 180.0,
+        data: DataConfig | None = None,
     ) -> None:
         self._config = config
         self._logger = logger
-        self._give_up_s = give_up_s
+        self._data = data or DataConfig()
         self._meter = SaveMeter()
         self._group = SideGroup.create()
         self._facts: dict[str, Any] = {
@@ -153,11 +154,8 @@ class CheckpointManager:
             self._directory = CheckpointDirectory(path, self._logger, partial)
             self._claimed.append(self._directory)
             self._site.on_leaders(self._directory.claim)
-        self._remote = RemoteCheckpoints(f"{upload}/{name}", self._give_up_s, self._logger)
-        group = SideGroup.create(UPLOAD_TIMEOUT_S)
-        self._uploads = Uploads(
-            self._remote, self._config.keep, self._best, group, self._meter, self._logger
-        )
+        self._remote = open_store(f"{upload}/{name}", self._data, self._logger)
+        self._uploads = self._remote.start_uploads(self._config.keep, self._best, self._meter)
 
     def _best(self) -> list[int]:
         """Steps that are kept however old."""
@@ -351,16 +349,14 @@ class CheckpointManager:
         there = [] if self._uploads is None else self._remote.committed()
         return sorted([*here, *there], key=_step_and_nearness, reverse=True)
 
-    def _fetch(self, remote: RemoteCheckpoints, folder: str) -> tuple[Path, list[str]]:
-        return fetch_checkpoint(remote, folder, self._directory, self._site, self._group)
+    def _fetch(self, store: CheckpointStore, folder: str) -> tuple[Path, list[str]]:
+        return store.fetch_checkpoint(folder, self._directory, self._site, self._group)
 
     def _fetch_named(self, address: str) -> Path:
         """The checkpoint of `resume`, brought here."""
         where, _, folder = address.rstrip("/").rpartition("/")
         step_of_folder(folder)
-        path, problems = self._fetch(
-            RemoteCheckpoints(where, self._give_up_s, self._logger), folder
-        )
+        path, problems = self._fetch(open_store(where, self._data, self._logger), folder)
         if problems:
             raise CheckpointError(f"{address} is not usable:\n{bullets(problems)}")
         return path

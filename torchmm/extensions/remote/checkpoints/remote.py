@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -29,18 +28,17 @@ from uuid import uuid4
 
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.common.files import naming_the_file
-from torchmm.extensions.remote.storage.addresses import split_address, without_secrets
+from torchmm.data.files.addresses import split_address, without_secrets
 from torchmm.extensions.remote.storage.clients import THIS_MACHINE, MissingError, StoreClient
 from torchmm.recipe.data_section import is_address, local_path
+from torchmm.training.checkpoint.copies import folder_of, is_folder, step_of_folder
 from torchmm.training.checkpoint.manifest import (
     MANIFEST_NAME,
     NewerFormatError,
-    digest_of,
     file_problem,
     parse_manifest,
 )
 
-_FOLDER = re.compile(r"step-(\d+)-([0-9a-f]{12})")
 _SET_ASIDE = "set-aside"
 _REQUEST_BYTES = 16 << 20
 
@@ -270,33 +268,12 @@ class RemoteCheckpoints:
             for found in self._client.list(self._path):
                 inside = found.path.removeprefix(f"{self._path}/")
                 folder, _, name = inside.partition("/")
-                if name and _FOLDER.fullmatch(folder):
+                if name and is_folder(folder):
                     folders[folder][name] = found.size
         return folders
 
     def _object(self, folder: str, name: str) -> str:
         return f"{self._path}/{folder}/{name}"
-
-
-def folder_of(manifest: dict[str, Any]) -> str:
-    """What the folder of a checkpoint is called."""
-    return f"step-{manifest['step']}-{digest_of(manifest)[:12]}"
-
-
-def is_in_store(address: str) -> bool:
-    """Return True if `checkpoint.resume` names a copy in a store, also one in a local directory."""
-    name = address.rstrip("/").rpartition("/")[2]
-    return is_address(address) or _FOLDER.fullmatch(name) is not None
-
-
-def step_of_folder(folder: str) -> int:
-    """The step of the checkpoint in it."""
-    match = _FOLDER.fullmatch(folder)
-    if match is None:
-        raise CheckpointError(
-            f"{folder} is no folder of a checkpoint; they are called step-N-DIGITS"
-        )
-    return int(match[1])
 
 
 def _committed(folders: Folders) -> list[str]:

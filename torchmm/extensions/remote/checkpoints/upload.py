@@ -16,12 +16,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchmm.common.errors import CheckpointError
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, folder_of
+from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
 from torchmm.parallel.health.peers import SideGroup, is_peer_trouble
+from torchmm.training.checkpoint.copies import folder_of
+from torchmm.training.checkpoint.figures import SaveMeter
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from torchmm.training.checkpoint.storage import file_of
 
@@ -29,39 +30,7 @@ UPLOAD_TIMEOUT_S = 86_400.0
 """A rank may wait this long for the slowest copy of a file; a lost peer ends that at once."""
 
 
-@dataclass(frozen=True)
-class SaveFigures:
-    """What came to an end since the last record, as fields of metrics.jsonl; None: nothing did."""
-
-    save_wait_ms: float | None = None
-    save_ms: float | None = None
-    save_bytes: int | None = None
-    upload_ms: float | None = None
-    upload_bytes: int | None = None
-    failed_uploads: int | None = None
-
-
-@dataclass
-class SaveMeter:
-    """Collects figures from the threads that save and copy; on each rank, recorded by rank 0."""
-
-    _figures: SaveFigures = SaveFigures()
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def note(self, **figures: float) -> None:
-        """Notes what ended."""
-        with self._lock:
-            self._figures = replace(self._figures, **figures)  # type: ignore[arg-type]
-
-    def take(self) -> SaveFigures:
-        """All noted since the last time."""
-        with self._lock:
-            taken = self._figures
-            self._figures = SaveFigures(failed_uploads=taken.failed_uploads)
-        return taken
-
-
-class Uploads:
+class BackgroundUploads:
     """The copies of one run's checkpoints. Methods are called by all ranks in the same order.
 
     Args:

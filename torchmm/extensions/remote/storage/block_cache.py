@@ -26,11 +26,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-import xxhash
-
 from torchmm.common.errors import ConfigError
+from torchmm.data.files.places import SUM_BYTES, checksum
+from torchmm.data.files.remote import RemoteFile
 
-SUM_BYTES = 16
 TOUCH_S = 60.0
 """How exactly it is known when an entry was last used."""
 SWEPT_TO = 0.9
@@ -39,9 +38,9 @@ SWEPT_TO = 0.9
 logger = logging.getLogger(__name__)
 
 
-def checksum(data: bytes | memoryview | mmap.mmap) -> bytes:
-    """Of a content, 16 bytes."""
-    return xxhash.xxh3_128_digest(data)
+def entry_name(file: RemoteFile, block: int | str) -> str:
+    """Return the name of a block of a file, or of data made from it, in the cache."""
+    return f"{file.key}-{block}"
 
 
 class BlockCache:

@@ -37,7 +37,7 @@ import fsspec
 
 from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.common.files import replace_atomically, sync_directory
-from torchmm.extensions.remote.storage.addresses import split_address, without_secrets
+from torchmm.data.files.addresses import split_address, without_secrets
 
 BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "azure", "abfs", "abfss", "http", "https")
 """Schemes that obstore reads."""

@@ -1,43 +1,35 @@
-"""Files at addresses, used like paths of this machine: `open("rb")`, `stat()`, `name`, `suffix`.
+"""The file system of addresses, which reads blocks through a cache on the local disk.
 
-    storage = Storage.of(recipe.data)
-    for file in storage.list("s3://bucket/shards/*.tar"):
-        with file.open("rb") as stream: ...        # only what is read is fetched
-
-A file is one version of an object: what it was when it was listed. Everything is read in blocks,
-which stay in the cache (`block_cache.py`); neighbouring ones are asked for together, and the more
-of them the longer a file is read from one end to the other. A file costs as much as its address in
-memory and travels to worker processes, which make connections of their own.
+A file is the version of an object when it was listed. All reads fetch blocks, which stay in the
+cache (`block_cache.py`). Adjacent blocks share a request, and sequential reads fetch more blocks
+ahead. Worker processes receive a copy without connections.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import io
 import logging
 import os
 import posixpath
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 from torchmm.common.errors import DataError
-from torchmm.extensions.remote.storage.addresses import (
-    fixed_part,
-    is_pattern,
-    join_address,
-    split_address,
-    without_secrets,
-)
-from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums
+from torchmm.data.files.addresses import fixed_part, is_pattern, split_address
+from torchmm.data.files.remote import RemoteFile, RemotePath
+from torchmm.data.sources.configured import MapSource
+from torchmm.extensions.remote.section import StorageConfig
+from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums, entry_name
 from torchmm.extensions.remote.storage.clients import (
     Found,
     MissingError,
     ReplacedError,
     StoreClient,
 )
+from torchmm.extensions.remote.storage.row_groups import ParquetSource
 from torchmm.recipe.data_section import DataConfig
 
 BLOCK_BYTES = 256 << 10
@@ -72,13 +64,6 @@ class Storage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Storage, self._settings  # connections stay with their process
-
-    @classmethod
-    def of(cls, data: DataConfig) -> Storage:
-        """As a recipe says."""
-        config = data.storage
-        directory = config.cache_dir or Path(data.index_cache) / "storage"
-        return cls(Path(directory), int(config.cache_gb * 1e9), config.give_up_s)
 
     def client(self, address: str) -> StoreClient:
         """This process' connection to the store of an address; raises ConfigError."""
@@ -144,7 +129,7 @@ class Storage:
         for number in blocks:
             if number in found:
                 continue
-            kept = self.cache.get(file.entry(number)) if keep else None
+            kept = self.cache.get(entry_name(file, number)) if keep else None
             if kept is not None:
                 found[number] = kept
             else:
@@ -154,12 +139,27 @@ class Storage:
         first = blocks.start * BLOCK_BYTES
         return whole[start - first : end - first]
 
+    def open(self, file: RemoteFile, keep: bool = True) -> BinaryIO:
+        """Return a stream that fetches the bytes that are read.
+
+        Args:
+            file: The file.
+            keep: Whether to store blocks in the cache.
+        """
+        return cast(BinaryIO, io.BufferedReader(_Stream(self, file, keep), BUFFER_BYTES))
+
+    def open_parquet(
+        self, files: Sequence[RemoteFile], root: RemotePath, fingerprint: str
+    ) -> MapSource:
+        """Return the rows of parquet files; see `FileSystem.open_parquet`."""
+        return ParquetSource(self.cache, partial(self.open, keep=False), files, root, fingerprint)
+
     def _fetch(self, file: RemoteFile, first: int, last: int, keep: bool) -> dict[int, memoryview]:
         """Blocks [first, last), or as many of them as one request gives, up to one that is there
         already."""
         stop = first + 1
         while stop < min(last, first + REQUEST_BYTES // BLOCK_BYTES):
-            if keep and self.cache.place(file.entry(stop)).exists():
+            if keep and self.cache.place(entry_name(file, stop)).exists():
                 break
             stop += 1
         start = first * BLOCK_BYTES
@@ -181,7 +181,7 @@ class Storage:
             )
         if keep:
             for number, block in blocks.items():
-                self.cache.put(file.entry(number), block)
+                self.cache.put(entry_name(file, number), block)
         return blocks
 
     def _changed(self, file: RemoteFile, blocks: dict[int, memoryview]) -> int | None:
@@ -199,109 +199,20 @@ class Storage:
             raise ReplacedError(f"{file} was removed while it was being read") from None
 
 
-@dataclass(frozen=True, order=True)
-class RemoteFile:
-    """One version of an object, with the methods of `pathlib.Path` that readers use."""
-
-    address: str
-    size: int
-    """In bytes."""
-    version: str
-    storage: Storage = field(compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return without_secrets(self.address)
-
-    @property
-    def key(self) -> str:
-        """Names this version in caches."""
-        named = f"{self.address}\0{self.size}\0{self.version}"
-        return hashlib.sha256(named.encode()).hexdigest()[:40]
-
-    def entry(self, block: int | str) -> str:
-        """Names a block of it, or what was made of it."""
-        return f"{self.key}-{block}"
-
-    @property
-    def name(self) -> str:
-        """Behind the last slash."""
-        return posixpath.basename(split_address(self.address).path)
-
-    @property
-    def stem(self) -> str:
-        """The name without the last suffix."""
-        return Path(self.name).stem
-
-    @property
-    def suffix(self) -> str:
-        """The last suffix of the name, with its dot."""
-        return Path(self.name).suffix
-
-    @property
-    def parent(self) -> RemoteFolder:
-        """The folder it is in."""
-        return RemoteFolder(self.address.rpartition("/")[0], self.storage)
-
-    def stat(self) -> SimpleNamespace:
-        """Its size as `st_size`."""
-        return SimpleNamespace(st_size=self.size)
-
-    def read_bytes(self) -> bytes:
-        """All of it; raises DataError."""
-        return self.storage.read(self, 0, self.size)
-
-    def open(self, mode: str = "rb", keep: bool = True) -> BinaryIO:
-        """A stream that fetches what is read from it.
-
-        Args:
-            mode: "rb".
-            keep: whether what is read stays in the cache.
-        """
-        assert mode == "rb"
-        return cast(BinaryIO, io.BufferedReader(_Stream(self, keep), BUFFER_BYTES))
-
-
-@dataclass(frozen=True)
-class RemoteFolder:
-    """What paths in records are relative to, and may not leave."""
-
-    address: str
-    storage: Storage = field(compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return without_secrets(self.address)
-
-    def join(self, name: str) -> RemoteName | None:
-        """A file below it, which may not exist; None: the name leads out of it."""
-        address = join_address(self.address, name)
-        return None if address is None else RemoteName(address, self.storage)
-
-
-@dataclass(frozen=True)
-class RemoteName:
-    """A file that a record names, not yet looked for."""
-
-    address: str
-    storage: Storage = field(compare=False, repr=False)
-
-    def __str__(self) -> str:
-        return without_secrets(self.address)
-
-    def find(self) -> RemoteFile | None:
-        """The file as it is now; None: there is none; raises DataError."""
-        return self.storage.find(self.address)
-
-
-AnyFile = Path | RemoteFile
-"""What readers of sources take."""
+def open_storage(data: DataConfig) -> Storage:
+    """Return the file system with the cache of `data.storage`; raise ConfigError."""
+    config = StorageConfig.of(data)
+    directory = config.cache_dir or Path(data.index_cache) / "storage"
+    return Storage(Path(directory), int(config.cache_gb * 1e9), config.give_up_s)
 
 
 class _Stream(io.RawIOBase):
     """Reads a file by ranges; farther ahead, the longer it is read in order."""
 
-    def __init__(self, file: RemoteFile, keep: bool) -> None:
+    def __init__(self, storage: Storage, file: RemoteFile, keep: bool) -> None:
+        self._storage = storage
         self._file = file
-        self._keep = keep and bool(file.storage.cache.limit_bytes)
+        self._keep = keep and bool(storage.cache.limit_bytes)
         self._at = 0
         self._expected = 0
         self._ahead = 0
@@ -341,7 +252,7 @@ class _Stream(io.RawIOBase):
         in_order = start == self._expected and start > 0
         self._ahead = min(max(2 * self._ahead, BLOCK_BYTES), REQUEST_BYTES) if in_order else 0
         self._expected = end
-        storage = self._file.storage
+        storage = self._storage
         if self._keep:
             return storage.read(self._file, start, end, self._ahead)
         fetched_to = min(max(end, start + self._ahead), self._file.size)

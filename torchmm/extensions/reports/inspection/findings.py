@@ -26,12 +26,13 @@ from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import microbatch_flops
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
+from torchmm.data.files.remote import open_file_system
 from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
 from torchmm.data.media.generated import make_drawing_preprocessor
 from torchmm.data.media.text import EncodedSample
 from torchmm.data.sources.index.length_index import nothing_usable
-from torchmm.data.sources.local_and_hub import open_map_source, resolve_files, storage_of
+from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, placeholders
 from torchmm.data.sources.streams import open_stream
 from torchmm.data.steps.balanced_packing import BalancedPacker
@@ -197,7 +198,7 @@ class Inspector:
         Raises:
             DataError: it cannot be read, or none of its records is usable.
         """
-        kind, _ = resolve_files(config, storage_of(config, self._recipe.data))
+        kind, _ = resolve_files(config, open_file_system(config.path, self._recipe.data))
         count, records = self._records(name, config)
         found = SourceFindings(name, section, config, kind, count)
         for index, record in records:
@@ -222,7 +223,7 @@ class Inspector:
         self, name: str, config: SourceConfig
     ) -> tuple[int | None, Iterator[tuple[int, Record | CorruptSampleError]]]:
         """How many there are, and those to be looked at with their index."""
-        storage = storage_of(config, self._recipe.data)
+        storage = open_file_system(config.path, self._recipe.data)
         if config.streaming:
             stream = open_stream(name, config, self._recipe.data.index_cache, storage)
             return None, enumerate(islice(iter(stream.next, None), self._limit))

@@ -1,0 +1,127 @@
+"""Which linears compute in float8, and on which devices."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from model_cases import pair_config, text_model
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+
+from torchmm.extensions.low_precision import float8
+from torchmm.extensions.low_precision.float8 import apply_float8, float8_linears, float8_problems
+from torchmm.extensions.low_precision.section import Float8Config
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import FreezeConfig
+
+EMULATED = Float8Config(recipe="rowwise", emulate=True)
+CPU = torch.device("cpu")
+
+
+def names_of(model: MultimodalModel, config: Float8Config) -> list[str]:
+    chosen = float8_linears(model.llm, config)
+    return [n for n, part in model.llm.named_modules() if any(part is own for own in chosen)]
+
+
+def test_linears_between_the_first_and_the_last_layer_are_replaced_and_keep_their_names() -> None:
+    model = text_model("qwen3")  # of three layers
+    names = names_of(model, EMULATED)
+    assert len(names) == 7 and all(".layers.1." in name for name in names)
+    parameters = {n: id(p) for n, p in model.llm.named_parameters()}
+    apply_float8(model.llm, EMULATED)
+    replaced = {n for n, part in model.llm.named_modules() if isinstance(part, Float8Linear)}
+    assert replaced == set(names)
+    assert {n: id(p) for n, p in model.llm.named_parameters()} == parameters
+
+
+def test_what_is_excluded_stays() -> None:
+    every = Float8Config(recipe="rowwise", emulate=True, first_layers=0, last_layers=0)
+    names = names_of(text_model("qwen3"), every)
+    assert len(names) == 21
+    fewer = every.model_copy(update={"exclude": ["self_attn.*", "*.down_proj"]})
+    kept = [name for name in names if name.endswith(("gate_proj", "up_proj"))]
+    assert names_of(text_model("qwen3"), fewer) == kept
+
+
+def test_sizes_that_are_no_multiples_of_16_stay() -> None:
+    """Multi-head latent attention of this model has ranks of 24 and values of 40 features."""
+    every = Float8Config(recipe="rowwise", emulate=True, first_layers=0, last_layers=0)
+    chosen = float8_linears(text_model("minicpm3").llm, every)
+    assert chosen and all(size % 16 == 0 for linear in chosen for size in linear.weight.shape)
+    linears = [p for p in text_model("minicpm3").llm.layers[0].modules() if type(p) is nn.Linear]
+    assert len(chosen) < 3 * len(linears)
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "expected"),
+    [
+        (CPU, {}, "needs a GPU; float8.emulate = true computes the same numbers"),
+        (CPU, {"emulate": True}, None),
+        (CPU, {"emulate": True, "first_layers": 2}, "'llm' has no linear with float8 products"),
+        (CPU, {"recipe": "none"}, None),
+        (CPU, {"modules": []}, None),
+        (torch.device("cuda"), {}, "Ampere has no float8 products"),
+    ],
+)
+def test_devices(device, config, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Ampere")
+    modules = list(build_model(pair_config("llama", "clip"), FreezeConfig()).modality_modules())
+    found = float8_problems(modules, Float8Config(**{"recipe": "rowwise", **config}), device)
+    assert len(found) == (expected is not None) and all(expected in text for text in found)
+
+
+def test_a_device_with_float8_products_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = Float8Config(recipe="tensorwise")
+    assert float8_problems([text_model("llama").llm], config, torch.device("cuda")) == []
+
+
+def test_torchao_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    (problem,) = float8_problems([text_model("llama").llm], EMULATED, CPU)
+    assert "pip install -e '.[float8]'" in problem
+
+
+def products(recipe: str, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A linear's output, and the gradients of its input and its weight.
+
+    Args:
+        tensors: weight (O, I), input (T, I) and gradient of the output (T, O).
+    """
+    weight_OI, x_TI, grad_TO = tensors
+    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False)
+    linear.weight.data = weight_OI.clone()
+    settings = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    wrapped = convert_to_float8_training(nn.Sequential(linear), config=settings)
+    x_TI = x_TI.clone().requires_grad_()
+    out_TO = wrapped(x_TI)
+    out_TO.backward(grad_TO)
+    assert x_TI.grad is not None and wrapped[0].weight.grad is not None
+    return out_TO.detach(), x_TI.grad, wrapped[0].weight.grad
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_only_scales_of_rows_do_not_mind_which_tokens_are_on_a_rank(recipe: str) -> None:
+    torch.manual_seed(0)
+    weight_OI, x_TI, grad_TO = torch.randn(32, 48), torch.randn(64, 48), torch.randn(64, 32)
+    x_TI *= torch.linspace(0.1, 4, 64)[:, None]
+    out_TO, of_input_TI, of_weight_OI = products(recipe, weight_OI, x_TI, grad_TO)
+    halves = zip(x_TI.chunk(2), grad_TO.chunk(2), strict=True)
+    first, second = (products(recipe, weight_OI, *half) for half in halves)
+    errors = [
+        float((found - whole).norm() / whole.norm())
+        for found, whole in (
+            (torch.cat((first[0], second[0])), out_TO),
+            (torch.cat((first[1], second[1])), of_input_TI),
+            (first[2] + second[2], of_weight_OI),
+        )
+    ]
+    if recipe == "rowwise":
+        assert max(errors) < 1e-6
+    else:
+        assert max(errors) > 1e-3
+    exact_OI = grad_TO.T @ x_TI
+    assert (of_weight_OI - exact_OI).norm() > 1e-2 * exact_OI.norm(), "nothing was rounded"

@@ -1,0 +1,507 @@
+"""Copies of checkpoints in a store: whole or not there, found again, never in training's way."""
+
+import errno
+import hashlib
+import json
+import logging
+import random
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from checkpoint_damage import FullDisk, damage, rewrite
+from checkpoint_runs import build, everything, make_manager, same, saved, steps
+
+from torchmm.common.errors import CheckpointError
+from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, StoreError
+from torchmm.extensions.remote.checkpoints.upload import share
+from torchmm.extensions.remote.section import StorageConfig
+from torchmm.extensions.remote.storage import clients
+from torchmm.recipe.data_section import DataConfig
+from torchmm.recipe.training_section import BestConfig
+from torchmm.training.checkpoint.copies import folder_of, step_of_folder
+from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
+
+logger = logging.getLogger("test_checkpoint_upload")
+IMPATIENT = DataConfig(storage=StorageConfig(give_up_s=1.0))
+
+
+class Machine:
+    """Managers of a run called "run" on one of several machines that share the store alone."""
+
+    def __init__(self, place: Path, store: str) -> None:
+        self.run_dir = place / "run"
+        self._store = store
+        self._made: list = []
+
+    def manager(self, **config):
+        self._made.append(make_manager(self.run_dir, upload=self._store, data=IMPATIENT, **config))
+        return self._made[-1]
+
+    def save(self, *numbers: int, **config):
+        """Saves steps of one training, each copied before the next; returns the last state."""
+        manager = self.manager(**config)
+        model, optimizer = build()
+        last = None
+        for number in numbers:
+            last = saved(manager, number, model=model, optimizer=optimizer)
+            manager._uploads.wait()
+        self.leave()
+        return last
+
+    def resume(self, **config):
+        """Step and state of what another start goes on from."""
+        manager = self.manager(**config)
+        model, optimizer = build(seed=9)
+        restored = manager.resume(model, optimizer)
+        self.leave()
+        return (restored and restored.step), everything(model, optimizer)
+
+    def leave(self) -> None:
+        for manager in self._made:
+            manager.close()
+        self._made.clear()
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def machines(tmp_path, store):
+    """Any number of them."""
+    made = []
+
+    def make() -> Machine:
+        made.append(Machine(tmp_path / f"machine{len(made)}", str(store)))
+        return made[-1]
+
+    yield make
+    for machine in made:
+        machine.leave()
+
+
+def committed(store: Path) -> list[int]:
+    """Steps, newest first."""
+    return [step_of_folder(folder) for folder in remote(store).committed()]
+
+
+def remote(store: Path) -> RemoteCheckpoints:
+    return RemoteCheckpoints(f"{store}/run", 1.0, logger)
+
+
+def folder(store: Path, step: int) -> Path:
+    return next((store / "run").glob(f"step-{step}-*"))
+
+
+def test_the_best_stay_here_and_in_the_store(machines, store):
+    here = machines()
+    manager = here.manager(keep=1, keep_best=BestConfig(count=2))
+    model, optimizer = build()
+    for step, loss in enumerate((5.0, 3.0, 4.0, 3.0, None, 9.0), start=1):
+        manager.save(step, model, optimizer, {}, {"validation_loss": loss})
+        manager.wait()
+        manager._uploads.wait()
+    kept = {path.name for path in (here.run_dir / "checkpoints").glob("step-*")}
+    assert kept == {"step-2", "step-4", "step-6"}
+    assert committed(store) == [6, 4, 2]
+
+
+def test_another_machine_goes_on_from_the_copy(machines, store):
+    last = machines().save(1, 2)
+    assert committed(store) == [2, 1]
+    other = machines()
+    step, found = other.resume()
+    assert step == 2 and same(found, last)
+    assert not find_problems(other.run_dir / "checkpoints" / "step-2")
+
+
+def test_the_copy_is_the_checkpoint_byte_by_byte(machines, store):
+    machine = machines()
+    machine.save(1)
+    here = {p.name: p.read_bytes() for p in (machine.run_dir / "checkpoints/step-1").iterdir()}
+    assert {p.name: p.read_bytes() for p in folder(store, 1).iterdir()} == here
+
+
+@pytest.mark.parametrize("address", ["memory://bucket/runs", "s3://uploads/runs"])
+def test_stores_with_addresses(tmp_path, address, object_server):
+    object_server.put("uploads", "other/file", b"")
+    here, there = Machine(tmp_path / "a", address), Machine(tmp_path / "b", address)
+    last = here.save(1, 2, 3)
+    step, found = there.resume()
+    assert step == 3 and same(found, last)
+    there.save(4)
+    found = RemoteCheckpoints(f"{address}/run", 1.0, logger).committed()
+    assert [step_of_folder(name) for name in found] == [4, 3]
+
+
+@pytest.mark.parametrize("place", ["file://{}/sp%20ace", "file://localhost{}/sp%20ace", "~/sp ace"])
+def test_upload_to_local_address_uses_directory(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    address = place.format(tmp_path)
+    last = Machine(tmp_path / "a", address).save(1, 2)
+    assert committed(tmp_path / "sp ace") == [2, 1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "sp ace"]
+    step, found = Machine(tmp_path / "b", address).resume()
+    assert step == 2 and same(found, last)
+
+
+@pytest.mark.parametrize("address", ["{}", "file://{}"])
+def test_resume_accepts_copy_in_directory(machines, store, address):
+    machines().save(1, 2)
+    named = address.format(folder(store, 1))
+    assert machines().resume(resume=named)[0] == 1
+
+
+def test_what_is_here_is_not_fetched(machines, store, monkeypatch):
+    machine = machines()
+    last = machine.save(1, 2)
+    monkeypatch.setattr(RemoteCheckpoints, "fetch", None)
+    step, found = machine.resume()
+    assert step == 2 and same(found, last)
+
+
+def test_a_named_address_is_resumed_without_copies_of_ones_own(tmp_path):
+    here = Machine(tmp_path / "a", "memory://named")
+    manager = here.manager(keep=3)
+    first = saved(manager, 1)
+    manager._uploads.wait()
+    saved(manager, 2)
+    here.leave()
+    name = RemoteCheckpoints("memory://named/run", 1.0, logger).committed()[1]
+    alone = make_manager(tmp_path / "alone", resume=f"memory://named/run/{name}")
+    model, optimizer = build(seed=4)
+    assert alone.resume(model, optimizer).step == 1 and same(everything(model, optimizer), first)
+    alone.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_damaged_copies_are_found_and_an_older_one_is_taken(machines, store, seed):
+    first = machines()
+    first.save(1)
+    older = first.save(2)
+    first.save(3)
+    good = {p.name: p.read_bytes() for p in folder(store, 3).iterdir()}
+    place = folder(store, 3)
+    injury = damage(place, random.Random(seed))
+    step, found = machines().resume()
+    assert step == 2 and same(found, older), injury
+    for file in place.iterdir():  # what is whole again is taken again: the search can find it
+        file.unlink()
+    for name, content in good.items():
+        (place / name).write_bytes(content)
+
+
+def test_all_damaged_stops_the_start(machines, store):
+    machines().save(1)
+    (folder(store, 1) / "index.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are damaged"):
+        machines().resume()
+
+
+def test_a_copy_without_a_manifest_does_not_count_and_is_made_again(machines, store):
+    """As a machine leaves it that dies while copying."""
+    machine = machines()
+    machine.save(1, 2)
+    before = folder(store, 2)
+    (before / MANIFEST_NAME).unlink()
+    (before / "index.json").write_bytes(b"half")
+    assert committed(store) == [1]
+    assert machine.resume()[0] == 2  # that of its own disk
+    assert committed(store) == [2, 1] and folder(store, 2) == before
+    assert machines().resume()[0] == 2
+
+
+def test_what_an_unfinished_copy_left_goes_with_the_next(machines, store):
+    machines().save(1, 2)
+    (folder(store, 2) / MANIFEST_NAME).unlink()
+    torn = folder(store, 2).name
+    other = machines()
+    assert other.resume()[0] == 1
+    other.save(2, 3, keep=5)
+    assert committed(store) == [3, 2, 1]
+    names = {path.name for path in (store / "run").iterdir() if any(path.iterdir())}
+    assert torn not in names or torn == folder(store, 2).name
+
+
+def test_retention_counts_what_is_whole(machines, store):
+    machine = machines()
+    machine.save(1, 2, 3, keep=2)
+    assert committed(store) == [3, 2]
+    (folder(store, 3) / "index.json").unlink()
+    machine.save(4, keep=2)
+    assert committed(store) == [4, 3, 2]
+    machine.save(5, 6, keep=2)
+    assert committed(store) == [6, 5]
+
+
+@pytest.mark.parametrize("resume", ["none", "step-1"])
+def test_what_training_does_not_go_on_from_is_set_aside_and_stays(machines, store, resume):
+    machine = machines()
+    machine.save(1, 2, keep=3)
+    content = (folder(store, 2) / "index.json").read_bytes()
+    at = machine.run_dir / "checkpoints" / "step-1"
+    step, _ = machine.resume(resume="none" if resume == "none" else str(at), keep=3)
+    assert step == (None if resume == "none" else 1)
+    assert committed(store) == ([] if resume == "none" else [1])
+    machine.save(3, 4, 5, 6, keep=1)
+    assert committed(store) == [6]
+    assert (folder(store, 2) / "index.json").read_bytes() == content
+    aside = next(folder(store, 2).glob("MANIFEST.set-aside-*.json"))
+    aside.rename(folder(store, 2) / MANIFEST_NAME)
+    assert 2 in committed(store)
+
+
+def test_a_newer_format_stops_the_start_and_stays(machines, store):
+    first = machines()
+    first.save(1)
+    newer = shutil.copytree(folder(store, 1), store / "run" / "step-1")
+    rewrite(newer, format=2)
+    newer = newer.rename(store / "run" / "step-9-0123456789ab")
+    with pytest.raises(CheckpointError, match="has format 2"):
+        machines().resume()
+    first.save(10, 11, 12, keep=1)
+    assert committed(store) == [12, 9]
+    assert (newer / "index.json").exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", "address"])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_fetch_of_unsafe_name_writes_nothing(machines, store, tmp_path, resume, absolute):
+    machines().save(1, 2)
+    other = machines()
+    planted = other.run_dir.parent / "planted.py"
+    name = str(planted) if absolute else "../../../planted.py"
+    code = b"raise SystemExit(1)"
+    entry = {"bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
+    hostile = shutil.copytree(folder(store, 2), tmp_path / "step-2")
+    shutil.rmtree(folder(store, 2))
+    rewrite(hostile, files={**read_manifest(hostile)["files"], name: entry})
+    (hostile / "planted.py").write_bytes(code)
+    manifest = json.loads((hostile / MANIFEST_NAME).read_bytes())
+    manifest.pop("manifest_sha256")
+    hostile = hostile.rename(store / "run" / folder_of(manifest))
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    if resume == "auto":
+        assert other.resume()[0] == 1
+    else:
+        with pytest.raises(CheckpointError, match="names the file"):
+            other.resume(resume=f"{store.as_uri()}/run/{hostile.name}")
+    assert not planted.exists()
+
+
+class Gate:
+    """Lets no file through to the store before it is opened."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.opened, self.waiting = threading.Event(), threading.Event()
+        real = RemoteCheckpoints.put
+
+        def put(remote, folder, file):
+            self.waiting.set()
+            assert self.opened.wait(30)
+            return real(remote, folder, file)
+
+        monkeypatch.setattr(RemoteCheckpoints, "put", put)
+
+
+def test_a_slow_store_gets_the_newest_and_nothing_waits_for_it(machines, store, monkeypatch):
+    gate = Gate(monkeypatch)
+    machine = machines()
+    manager = machine.manager(keep=1)
+    model, optimizer = build()
+    for step in (1, 2, 3):
+        saved(manager, step, model=model, optimizer=optimizer)
+    assert gate.waiting.wait(30)
+    # What is being copied stays until that is over.
+    assert steps(machine.run_dir) == ["step-1", "step-3"]
+    gate.opened.set()
+    machine.leave()
+    assert committed(store) == [3]
+
+
+class FullStore:
+    """Takes files up to some bytes in all, as a disk."""
+
+    def __init__(self, monkeypatch, room_bytes: float) -> None:
+        self.room_bytes = room_bytes
+        real = clients._Filesystem.write
+
+        def write(filesystem, path, content):
+            size = len(content) if isinstance(content, bytes) else content.stat().st_size
+            if size > self.room_bytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            real(filesystem, path, content)
+
+        monkeypatch.setattr(clients._Filesystem, "write", write)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 3000])
+def test_a_full_store_is_told_and_training_goes_on(
+    machines, store, monkeypatch, caplog, room_bytes
+):
+    machine = machines()
+    machine.save(1)
+    full = FullStore(monkeypatch, room_bytes)
+    manager = machine.manager(keep=3)
+    model, optimizer = build()
+    saved(manager, 2, model=model, optimizer=optimizer)
+    manager._uploads.wait()
+    assert "step-2 is not at" in manager.complaint and "No space left" in manager.complaint
+    assert "Training goes on without that copy" in caplog.text
+    assert manager.take_figures()["failed_uploads"] == 1
+    assert committed(store) == [1]
+    assert not list((store / "run").glob("step-2-*/*")), "what was copied takes no room"
+    full.room_bytes = float("inf")
+    saved(manager, 3, model=model, optimizer=optimizer)
+    manager._uploads.wait()
+    assert committed(store) == [3, 1] and manager.complaint == ""
+    assert steps(machine.run_dir)[-3:] == ["step-1", "step-2", "step-3"]
+
+
+def test_full_disk_leaves_no_manifest(machines, store, monkeypatch):
+    """The disk is full when the manifest is written; the next start has room again."""
+    machine = machines()
+    machine.save(1)
+    with monkeypatch.context() as context:
+        FullDisk(f".{MANIFEST_NAME}", context)
+        manager = machine.manager(keep=3)
+        last = saved(manager, 2)
+        manager._uploads.wait()
+        assert "No space left on device" in manager.complaint
+        machine.leave()
+    assert {p.name for p in folder(store, 2).iterdir()} == {
+        "index.json", "state.json", "rank-00000.safetensors"
+    }  # fmt: skip
+    assert committed(store) == [1]
+    assert machine.resume()[0] == 2
+    assert committed(store) == [2, 1]
+    step, found = machines().resume()
+    assert step == 2 and same(found, last)
+
+
+def test_failed_commit_removes_incomplete_manifest(tmp_path, monkeypatch):
+    """As of a file system that keeps what was written before an error."""
+    real = clients._Filesystem.write
+
+    def write(filesystem, path, content):
+        if path.endswith(MANIFEST_NAME):
+            real(filesystem, path, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(filesystem, path, content)
+
+    monkeypatch.setattr(clients._Filesystem, "write", write)
+    machine = Machine(tmp_path, "memory://torn")
+    machine.save(1)
+    assert RemoteCheckpoints("memory://torn/run", 1.0, logger).committed() == []
+
+
+@pytest.mark.parametrize(
+    "damaged", ["no manifest", "empty manifest", "cut manifest", "other manifest", "short file"]
+)
+def test_damaged_copy_is_made_again_at_start(machines, store, damaged):
+    machine = machines()
+    last = machine.save(1, 2)
+    place = folder(store, 2)
+    manifest = place / MANIFEST_NAME
+    good = {p.name: p.read_bytes() for p in place.iterdir()}
+    if damaged == "no manifest":
+        manifest.unlink()
+    elif damaged == "empty manifest":
+        manifest.write_bytes(b"")
+    elif damaged == "cut manifest":
+        manifest.write_bytes(good[MANIFEST_NAME][:-1])
+    elif damaged == "other manifest":
+        shutil.copy(folder(store, 1) / MANIFEST_NAME, manifest)
+    else:
+        (place / "index.json").write_bytes(good["index.json"][:-1])
+    (place / ".index.json.0123").write_bytes(b"of a process that was killed")
+    assert machine.resume()[0] == 2
+    assert {p.name: p.read_bytes() for p in place.iterdir()} == good
+    step, found = machines().resume()
+    assert step == 2 and same(found, last)
+
+
+def test_whole_copy_is_not_made_again(machines, store, monkeypatch):
+    machine = machines()
+    machine.save(1, 2)
+    monkeypatch.setattr(RemoteCheckpoints, "put", None)
+    assert machine.resume()[0] == 2
+
+
+class DyingWrite:
+    """Ends the process in the middle of copying a file."""
+
+    def __init__(self, monkeypatch) -> None:
+        def copy(source, target, length=0):
+            target.write(source.read(100))
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("torchmm.common.files.shutil.copyfileobj", copy)
+
+
+def test_interrupted_write_keeps_old_object(store, monkeypatch, tmp_path):
+    client = clients.StoreClient(clients.THIS_MACHINE, 1.0)
+    path = str(store / "object").lstrip("/")
+    client.write(path, b"old")
+    (tmp_path / "new").write_bytes(bytes(1000))
+    DyingWrite(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        client.write(path, tmp_path / "new")
+    assert [p.name for p in store.iterdir()] == ["object"]
+    assert (store / "object").read_bytes() == b"old"
+
+
+def test_figures_are_of_what_ended(machines, store):
+    machine = machines()
+    manager = machine.manager()
+    assert set(manager.take_figures().values()) == {None}
+    saved(manager, 1)
+    manager._uploads.wait()
+    found = manager.take_figures()
+    files = [p for p in (machine.run_dir / "checkpoints/step-1").iterdir()]
+    written = sum(p.stat().st_size for p in files if p.name != MANIFEST_NAME)
+    assert found["save_bytes"] == found["upload_bytes"] == written
+    assert all(found[key] > 0 for key in ("save_ms", "save_wait_ms", "upload_ms"))
+    assert set(manager.take_figures().values()) == {None}
+
+
+def test_a_store_that_cannot_be_asked_stops_the_start(tmp_path, machines, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    manager = Machine(tmp_path / "machine", "s3://nowhere/runs").manager()
+    with pytest.raises(StoreError, match="s3://nowhere/runs/run did not answer"):
+        manager.resume(*build())
+    manager.close()
+
+
+def test_a_copy_that_lost_a_file_is_not_committed(machines, store, monkeypatch):
+    real = RemoteCheckpoints.put
+
+    def lose(self, folder, file):
+        size_bytes = real(self, folder, file)
+        if file.name == "index.json":
+            (store / "run" / folder / file.name).unlink()
+        return size_bytes
+
+    monkeypatch.setattr(RemoteCheckpoints, "put", lose)
+    machine = machines()
+    manager = machine.manager()
+    saved(manager, 1)
+    manager._uploads.wait()
+    assert committed(store) == [] and "index.json has no bytes" in manager.complaint
+
+
+def test_each_copies_its_own_files_and_nobody_the_same_twice():
+    names = ["index.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
+    shared = share(names, [names, names, names])
+    assert sorted(name for part in shared for name in part) == names
+    assert [names[1 + rank] in shared[rank] for rank in range(2)] == [True, True]
+    apart = share(names, [[names[0], names[1], names[3]], [names[2]]])
+    assert apart == [[names[0], names[1], names[3]], [names[2]]]
+    assert share(names, [[names[0]], []]) == [[names[0]], []]

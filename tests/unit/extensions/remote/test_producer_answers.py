@@ -1,0 +1,293 @@
+"""Wrong producer responses: each field is validated, and the error names the field."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+import torch
+from data_cases import CLIP, QWEN, take
+from test_producers import Liar, Site, site
+
+from torchmm.common.errors import DataError
+from torchmm.extensions.remote.producers.answers import unpack_step
+from torchmm.extensions.remote.producers.messages import (
+    MAX_VALUES_BYTES,
+    TEXT,
+    Message,
+    from_arrow,
+    messages_of,
+    to_arrow,
+)
+from torchmm.extensions.remote.producers.server import Producer
+
+__all__ = ["site"]
+
+WRONG_VALUES = [None, "x", True, -1, 1.5, float("nan"), 10**30, [], [1], [[1, 2]], {}, {"x": "y"}]
+WRONG_TENSORS = {
+    "float": lambda t: t.float() if t.dtype != torch.float32 else t.long(),
+    "bytes": lambda t: t.to(torch.uint8) if t.dtype != torch.uint8 else t.long(),
+    "one dimension more": lambda t: t[None],
+    "flat": lambda t: t.flatten() if t.ndim > 1 else t[:0],
+    "one row less": lambda t: t[..., :-1] if t.ndim == 1 else t[:-1],
+    "one row more": lambda t: torch.cat([t, t[:1]]),
+    "one channel": lambda t: t[:, :1] if t.ndim > 1 else t[:1],
+}
+
+
+class Requested:
+    """A requested microbatch and the messages that a correct producer sends for it."""
+
+    def __init__(self, decoder, packs, images) -> None:
+        self.decoder = decoder
+        self.packs = packs
+        step = decoder.decode_one(packs, images)
+        self.corrupt = step.corrupt
+        self.sent = {m.values["part"]: m for m in messages_of(step)}
+
+    def unpack(self, messages):
+        chunks = (
+            SimpleNamespace(data=data, app_metadata=pa.py_buffer(values))
+            for data, values in messages
+        )
+        return unpack_step(map(from_arrow, chunks), [self.packs], self.decoder)
+
+    def messages(self, part=None, values=None, tensors=None, without=()):
+        """Return all messages as sent, one of them with changes."""
+        found = []
+        for name, message in self.sent.items():
+            new_values, new_tensors = dict(message.values), dict(message.tensors)
+            if name == part:
+                new_values |= values or {}
+                new_tensors |= tensors or {}
+                for key in without:
+                    new_values.pop(key, None)
+                    new_tensors.pop(key, None)
+            found.append(to_arrow(Message(new_values, new_tensors), 0))
+        return found
+
+    def rejection(self, *args, **changes) -> str:
+        with pytest.raises(ValueError) as caught:
+            self.unpack(self.messages(*args, **changes))
+        return str(caught.value)
+
+
+def requests(site, spec):
+    """Return microbatches with each kind of part, one of them with a corrupt sample."""
+    loader = site.loader(spec=spec)
+    decoder = loader._decoder
+    found = {}
+    for planned in loader._queue:
+        for packs, images in zip(planned, decoder.images_to_decode(planned), strict=True):
+            each = Requested(decoder, packs, images)
+            kind = (*each.sent, "corrupt") if each.corrupt else tuple(each.sent)
+            found.setdefault(kind, each)
+        if any("corrupt" in kind for kind in found) and len(found) > 2:
+            return list(found.values())
+    raise AssertionError(found.keys())
+
+
+@pytest.fixture(scope="module", params=["clip", "qwen", "fractional"])
+def requested(request, tmp_path_factory, tokenizer, text_spec):
+    """Microbatches for one encoder and type of position ids."""
+    spec = CLIP if request.param == "clip" else QWEN
+    if request.param != "clip":
+        times = "sides" if request.param == "qwen" else "fractional"
+        text_spec = replace(text_spec, positions="mrope", clip_times=times)
+    return requests(Site(tmp_path_factory.mktemp("site"), tokenizer, text_spec), spec)
+
+
+def test_right_response_is_accepted(requested):
+    for each in requested:
+        step = each.unpack(each.messages())
+        (found,) = step.microbatches
+        assert step.corrupt == each.corrupt
+        assert {m.values["part"] for m in messages_of(step)} == set(each.sent)
+        for message in messages_of(step):
+            own = each.sent[message.values["part"]]
+            assert json.dumps(message.values) == json.dumps(own.values)
+            assert all(torch.equal(t, own.tensors[n]) for n, t in message.tensors.items())
+        assert found.meta.tokens == len(found.input_ids_T)
+
+
+def test_wrong_value_is_rejected_and_named(requested):
+    """Each value of each part with each wrong type, missing, and with an unknown key."""
+    tried = 0
+    for each in requested:
+        for part, message in each.sent.items():
+            for key, honest in message.values.items():
+                for wrong in WRONG_VALUES:
+                    if json.dumps(wrong) == json.dumps(honest) or (key, wrong) == ("corrupt", {}):
+                        continue
+                    assert key in each.rejection(part, {key: wrong}), (part, key, wrong)
+                    tried += 1
+                assert key in each.rejection(part, without=[key]) or key == "part"
+            assert "unknown" in each.rejection(part, {"unknown": 1})
+    assert tried > 300
+
+
+def test_wrong_tensor_is_rejected_and_named(requested):
+    """Each tensor of each part with wrong dtype, dimensions and length, missing, and unknown."""
+    tried = 0
+    for each in requested:
+        for part, message in each.sent.items():
+            for name, tensor in message.tensors.items():
+                for kind, change in WRONG_TENSORS.items():
+                    wrong = change(tensor)
+                    if wrong.dtype == tensor.dtype and wrong.shape == tensor.shape:
+                        continue
+                    assert name in each.rejection(part, tensors={name: wrong}), (part, name, kind)
+                    tried += 1
+                assert name in each.rejection(part, without=[name])
+            if len(message.tensors) < 3:
+                extra = torch.zeros(3, dtype=torch.int64)
+                assert "extra" in each.rejection(part, tensors={"extra": extra})
+    assert tried > 50
+
+
+def wrong_numbers(each: Requested):
+    """Yield (part, field, changes) of right types and shapes, but wrong numbers."""
+    text = each.sent[TEXT]
+    ids, targets, positions = (
+        text.tensors[key] for key in ("input_ids_T", "targets_T", "position_ids")
+    )
+    size = each.decoder.reader.text_spec.vocab_size
+    for value in (-1, size, 2**62):
+        yield TEXT, "input_ids_T", {"tensors": {"input_ids_T": put(ids, 1, value)}}
+    for value in (-1, size, int(ids[2]) ^ 1):
+        yield TEXT, "targets_T", {"tensors": {"targets_T": put(targets, 1, value)}}
+    yield TEXT, "position_ids", {"tensors": {"position_ids": put(positions, 3, 10**6)}}
+    yield TEXT, "position_ids", {"tensors": {"position_ids": positions + 1}}
+    yield TEXT, "cu_seqlens", {"values": {"cu_seqlens": [0, 5, *text.values["cu_seqlens"][1:]]}}
+    yield (
+        TEXT,
+        "cu_seqlens",
+        {"values": {"cu_seqlens": list(map(float, text.values["cu_seqlens"]))}},
+    )
+    yield TEXT, "corrupt", {"values": {"corrupt": {"other[99]": "torn"}}}
+    yield TEXT, "corrupt", {"values": {"corrupt": dict.fromkeys(each.corrupt, 3) or {"x[1]": ""}}}
+    yield TEXT, "decoded_images", {"values": {"decoded_images": 10**6}}
+    if not each.corrupt:  # then blank samples are expected
+        name = f"{each.packs[0][0].meta.source}[{each.packs[0][0].meta.index}]"
+        yield TEXT, "", {"values": {"corrupt": {name: "torn"}}}
+    for part, message in each.sent.items():
+        if part == TEXT:
+            continue
+        places = message.tensors["places"]
+        for value in (-1, len(ids), 2**62):
+            yield part, "places", {"tensors": {"places": put(places, 0, value)}}
+        yield part, "places", {"tensors": {"places": put(places, 0, int(places[1]))}}
+        grids = message.values["grids_thw"]
+        yield part, "grids_thw", {"values": {"grids_thw": [[t, w * h, 1] for t, h, w in grids]}}
+        yield part, "grids_thw", {"values": {"grids_thw": grids[:-1]}}
+        yield part, "held", {"values": {"held": list(range(len(grids)))}}
+        if "blank" in message.values:
+            yield part, "blank", {"values": {"blank": [*message.values["blank"], 99]}}
+            yield part, "places", {"tensors": {"places": places.flip(0) - 1}}
+            yield part, "patches_per_token", {"values": {"patches_per_token": 0}}
+        else:
+            times, contexts = message.values["times"], message.values["contexts"]
+            yield part, "times", {"values": {"times": [1 - time for time in times]}}
+            yield part, "contexts", {"values": {"contexts": [each + 1 for each in contexts]}}
+            counted = [not each for each in message.values["counted"]]
+            yield part, "counted", {"values": {"counted": counted}}
+            yield part, "places", {"tensors": {"places": places.flip(0)}}
+
+
+def put(tensor, index, value):
+    changed = tensor.clone()
+    changed[..., index] = value
+    return changed
+
+
+def test_wrong_number_is_rejected_and_named(requested):
+    tried = 0
+    for each in requested:
+        for part, field, changes in wrong_numbers(each):
+            assert field in each.rejection(part, **changes), (part, field, changes)
+            tried += 1
+    assert tried > 50
+
+
+def test_duplicate_missing_and_unknown_parts_are_rejected(requested):
+    each = next(each for each in requested if len(each.sent) > 1)
+    sent = each.messages()
+    other = Message(dict(each.sent[TEXT].values) | {"part": "other"}, each.sent[TEXT].tensors)
+    for messages, why in {
+        "twice": ([sent[0], *sent], "sent twice"),
+        "less": (sent[:-1], "parts"),
+        "nothing": ([], "parts"),
+        "unknown": ([*sent, to_arrow(other, 0)], "part = 'other'"),
+        "other microbatch": ([(sent[0][0], sent[0][1].replace(b'batch": 0', b'batch": 1'))], "= 1"),
+        "bool": ([(sent[0][0], sent[0][1].replace(b'batch": 0', b'batch": false'))], "False"),
+    }.values():
+        with pytest.raises(ValueError, match=why):
+            each.unpack(messages)
+
+
+def test_endless_response_is_rejected_early(requested):
+    """The reader takes no message after the first one that was not requested."""
+    each = next(each for each in requested if len(each.sent) > 1)
+    read = 0
+
+    def endless():
+        nonlocal read
+        for number in count():
+            read += 1
+            values = dict(each.sent[TEXT].values) | {"part": f"part {number}" if number else TEXT}
+            yield to_arrow(Message(values, each.sent[TEXT].tensors), 0)
+
+    with pytest.raises(ValueError, match="part 1"):
+        each.unpack(endless())
+    assert read == 2
+    large = to_arrow(Message(dict(each.sent[TEXT].values) | {"x": "x" * MAX_VALUES_BYTES}, {}), 0)
+    with pytest.raises(ValueError, match="bytes of JSON"):
+        each.unpack([large])
+
+
+class WrongIds(Producer):
+    """A producer whose token ids are too large."""
+
+    asked = 0
+
+    def do_get(self, context, ticket):
+        self.asked += 1
+        return super().do_get(context, ticket)
+
+    def _wait(self, job, context):
+        text, *others = super()._wait(job, context)
+        tensors = text.tensors | {"input_ids_T": text.tensors["input_ids_T"] + 10**6}
+        return [Message(text.values, tensors), *others]
+
+
+def test_wrong_producer_is_logged_and_left_out(site, monkeypatch, caplog):
+    expected = take(site.loader(), 6)
+    monkeypatch.setattr("test_producers.Producer", WrongIds)
+    wrong = site.producer()
+    monkeypatch.undo()
+    right = site.producer()
+    assert take(site.loader(wrong, right), 6) == expected
+    (record,) = [r for r in caplog.records if "wrong response" in r.message]
+    assert wrong in record.message and "input_ids_T" in record.message
+    assert site.opened[0].asked == 1  # by one data worker, in the whole run
+    with pytest.raises(DataError, match=f"no producer.*{wrong}: malformed answer.*input_ids_T"):
+        take(site.loader(wrong, give_up_s=60), 1)  # at once
+
+
+def test_liar_that_streams_forever_is_left_out(site):
+    loader = site.loader()
+    decoder = loader._decoder
+    planned = next(iter(loader._queue))
+    step = decoder.decode_one(planned[0], decoder.images_to_decode(planned)[0])
+    (text, *_) = messages_of(step)
+    endless = (to_arrow(Message(text.values | {"part": f"p{n}"}, text.tensors), 0) for n in count())
+    with Liar(*[]) as liar:
+        liar.parts = endless
+        right = site.producer()
+        address = f"127.0.0.1:{liar.port}"
+        assert take(site.loader(address, right), 2) == take(site.loader(), 2)
+        assert next(endless) is not None

@@ -1,0 +1,435 @@
+"""Disaggregated preprocessing: same batches from any producer, even if one dies meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from data_cases import (
+    CLIP,
+    QWEN,
+    caption,
+    caption_rows,
+    data_config,
+    png,
+    take,
+    training,
+    write_jsonl,
+    write_parquet,
+)
+from ports import free_port
+from pyarrow import flight
+from test_video import clip_of
+
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.generated import GeneratorSpec
+from torchmm.common.row_slices import Reads, Share
+from torchmm.data.loader import build_loader
+from torchmm.data.sources.open import open_samples
+from torchmm.extensions.remote.producers.calls import (
+    TOKEN_VARIABLE,
+    check_exposure,
+    key_pair,
+    read_certificate,
+)
+from torchmm.extensions.remote.producers.messages import (
+    SCHEMA,
+    VERSION,
+    Message,
+    Request,
+    messages_of,
+    pack_request,
+    to_arrow,
+    unpack_request,
+)
+from torchmm.extensions.remote.producers.server import Producer
+from torchmm.recipe.data_section import ProducersConfig, SourceConfig
+
+DRAWN = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
+
+
+class Site:
+    """Data, and those that prepare them."""
+
+    def __init__(self, directory: Path, tokenizer, text_spec) -> None:
+        rows = caption_rows(23)
+        rows[5]["image"]["bytes"] = png(40, 24, 5)[:-800]  # torn after its header
+        write_parquet(directory / "captions", rows)
+        path = str(directory / "captions")
+        self.sources = [
+            SourceConfig(path=path, name="read"),
+            SourceConfig(path=path, name="drawn", generate="image"),
+        ]
+        self.directory = directory
+        self.sizes: dict[str, int] = {}
+        self.common = {"tokenizer": tokenizer, "text_spec": text_spec, "generator_spec": DRAWN}
+        self.opened: list[Producer] = []
+
+    def data(self, workers=0, **producers):
+        addresses = ProducersConfig(**{"give_up_s": 20, "timeout_s": 10, **producers})
+        return data_config(self.directory, *self.sources, workers=workers, producers=addresses)
+
+    def loader(
+        self, *addresses, spec=CLIP, rank=0, ranks=1, state=None, workers=0, reads=None, **producers
+    ):
+        return build_loader(
+            self.data(workers, addresses=list(addresses), **producers),
+            training(**self.sizes),
+            image_specs={"vision": spec},
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
+            state=state,
+            reads=reads,
+            **self.common,
+        )
+
+    def producer(self, spec=CLIP, workers=0, token=None, certificate=None, **sizes):
+        """Starts one; returns its address."""
+        sizes = training(**self.sizes, **sizes)
+        opened = open_samples(self.data(), sizes, image_specs={"vision": spec}, **self.common)
+        producer = Producer(
+            opened, sizes, "127.0.0.1:0", workers=workers, token=token, certificate=certificate
+        )
+        self.opened.append(producer)
+        return f"127.0.0.1:{producer.port}"
+
+    def stop(self, number=-1):
+        self.opened.pop(number).close()
+
+
+@pytest.fixture
+def site(tmp_path, tokenizer, text_spec):
+    found = Site(tmp_path, tokenizer, text_spec)
+    yield found
+    while found.opened:
+        found.stop()
+
+
+@pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)
+def test_batches_are_those_of_the_own_workers(site, spec):
+    addresses = [site.producer(spec), site.producer(spec)]
+    for rank in range(2):
+        expected = take(site.loader(spec=spec, rank=rank, ranks=2), 7)
+        assert take(site.loader(*addresses, spec=spec, rank=rank, ranks=2), 7) == expected
+    assert any(skipped for _, skipped, _ in expected)
+
+
+@pytest.mark.parametrize("spec", [CLIP, QWEN], ids=lambda s: s.processor_class)
+def test_clips_come_as_from_the_own_workers(site, spec):
+    """Whole or frame by frame, with images and text, and one that is torn after planning."""
+    rows = [{"video": f"{i}.mp4", "text": caption(i)} for i in range(4)]
+    rows += [{"image": "image.png", "text": caption(4)}, {"text": caption(5)}]
+    (site.directory / "image.png").write_bytes(png(16, 24))
+    for i in range(4):
+        (site.directory / f"{i}.mp4").write_bytes(
+            clip_of(5 + 4 * i, fps=10 - 2 * i, width=24, height=16)
+        )
+    path = write_jsonl(site.directory / "clips.jsonl", rows)
+    site.sources = [SourceConfig(path=str(path), name="clips")]
+    site.common["text_spec"] = replace(site.common["text_spec"], video_token_id=4)
+    site.sizes = {"sequence_length": 256}
+    own, served = site.loader(spec=spec), site.loader(site.producer(spec), spec=spec)
+    (site.directory / "2.mp4").write_bytes(b"torn later")
+    expected = take(own, 3)
+    assert take(served, 3) == expected
+    metas = [meta for batch, _, _ in expected for *_, meta in batch]
+    frames = {i.frames for meta in metas for i in meta.images_read_by("vision") if i.duration_ms}
+    assert frames == ({2, 4} if spec is QWEN else {1})
+    assert any("clips[2]" in message for _, skipped, _ in expected for message in skipped)
+
+
+def test_noise_is_not_sent_but_drawn_where_it_is_trained_on(site):
+    producer = site.loader(site.producer())
+    planned = next(iter(producer._queue))
+    sent = producer._decoder.decode(planned)
+    assert any(m.generator and len(m.generator.patches_PV) for m in sent.microbatches)
+    assert all(not len(m.generator.noise_PV) for m in sent.microbatches if m.generator)
+    [batch] = islice(producer, 1)
+    for m in batch.microbatches:
+        assert m.generator is None or m.generator.noise_PV.shape == m.generator.patches_PV.shape
+
+
+def test_a_killed_worker_and_a_killed_producer_cost_nothing(site):
+    expected = take(site.loader(), 12)
+    addresses = [site.producer(workers=1), site.producer()]
+    batches = iter(site.loader(*addresses, workers=1))
+    found = []
+    for number in range(12):
+        found += take(batches, 1)
+        if number == 2:
+            pool = site.opened[0].work._pool
+            os.kill(next(iter(pool._processes)), signal.SIGKILL)
+        if number == 6:
+            site.stop(0)
+    assert found == expected
+
+
+def test_resuming_with_other_producers_goes_on_exactly(site):
+    whole = take(site.loader(), 6)
+    first = take(site.loader(site.producer()), 3)
+    site.stop()
+    found = first + take(site.loader(site.producer(), state=first[-1][2]), 3)
+    assert [(c, state) for c, _, state in found] == [(c, state) for c, _, state in whole]
+
+
+def test_busy_producers_are_asked_again(site):
+    address = site.producer()
+    room = site.opened[0]._room
+    for _ in range(4):
+        room.acquire()
+    message = r"no producer.*give_up_s = 0.5.*Unavailable: it has no room"
+    with pytest.raises(DataError, match=message):
+        take(site.loader(address, give_up_s=0.5), 1)
+    room.release()
+    assert take(site.loader(address), 2) == take(site.loader(), 2)
+
+
+def test_nobody_answers(site):
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(DataError, match=f"no producer.*{address}: Unavailable.*torchmm.data.serve"):
+        take(site.loader(address, give_up_s=0.5), 1)
+    assert take(site.loader(address, site.producer()), 2) == take(site.loader(), 2)
+
+
+def test_a_producer_of_other_data_is_refused(site):
+    with pytest.raises(DataError, match="prepares other data"):
+        take(site.loader(site.producer(seed=4)), 1)
+
+
+def test_a_wrong_token_is_refused(site, monkeypatch):
+    address = site.producer(token="secret")
+    for sent, why in ((None, "no token"), ("guess", "wrong token")):
+        if sent:
+            monkeypatch.setenv(TOKEN_VARIABLE, sent)
+        with pytest.raises(DataError, match=f"{why}.*{TOKEN_VARIABLE}"):
+            take(site.loader(address), 1)
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert take(site.loader(address), 2) == take(site.loader(), 2)
+
+
+def test_a_message_above_the_limit_names_it(site):
+    with pytest.raises(DataError, match=r"too large to be sent.*max_message_mb = 0.001"):
+        take(site.loader(site.producer(), max_message_mb=0.001), 1)
+
+
+def test_an_unknown_certificate_is_not_trusted(site, tmp_path):
+    keys = {}
+    for name in ("ours", "theirs"):
+        key, certificate = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
+        command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext"
+        names = [*command.split(), "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out"]
+        made = subprocess.run([*names, certificate], capture_output=True, check=False)
+        if made.returncode:
+            pytest.skip("no openssl to make a certificate with")
+        keys[name] = (certificate.read_bytes(), key.read_bytes())
+    address = site.producer(certificate=keys["ours"])
+    trusted = site.loader(address, ca_certificate=str(tmp_path / "ours.pem"))
+    assert take(trusted, 2) == take(site.loader(), 2)
+    other = site.loader(address, ca_certificate=str(tmp_path / "theirs.pem"), give_up_s=1)
+    with pytest.raises(DataError, match="Unavailable"):
+        take(other, 1)
+
+
+def test_key_pair_needs_both_files(tmp_path):
+    certificate, key = tmp_path / "a.pem", tmp_path / "a.key"
+    certificate.write_bytes(b"certificate")
+    key.write_bytes(b"key")
+    assert key_pair(None, None) is None
+    assert key_pair(str(certificate), str(key)) == (b"certificate", b"key")
+    for half in ((str(certificate), None), (None, str(key))):
+        with pytest.raises(ConfigError, match="--tls-certificate and --tls-key need each other"):
+            key_pair(*half)
+    with pytest.raises(ConfigError, match=r"absent\.key: No such file"):
+        key_pair(str(certificate), str(tmp_path / "absent.key"))
+
+
+def test_absent_ca_certificate_names_its_key(tmp_path):
+    assert read_certificate("some.key", None) is None
+    with pytest.raises(ConfigError, match=r"some\.key = .*absent\.pem': No such file"):
+        read_certificate("some.key", str(tmp_path / "absent.pem"))
+
+
+def test_streams_stay_where_they_are_read(site):
+    site.sources[0] = site.sources[0].model_copy(update={"streaming": True})
+    with pytest.raises(ConfigError, match=r"'read' is streamed.*streaming = false"):
+        site.loader("127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("bind", "encrypted", "token", "allowed"),
+    [
+        ("127.0.0.1:1", False, None, True),
+        ("localhost:1", False, None, True),
+        ("[::1]:1", False, None, True),
+        ("0.0.0.0:1", False, "secret", False),
+        ("10.0.0.1:1", True, None, False),
+        ("node3:1", True, "secret", True),
+    ],
+)
+def test_other_machines_need_a_certificate_and_a_token(bind, encrypted, token, allowed):
+    if allowed:
+        check_exposure(bind, encrypted, token)
+    else:
+        with pytest.raises(ConfigError, match="--tls-certificate"):
+            check_exposure(bind, encrypted, token)
+
+
+@pytest.mark.parametrize("data", [b"{}", b"\xff", b"[]", b'{"version": 0}'])
+def test_what_is_no_request_is_said(data):
+    with pytest.raises(ValueError, match=r"not a request|version 0 of the protocol, not 6|column"):
+        unpack_request(data)
+    reads = Reads({"vision": Share(1, 2)}, Share(0, 4))
+    for asked in (Request("a", [[[]]]), Request("a", [[[]]], reads)):
+        assert unpack_request(pack_request(asked)) == asked
+    assert VERSION == 6
+
+
+@pytest.mark.parametrize(
+    ("samples", "why"),
+    [
+        ([[[[0, 0, -1]]]], "not a request for samples"),
+        ([[[[0, 0, 10**30]]]], "not a request for samples"),
+        ([[[[0, 0, 99]]]], "no sample 99 of source 0"),
+        ([[[[7, 0, 0]]]], "no sample 0 of source 7"),
+        ([[[[0, 0, 0]] * 50]], "a sequence of .* tokens, but training.sequence_length = 64"),
+        ([[[]] * 99], "99 sequences, but training.global_batch_size"),
+        ([[[[0, 0, 1]] * 200_000] * 4], "a request of .* bytes"),
+    ],
+    ids=["negative", "beyond", "no sample", "no source", "too long", "too many", "too large"],
+)
+def test_requests_cannot_make_a_producer_decode_what_no_step_has(site, samples, why):
+    address = site.producer()
+    fingerprint = site.opened[0]._fingerprint
+    asked = {"version": VERSION, "fingerprint": fingerprint, "samples": samples}
+    ticket = flight.Ticket(json.dumps(asked | {"reads": None, "most_bytes": 10**9}).encode())
+    with pytest.raises(flight.FlightServerError, match=why) as caught:
+        flight.FlightClient(f"grpc+tcp://{address}").do_get(ticket).read_all()
+    assert caught.value.extra_info == b"refused"
+    assert site.opened[0].work.decoded == 0
+    assert take(site.loader(address), 1) == take(site.loader(), 1)
+
+
+class Liar(flight.FlightServerBase):
+    """Answers every request with the same."""
+
+    def __init__(self, *parts, schema=SCHEMA):
+        super().__init__("grpc+tcp://127.0.0.1:0")
+        self.parts = parts
+        self.schema = schema
+
+    def do_get(self, context, ticket):
+        return flight.GeneratorStream(self.schema, iter(self.parts))
+
+
+def honest(site):
+    """The messages that the first step is made of."""
+    loader = site.loader()
+    planned = next(iter(loader._queue))
+    wanted = loader._decoder.images_to_decode(planned)
+    return [
+        (number, message)
+        for number, each in enumerate(zip(planned, wanted, strict=True))
+        for message in messages_of(loader._decoder.decode_one(*each))
+    ]
+
+
+def changed(sent, number, part, values=None, tensors=None):
+    """Honest messages, one of them with other values or tensors."""
+    found = []
+    for of, message in sent:
+        values_now, tensors_now = dict(message.values), dict(message.tensors)
+        if (of, message.values["part"]) == (number, part):
+            values_now |= values or {}
+            tensors_now |= tensors or {}
+        found.append(to_arrow(Message(values_now, tensors_now), of))
+    return found
+
+
+def lies(sent):
+    """By name: what a producer may send that is no answer."""
+    first = {message.values["part"]: message for number, message in sent if number == 0}
+    pixels = first["vision"].tensors["pixels"]
+    nothing = pa.record_batch([pa.nulls(1, pa.large_binary())] * 3, schema=SCHEMA)
+    return {
+        "nothing": [],
+        "no values": [nothing],
+        "no JSON": [(nothing, b"{")],
+        "a list": [(nothing, b"[]")],
+        "half of it": changed(sent, 0, "")[:1],
+        "twice the same": changed(sent, 0, "")[:1] * 2,
+        "other tokens": changed(sent, 0, "", tensors={"input_ids_T": pixels}),
+        "other segments": changed(sent, 0, "", {"cu_seqlens": [0, 3]}),
+        "no segments": changed(sent, 0, "", {"cu_seqlens": None}),
+        "fewer pixels": changed(sent, 0, "vision", tensors={"pixels": pixels[1:]}),
+        "floats": changed(sent, 0, "vision", tensors={"pixels": pixels.float()}),
+        "other sizes": changed(sent, 0, "vision", {"grids_thw": [[1, 2, 3]]}),
+        "places outside": changed(
+            sent, 0, "vision", tensors={"places": first["vision"].tensors["places"] + 10**6}
+        ),
+        "blank what is not there": changed(sent, 0, "vision", {"blank": [99]}),
+    }
+
+
+def test_answers_that_are_none_are_named_and_asked_for_elsewhere(site):
+    sent = honest(site)
+    true, expected = site.producer(), take(site.loader(), 1)
+    whole = Liar(*changed(sent, 0, ""))
+    assert take(site.loader(f"127.0.0.1:{whole.port}"), 1) == expected  # the truth, so far
+    whole.shutdown()
+    for name, parts in lies(sent).items():
+        with Liar(*parts) as liar:
+            address = f"127.0.0.1:{liar.port}"
+            with pytest.raises(DataError, match=f"{address}: malformed answer"):
+                take(site.loader(address, give_up_s=0.1), 1)
+            for addresses in ([address, true], [true, address]):
+                assert take(site.loader(*addresses), 1) == expected, name
+    other = pa.schema([("x", pa.int64())])
+    with Liar(pa.record_batch([[1]], schema=other), schema=other) as liar:
+        assert take(site.loader(f"127.0.0.1:{liar.port}", true), 1) == expected
+
+
+def test_ranks_with_the_same_samples_share_their_decoding(site):
+    """Those of a replica that read no pixels ask for the very same."""
+    address = site.producer()
+    work = site.opened[0].work
+    nothing = Reads({})
+    loaders = [site.loader(address, reads=nothing) for _ in range(3)]
+    found = [take(loader, 2) for loader in loaders]
+    assert found[0] == found[1] == found[2]
+    steps = len(found[0])
+    microbatches = len(found[0][0][0])
+    assert work.decoded == steps * microbatches
+    take(site.loader(address), 2)
+    assert work.decoded == 2 * steps * microbatches
+
+
+def test_what_nobody_waits_for_is_not_decoded(site):
+    address = site.producer()
+    work = site.opened[0].work
+    held = threading.Event()
+    work._pool.submit(held.wait, 30)  # its only worker is busy
+    loader = site.loader(address, timeout_s=0.3, give_up_s=0.3)
+    with pytest.raises(DataError, match="TimedOut"):
+        take(loader, 1)
+    deadline = time.monotonic() + 10
+    while (work.unfinished or not site.opened[0]._room.acquire(False)) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    assert work.unfinished == 0 and not work._jobs
+    held.set()
+
+
+def test_nothing_is_said_to_other_machines_unencrypted(site, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    with pytest.raises(DataError, match="nothing goes unencrypted"):
+        take(site.loader("192.0.2.1:7", give_up_s=0.1), 1)

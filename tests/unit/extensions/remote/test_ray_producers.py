@@ -1,0 +1,69 @@
+"""Producers that Ray starts, and starts again: killed, added, removed, and the same batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from data_cases import CLIP, take, training
+from test_producers import site
+
+from torchmm.extensions.remote.producers.calls import connect
+from torchmm.extensions.remote.producers.registry import Registry, ask_registry
+
+ray = pytest.importorskip("ray")
+from torchmm.extensions.remote.producers.ray_actors import RayProducers  # noqa: E402
+
+__all__ = ["site"]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
+PATIENCE_S = 200
+
+
+@pytest.fixture
+def registry():
+    found = Registry("127.0.0.1:0")
+    yield found
+    found.shutdown()
+
+
+def addresses(registry, count: int, without: str = "") -> set[str]:
+    """Of all producers, once there are so many, and one is not among them."""
+    client = connect(f"127.0.0.1:{registry.port}", None, 10**6)
+    deadline = time.monotonic() + PATIENCE_S
+    while (
+        len(listed := {each.address for each in ask_registry(client)}) != count or without in listed
+    ):
+        assert time.monotonic() < deadline, listed
+        time.sleep(0.1)
+    return listed
+
+
+def test_three_actors_one_killed_one_added(site, registry):
+    expected = take(site.loader(), 12)
+    address = f"127.0.0.1:{registry.port}"
+    given = {"registry": address, "engine": "ray", "count": 3, "timeout_s": 100, "give_up_s": 300}
+    specs = {**site.common, "image_specs": {"vision": CLIP}}
+    producers = RayProducers(site.data(**given), training(), specs)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        batches = iter(site.loader(workers=1, **given))
+        found = take(batches, 3)
+        first = addresses(registry, 3)
+        killed, process = ray.get(producers.actors[0].describe.remote())
+        os.kill(process, signal.SIGKILL)
+        found += take(batches, 3)
+        second = addresses(registry, 3, without=killed)
+        assert first - second == {killed}  # Ray has started another in its place
+        added = producers.add()
+        third = addresses(registry, 4)
+        assert ray.get(added.describe.remote())[0] in third - second
+        found += take(batches, 3)
+        producers.remove(producers.actors[1])
+        assert addresses(registry, 3) < third
+        found += take(batches, 3)
+        assert found == expected
+    finally:
+        producers.close()
+    assert not ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,312 @@
+"""Producers that come, go and die while samples are asked for; who is asked first."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from data_cases import take
+from pyarrow import flight
+from test_producers import site
+
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.extensions.remote.producers import registry as registry_module
+from torchmm.extensions.remote.producers.calls import TOKEN_VARIABLE, connect, said, within
+from torchmm.extensions.remote.producers.choosing import in_turn
+from torchmm.extensions.remote.producers.registry import (
+    FORGOTTEN_S,
+    MAX_PRODUCERS_PER_HOST,
+    Registry,
+    Reported,
+    Reporter,
+    ask_registry,
+    own_registry,
+)
+from torchmm.extensions.remote.registry import main as registry_program
+from torchmm.extensions.remote.registry import make_parser as registry_parser
+from torchmm.extensions.remote.serve import make_parser as serve_parser
+from torchmm.extensions.remote.serve import serve
+from torchmm.recipe.data_section import ProducersConfig
+
+LAUNCH = Path(__file__).parents[3] / "scripts" / "launch"
+__all__ = ["site"]
+
+
+class Reporting:
+    """Producers of a site that report to a registry."""
+
+    def __init__(self, site) -> None:
+        self.site = site
+        self.registry = Registry("127.0.0.1:0")
+        self.address = f"127.0.0.1:{self.registry.port}"
+        self.reporters: list[Reporter] = []
+
+    def add(self, **options) -> str:
+        address = self.site.producer(**options)
+        load = partial(self.site.opened[-1].load, address)
+        self.reporters.append(Reporter(self.address, load))
+        self.until(lambda known: address in known)
+        return address
+
+    def known(self) -> list[str]:
+        return [each.address for each in ask_registry(connect(self.address, None, 10**6))]
+
+    def until(self, condition) -> None:
+        deadline = time.monotonic() + 3 * FORGOTTEN_S
+        while not condition(self.known()):
+            assert time.monotonic() < deadline, self.known()
+            time.sleep(0.05)
+
+    def remove(self, number: int = 0) -> None:
+        """It says that it leaves."""
+        self.reporters.pop(number).close()
+        self.site.stop(number)
+
+    def kill(self, number: int = 0) -> None:
+        """It says nothing."""
+        reporter = self.reporters.pop(number)
+        reporter._closing.set()
+        reporter._send = lambda kind: None
+        self.site.stop(number)
+
+    def close(self) -> None:
+        for reporter in self.reporters:
+            reporter.close()
+        self.registry.shutdown()
+
+
+@pytest.fixture
+def reporting(site):
+    found = Reporting(site)
+    yield found
+    found.close()
+
+
+def test_producers_come_and_go_in_a_run(reporting, site):
+    expected = take(site.loader(), 12)
+    first = reporting.add()
+    batches = iter(site.loader(registry=reporting.address))
+    found = take(batches, 3)
+    second = reporting.add()
+    found += take(batches, 3)
+    reporting.remove(0)
+    assert reporting.known() == [second]
+    found += take(batches, 3)
+    third = reporting.add()
+    reporting.kill(0)
+    found += take(batches, 3)
+    assert found == expected and len({first, second, third}) == 3
+    reporting.until(lambda known: known == [third])  # who was killed is forgotten
+
+
+def test_all_producers_have_their_turn(reporting, site):
+    for _ in range(2):
+        reporting.add()
+    take(site.loader(registry=reporting.address), 8)
+    assert all(producer.work.decoded >= 4 for producer in site.opened)
+
+
+def test_a_run_goes_on_without_its_registry(reporting, site):
+    reporting.add()
+    batches = iter(site.loader(registry=reporting.address))
+    found = take(batches, 2)
+    port = reporting.registry.port
+    reporting.registry.shutdown()
+    time.sleep(2.5)  # what is known of it is old by now
+    found += take(batches, 2)
+    assert found == take(site.loader(), 4)
+    reporting.registry = Registry(f"127.0.0.1:{port}")
+    reporting.until(lambda known: len(known) == 1)
+
+
+def test_producers_of_other_data_are_not_asked(reporting, site):
+    reporting.add(seed=4)
+    with pytest.raises(DataError, match="knows 0 producers of these data and 1 of others"):
+        take(site.loader(registry=reporting.address, give_up_s=0.5), 1)
+    reporting.add()
+    assert take(site.loader(registry=reporting.address), 2) == take(site.loader(), 2)
+
+
+def test_a_registry_that_is_not_there_is_named(site):
+    message = r"no producer.*registry 127.0.0.1:1: Unavailable.*data.producers.registry"
+    with pytest.raises(DataError, match=message):
+        take(site.loader(registry="127.0.0.1:1", give_up_s=0.5), 1)
+
+
+def test_registries_want_the_token_and_reports_as_they_are(reporting, monkeypatch):
+    client = connect(reporting.address, None, 10**6)
+    for kind, body in {
+        "report": b"{",
+        "leave": b"[]",
+        "other": json.dumps(Reported("a:1", "f", 1, 0)._asdict()).encode(),
+    }.items():
+        with pytest.raises(flight.FlightServerError):
+            list(client.do_action(flight.Action(kind, body), within(5)))
+    guarded = Registry("127.0.0.1:0", token="secret")
+    asked = connect(f"127.0.0.1:{guarded.port}", None, 10**6)
+    with pytest.raises(flight.FlightUnauthenticatedError, match="no token"):
+        ask_registry(asked)
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    assert ask_registry(asked) == []
+    guarded.shutdown()
+
+
+WRONG_REPORTS = [
+    *({"workers": wrong} for wrong in (0, -1, 4097, 10**7, 10**12, 10**400, "2", 2.0, True, None)),
+    *({"unfinished": wrong} for wrong in (-1, 10**10, "0", 0.5, False, None)),
+    *(
+        {"address": wrong}
+        for wrong in (
+            "x", ":1", "a:", "a:0", "a:65536", "a:-1", "a:1 ", " a:1", "a:1\n", "a\nb:1",
+            "a\x1b[2J:1", "a:1:2", "::1:7", "[::1:7", "user@a:1", "a/b:1", "a" * 300 + ":1",
+            "\u202ea:1", 7, None, [],
+        )
+    ),
+    *({"fingerprint": wrong} for wrong in ("f" * 129, "f\n", "f\x1b", "\u00e9", 1, None)),
+    {"other": 1},
+]  # fmt: skip
+
+
+def report(client, kind="report", **changes):
+    body = json.dumps(Reported("a:1", "f", 1, 0)._asdict() | changes).encode()
+    list(client.do_action(flight.Action(kind, body), within(5)))
+
+
+@pytest.mark.parametrize("wrong", WRONG_REPORTS, ids=lambda w: ascii(w)[:40])
+def test_registry_rejects_wrong_report(reporting, wrong, caplog):
+    caplog.set_level("INFO")
+    client = connect(reporting.address, None, 10**6)
+    with pytest.raises(flight.FlightServerError, match="not a producer's report") as caught:
+        report(client, **wrong)
+    assert said(caught.value).isprintable()
+    assert reporting.known() == [] and not caplog.records
+    for right in ("node-3.example_1:7411", "10.0.0.7:65535", "[fd00::7]:7411"):
+        report(client, address=right, workers=4096)
+    assert len(reporting.known()) == 3
+
+
+def test_large_report_does_not_disturb_run(reporting, site):
+    """A report of 10^7 workers once ended the runs that use the registry."""
+    reporting.add()
+    client = connect(reporting.address, None, 10**6)
+    fingerprint = site.opened[0].load("a:1").fingerprint
+    for workers in (10**7, 10**12):
+        with pytest.raises(flight.FlightServerError):
+            report(client, fingerprint=fingerprint, workers=workers)
+    assert take(site.loader(registry=reporting.address, give_up_s=10), 3) == take(site.loader(), 3)
+
+
+def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):
+    registry = reporting.registry
+    now_s = [0.0]
+    monkeypatch.setattr(registry_module.time, "monotonic", lambda: now_s[0])
+    right = Reported("right:1", "f", 1, 0)
+    registry._hear("report", right, "ipv4:10.0.0.1")
+    for number in range(MAX_PRODUCERS_PER_HOST):
+        registry._hear("report", Reported(f"wrong{number}:1", "f", 1, 0), "ipv4:10.0.0.9")
+    with pytest.raises(ValueError, match=r"10\.0\.0\.9 has 256 producers; at most 256"):
+        registry._hear("report", Reported("wrong:1", "f", 1, 0), "ipv4:10.0.0.9")
+    registry._hear("report", right, "ipv4:10.0.0.1")
+    registry._hear("report", Reported("second:1", "f", 1, 0), "ipv4:10.0.0.2")
+    for kind in ("report", "leave"):  # an address belongs to the host that reports it
+        with pytest.raises(ValueError, match=r"right:1 is reported by ipv4:10\.0\.0\.1"):
+            registry._hear(kind, right, "ipv4:10.0.0.9")
+    assert right in registry.listed()
+    monkeypatch.setattr(registry_module, "MOST_PRODUCERS", len(registry._last))
+    registry._hear("report", right, "ipv4:10.0.0.1")  # known producers can always report
+    with pytest.raises(ValueError, match="there are 258 producers; at most 258"):
+        registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
+    now_s[0] += FORGOTTEN_S  # the made-up addresses expire, though no trainer lists producers
+    registry._hear("report", Reported("third:1", "f", 1, 0), "ipv4:10.0.0.3")
+    assert registry.listed() == [Reported("third:1", "f", 1, 0)]
+
+
+def test_turns_of_many_workers_are_limited():
+    many = [Reported(f"n{number}:1", "f", 4096, 0) for number in range(2000)]
+    begin_s = time.monotonic()
+    assert len(in_turn(many, 7)) == 2000
+    assert time.monotonic() - begin_s < 5
+    firsts = [
+        in_turn([*many[:9], Reported("small:1", "f", 1, 0)], n)[0] for n in range(0, 20000, 50)
+    ]
+    assert {each.address for each in many[:9]} <= set(firsts)
+    assert firsts.count("small:1") <= 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--workers", "-1"], ["--workers", "4097"], ["--bind", "nowhere"], ["--bind", "a:1\x1b[2J"],
+     ["--registry", "a:0"], ["--advertise", "http://a:1"]],
+)  # fmt: skip
+def test_serve_rejects_wrong_arguments(wrong):
+    arguments, overrides = serve_parser().parse_known_args(["--config", "none.toml", *wrong])
+    with pytest.raises(ConfigError, match=wrong[0]) as caught:
+        serve(arguments, overrides)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["--tls-certificate", "--tls-key"])
+def test_programs_with_half_tls_pair_are_rejected(given, monkeypatch, capsys):
+    half = [given, "file.pem"]
+    arguments, overrides = serve_parser().parse_known_args(["--config", "none.toml", *half])
+    with pytest.raises(ConfigError, match="need each other"):
+        serve(arguments, overrides)
+    monkeypatch.setattr("sys.argv", ["registry", "--bind", "127.0.0.1:0", *half])
+    with pytest.raises(SystemExit) as stopped:
+        registry_program()
+    assert stopped.value.code == ConfigError.exit_code
+    assert "--tls-certificate and --tls-key need each other" in capsys.readouterr().err
+
+
+def test_nothing_is_reported_unencrypted_to_other_machines():
+    with pytest.raises(ConnectionError, match="unencrypted"):
+        Reporter("192.0.2.1:7", lambda: Reported("a:1", "f", 1, 0))
+
+
+def test_a_run_has_a_registry_only_on_its_own_machine():
+    with own_registry(ProducersConfig()) as none:
+        assert none is None
+    with own_registry(ProducersConfig(registry="10.0.0.1:7")) as none:
+        assert none is None
+    with own_registry(ProducersConfig(registry="127.0.0.1:0")) as registry:
+        second = own_registry(ProducersConfig(registry=f"127.0.0.1:{registry.port}"))
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            second.__enter__()
+
+
+def test_kubernetes_starts_what_there_is():
+    documents = yaml.safe_load_all((LAUNCH / "kubernetes_producers.yaml").read_text())
+    pods = {
+        d["metadata"]["name"]: d["spec"]["template"]["spec"]
+        for d in documents
+        if "template" in d["spec"]
+    }
+    (registry,) = pods["torchmm-registry"]["containers"]
+    program, _, module, *given = [*registry["command"], *registry["args"]]
+    assert (program, module) == ("python", "torchmm.data.registry")
+    assert registry_parser().parse_args(given).bind.endswith(":7410")
+    (producer,) = pods["torchmm-producers"]["containers"]
+    _, _, _, module, *given = producer["args"][0].split()
+    found, overrides = serve_parser().parse_known_args(given)
+    assert module == "torchmm.data.serve" and overrides == []
+    assert found.registry.endswith(":7410") and found.advertise.endswith(":7411")
+    assert found.tls_key and found.tls_certificate and found.ca_certificate
+
+
+def test_steps_go_to_producers_as_often_as_they_have_workers():
+    small, large = Reported("small:1", "f", 1, 0), Reported("large:1", "f", 3, 0)
+    firsts = [in_turn([small, large], step)[0] for step in range(8)]
+    assert firsts.count("large:1") == 6 and firsts[:4] == firsts[4:]
+    assert all(len(in_turn([small, large], step)) == 2 for step in range(8))
+    assert in_turn([], 3) == []
+
+
+def test_busy_and_silent_producers_come_last():
+    idle, busy = Reported("idle:1", "f", 1, 1), Reported("busy:1", "f", 1, 2)
+    assert all(in_turn([idle, busy], step) == ["idle:1", "busy:1"] for step in range(4))
+    last = in_turn([idle, busy], 0, avoided={"idle:1": 0.0})
+    assert last == ["busy:1", "idle:1"]

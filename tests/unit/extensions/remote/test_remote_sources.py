@@ -1,0 +1,313 @@
+"""Sources elsewhere give the records, samples and identities that they give on this machine."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_cases import CLIP, caption, caption_rows, data_config, png, write_meta, write_shard
+from object_server import ObjectServer
+
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.remote import RemotePath, open_file_system
+from torchmm.data.identity import SamplesDigest
+from torchmm.data.sources.local_and_hub import open_map_source, pinned, resolve_files
+from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.streams import open_stream
+from torchmm.extensions.remote.storage.row_groups import ParquetSource
+from torchmm.recipe.data_section import DataConfig, SourceConfig
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The same captions in every format."""
+    root = tmp_path_factory.mktemp("formats")
+    rows = caption_rows(COUNT)
+    for name, part in (("a", rows[:25]), ("b", rows[25:])):
+        (root / "parquet").mkdir(exist_ok=True)
+        table = datasets.Dataset.from_list(part).data.table
+        pq.write_table(
+            table, root / "parquet" / f"{name}.parquet", row_group_size=10, write_page_checksum=True
+        )
+        members = []
+        for i, row in enumerate(part):
+            members += [
+                (f"{i:03d}.png", row["image"]["bytes"]),
+                (f"{i:03d}.txt", row["text"].encode()),
+            ]
+        write_shard(root / "tar" / f"{name}.tar", members)
+        write_shard(root / "energon" / "shards" / f"{name}.tar", members)
+    fields = {"image": "png", "caption": "txt"}
+    split = {"split_parts": {"train": ["shards/{a,b}.tar"], "val": ["shards/b.tar"]}}
+    write_meta(root / "energon", "CaptioningSample", fields, split)
+    for kind in ("jsonl", "json", "csv", "gz", "described"):
+        (root / kind / "pictures").mkdir(parents=True)
+        for i, row in enumerate(rows):
+            (root / kind / "pictures" / f"{i:03d}.png").write_bytes(row["image"]["bytes"])
+    named = [{"image": f"pictures/{i:03d}.png", "text": caption(i)} for i in range(COUNT)]
+    lines = "".join(json.dumps(row) + "\n" for row in named)
+    (root / "jsonl" / "a.jsonl").write_text(lines)
+    (root / "gz" / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (root / "json" / "a.json").write_text(json.dumps(named))
+    table = "".join(f"{row['image']},{row['text']}\n" for row in named)
+    (root / "csv" / "a.csv").write_text("image,text\n" + table)
+    rows_of = [{"file_name": row["image"], "text": row["text"]} for row in named]
+    text = "".join(json.dumps(row) + "\n" for row in rows_of)
+    (root / "described" / "metadata.jsonl").write_text(text)
+    return root
+
+
+@pytest.fixture
+def store(object_server, folder) -> ObjectServer:
+    files = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    object_server.put_once("formats", files)
+    object_server.reset()
+    return object_server
+
+
+def data_of(path: Path, **storage: object) -> DataConfig:
+    return data_config(path, storage={"give_up_s": 20.0, **storage})
+
+
+def open_at(path: Path, address: str | Path, data: DataConfig | None = None, **options: object):
+    data = data or data_of(path)
+    config = SourceConfig(path=str(address), **options)
+    return open_map_source(config, data.index_cache, open_file_system(config.path, data))
+
+
+def samples_of(source, reader) -> str:
+    digest = SamplesDigest()
+    for index in range(len(source)):
+        digest.add(reader.read(source.read(index)))
+    return digest.hexdigest()
+
+
+KINDS = ("parquet", "tar", "energon", "jsonl", "json", "csv", "gz", "described")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_elsewhere_gives_the_same_samples(store, folder, tmp_path, reader, kind):
+    here = open_at(tmp_path, folder / kind)
+    there = open_at(tmp_path, f"s3://formats/{kind}")
+    assert len(here) == len(there) == COUNT
+    for index in (0, COUNT - 1, 7):
+        own = reader.read(there.read(index))
+        assert own == reader.read(here.read(index))
+        assert own.files and own.text.ids
+        where = there.read(index).where
+        assert where.replace("s3://formats", str(folder)) == here.read(index).where
+    assert samples_of(here, reader) == samples_of(there, reader)
+    worker = copy.deepcopy(there)
+    assert reader.read(worker.read(3)) == reader.read(here.read(3))
+
+
+def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tmp_path):
+    def write_split(parts):
+        said = {"split_parts": {"train": parts}, "exclude": ["shards/a.tar", "shards/b.tar/003"]}
+        content = json.dumps(said).encode()
+        object_server.put("excluded", "energon/.nv-meta/split.yaml", content)
+
+    object_server.put_folder("excluded", folder / "energon", "energon/")
+    write_split(["shards/{a,b}.tar"])
+    config = SourceConfig(path="s3://excluded/energon")
+    found = open_at(tmp_path, config.path)
+    assert len(found) == 14 and ":003" not in " ".join(found.read(i).where for i in range(14))
+    kind, files = resolve_files(config, open_file_system(config.path, data_of(tmp_path)))
+    assert kind == "energon" and [f.name for f in files][-2:] == ["split.yaml", "b.tar"]
+    with pytest.raises(DataError, match="no shards for split 'test'"):
+        open_at(tmp_path, config.path, split="test")
+    write_split(["shards/c.tar"])
+    with pytest.raises(DataError, match=r"shards/c\.tar, which does not exist"):
+        open_at(tmp_path, config.path)
+    with pytest.raises(DataError, match=r"no directory with \.nv-meta"):
+        open_at(tmp_path, f"{config.path}/shards", format="energon")
+
+
+@pytest.mark.parametrize("kind", ["tar", "jsonl", "json", "csv"])
+def test_streams_elsewhere_resume_like_those_here(store, folder, tmp_path, kind):
+    data = data_of(tmp_path)
+    config = SourceConfig(path=f"s3://formats/{kind}", streaming=True)
+    stream = open_stream("x", config, data.index_cache, open_file_system(config.path, data))
+    records = []
+    while (record := stream.next()) is not None:
+        records.append((record.where, stream.position()))
+    assert len(records) == COUNT
+    stream.restart(records[10][1])
+    assert stream.next().where == records[11][0]
+
+
+def test_a_sample_of_a_shard_costs_its_blocks_and_a_second_start_no_search(tmp_path, object_server):
+    members = [(f"{i:02d}.bin", bytes([i]) * 400_000) for i in range(20)]
+    shard = write_shard(tmp_path / "big.tar", members).read_bytes()
+    object_server.put("big", "big.tar", shard)
+    object_server.reset()
+    data = data_of(tmp_path)
+    source = open_at(tmp_path, "s3://big/big.tar", data)
+    assert len(source) == 20
+    # Headers are 400 kB apart: of each block of 256 KiB with one, no neighbour is fetched.
+    assert object_server.sent_bytes < len(shard)
+    again = data_of(tmp_path, cache_dir=str(tmp_path / "other cache"))
+    object_server.reset()
+    source = open_at(tmp_path, "s3://big/big.tar", again)
+    assert len(source) == 20
+    assert object_server.sent_bytes < 700_000
+    assert source.read(7).columns["bin"] == bytes([7]) * 400_000
+    assert object_server.sent_bytes < 700_000 + 1_100_000
+
+
+def test_row_groups_are_fetched_once_and_only_those_that_are_read(store, folder, tmp_path):
+    there = open_at(tmp_path, "s3://formats/parquet")
+    inner = there._source
+    assert isinstance(inner, ParquetSource)
+    for index in (3, 4, 9, 3, 30, 31):
+        there.read(index)
+    assert inner.decoded == 2
+    sent = store.sent_bytes
+    fresh = open_at(tmp_path, "s3://formats/parquet")  # another process of this machine
+    assert fresh.read(5).columns == there.read(5).columns
+    assert fresh._source.decoded == 0
+    assert store.sent_bytes == sent
+
+
+@pytest.mark.parametrize("cache_gb", [0.0, 1e-5])
+def test_rows_without_room_to_keep_them(store, folder, tmp_path, cache_gb):
+    data = data_of(tmp_path, cache_gb=cache_gb)
+    there = open_at(tmp_path, "s3://formats/parquet", data)
+    here = open_at(tmp_path, folder / "parquet")
+    for index in (39, 0, 12, 39):
+        assert there.read(index).columns == here.read(index).columns
+
+
+def test_a_broken_row_group_costs_its_own_rows(object_server, tmp_path):
+    rows = pa.table({"text": [f"{i:05d}" * 40 for i in range(40)]})
+    path = tmp_path / "broken.parquet"
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(rows, path, row_group_size=10, **options)
+    column = pq.read_metadata(path).row_group(2).column(0)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset + column.total_compressed_size - 20] ^= 1
+    object_server.put("broken", "a.parquet", bytes(content))
+    source = open_at(tmp_path, "s3://broken/a.parquet")
+    with pytest.raises(CorruptSampleError, match=r"s3://broken/a\.parquet row 23: row group 2: "):
+        source.read(23)
+    assert source.read(19).columns["text"] == "00019" * 40
+    assert source.read(30).columns["text"] == "00030" * 40
+
+
+def test_a_store_that_is_away_is_no_broken_row_group(store, tmp_path):
+    source = open_at(tmp_path, "s3://formats/parquet", data_of(tmp_path, give_up_s=0.5))
+    store.go_away()
+    try:
+        with pytest.raises(DataError, match=r"s3://formats/parquet/a\.parquet did not answer"):
+            source.read(3)
+    finally:
+        store.come_back()
+    assert source.read(3).columns["text"] == caption(3)
+
+
+def test_a_file_that_is_no_parquet_is_named(object_server, tmp_path):
+    object_server.put("broken", "no.parquet", b"x" * 5000)
+    with pytest.raises(DataError, match=r"s3://broken/no\.parquet is no parquet file"):
+        open_at(tmp_path, "s3://broken/no.parquet")
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ("../jsonl/pictures/000.png", "leaves s3://paths/in"),
+        ("s3://formats/jsonl/pictures/000.png", "leaves s3://paths/in"),
+        ("https://127.0.0.1:9/x.png", "leaves s3://paths/in"),
+        ("/etc/hostname", "leaves s3://paths/in"),
+        ("missing.png", r"image file s3://paths/in/missing\.png: no such object"),
+        ("s3://paths/in/a.png", None),
+        ("a.png", None),
+    ],
+)
+def test_named_files_stay_in_the_folder_of_their_source(
+    object_server, tmp_path, reader, image, reason
+):
+    object_server.put("paths", "in/a.png", png(16, 16))
+    line = json.dumps({"image": image, "text": "a red square"}) + "\n"
+    object_server.put("paths", "in/rows.jsonl", line.encode())
+    source = open_at(tmp_path, "s3://paths/in")
+    object_server.reset()
+    if reason is None:
+        assert reader.read(source.read(0)).files == [png(16, 16)]
+        return
+    with pytest.raises(CorruptSampleError, match=reason):
+        reader.read(source.read(0))
+    assert not any("formats" in path for _, path, _ in object_server.requests)
+
+
+def test_what_is_too_large_is_not_fetched(object_server, tmp_path, tokenizer, text_spec):
+    object_server.put("paths", "large/a.png", bytes(2_000_000))
+    object_server.put("paths", "large/rows.jsonl", b'{"image": "a.png", "text": "a red square"}\n')
+    source = open_at(tmp_path, "s3://paths/large")
+    limits = DataConfig(max_file_mb=1.0)
+    strict = SampleReader(limits, 64, text_spec, {"vision": CLIP}, tokenizer)
+    object_server.reset()
+    with pytest.raises(CorruptSampleError, match=r"s3://paths/large/a\.png of 2000000 bytes"):
+        strict.read(source.read(0))
+    assert object_server.sent_bytes < 1000
+
+
+def test_nothing_there(store, tmp_path):
+    with pytest.raises(DataError, match=r"s3://formats/nothing.*no such file"):
+        open_at(tmp_path, "s3://formats/nothing")
+    with pytest.raises(DataError, match="no such bucket"):
+        open_at(tmp_path, "s3://nobucket/nothing/*.tar")
+
+
+def test_the_split_is_a_folder_elsewhere_too(object_server, tmp_path):
+    for split in ("train", "validation"):
+        row = json.dumps({"text": split}) + "\n"
+        object_server.put("splits", f"set/{split}/a.jsonl", row.encode())
+    for split in ("train", "validation"):
+        source = open_at(tmp_path, "s3://splits/set", split=split)
+        assert [source.read(i).columns["text"] for i in range(len(source))] == [split]
+    with pytest.raises(DataError, match=r"split = 'test', but .* splits train, validation"):
+        open_at(tmp_path, "s3://splits/set", split="test")
+
+
+def test_splits_of_remote_files_are_selected_or_rejected(object_server, tmp_path):
+    for split in ("train", "validation"):
+        rows = "".join(json.dumps({"text": f"{split} {i}"}) + "\n" for i in range(4))
+        object_server.put("named", f"set/{split}-0.jsonl", rows.encode())
+
+    def read(path, split):
+        source = open_at(tmp_path, f"s3://named/{path}", split=split)
+        return [source.read(i).columns["text"] for i in range(len(source))]
+
+    assert read("set", "validation[:2]") == ["validation 0", "validation 1"]
+    assert read("set", "train[3:]") == ["train 3"]
+    assert read("set/validation-0.jsonl", "train[:1]") == ["validation 0"]
+    for path in ("set/validation-0.jsonl", "set/*.jsonl"):
+        with pytest.raises(DataError, match='a file or glob has the split "train" only'):
+            read(path, "validation")
+
+
+def test_a_revision_goes_into_addresses_of_the_hub():
+    config = SourceConfig(path="hf://datasets/owner/name/train/*.parquet", revision="abc")
+    assert pinned(config) == "hf://datasets/owner/name@abc/train/*.parquet"
+    for path in ("hf://datasets/owner/name@main/x", "hf://datasets/owner"):
+        with pytest.raises(ConfigError, match="revision"):
+            pinned(SourceConfig(path=path, revision="abc"))
+    with pytest.raises(ConfigError, match="revision = 'abc' pins a hub data set"):
+        resolve_files(SourceConfig(path="data", revision="abc", format="json"))
+
+
+def test_the_root_is_the_folder_of_the_source(store, tmp_path):
+    for address in ("s3://formats/tar", "s3://formats/tar/", "s3://formats/tar/*.tar"):
+        assert len(open_at(tmp_path, address)) == COUNT
+    record = open_at(tmp_path, "s3://formats/parquet/*.parquet").read(0)
+    assert isinstance(record.root, RemotePath)
+    assert record.root.address == "s3://formats/parquet"

@@ -1,0 +1,1 @@
+"""Local files, files at addresses, and where records begin in them."""

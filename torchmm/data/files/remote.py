@@ -1,0 +1,145 @@
+"""Files at addresses (`s3://`, `hf://`, `https://`), with the methods of `pathlib.Path` in use.
+
+    storage = open_file_system("s3://bucket/shards/*.tar", recipe.data)
+    for file in storage.list("s3://bucket/shards/*.tar"):
+        with file.open() as stream: ...
+
+File systems come from extensions, as entries of the table "file_systems". The name of an entry is
+"addresses"; its target is a function with the argument `DataConfig` that returns a `FileSystem`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, Protocol
+
+from torchmm.common.extensions import load_entry
+from torchmm.data.files.addresses import join_address, split_address, without_secrets
+from torchmm.recipe.data_section import DataConfig, is_address
+
+
+class FileSystem(Protocol):
+    """Files at addresses. Workers receive a pickled copy and make their own connections.
+
+    All methods raise DataError if a store rejects a request or does not respond.
+    """
+
+    def find(self, address: str) -> RemoteFile | None:
+        """Return the current version of the file at an address. None if it does not exist."""
+        ...
+
+    def list(self, address: str) -> list[RemoteFile]:
+        """Return the files at, below or matching an address by name, without hidden ones."""
+        ...
+
+    def read(self, file: RemoteFile, start: int, end: int) -> bytes:
+        """Return the bytes [start, end) of a file, or fewer at its end."""
+        ...
+
+    def open(self, file: RemoteFile) -> BinaryIO:
+        """Return a stream of a file that fetches the bytes that are read."""
+        ...
+
+    def open_parquet(self, files: Sequence[RemoteFile], root: RemotePath, fingerprint: str) -> Any:
+        """Return the rows of parquet files as a `MapSource`.
+
+        Args:
+            files: Files of this file system.
+            root: Directory that image paths are relative to.
+            fingerprint: Fingerprint of the files.
+        """
+        ...
+
+
+@dataclass(frozen=True, order=True)
+class RemoteFile:
+    """One version of a file at an address."""
+
+    address: str
+    size: int
+    """Size in bytes."""
+    version: str
+    """Text that changes with the content, such as an ETag."""
+    storage: FileSystem = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return without_secrets(self.address)
+
+    @property
+    def key(self) -> str:
+        """Name of this version in caches."""
+        named = f"{self.address}\0{self.size}\0{self.version}"
+        return hashlib.sha256(named.encode()).hexdigest()[:40]
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return posixpath.basename(split_address(self.address).path)
+
+    @property
+    def stem(self) -> str:
+        """Name without its last suffix."""
+        return Path(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        """Last suffix of the name, with its dot."""
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        """Directory of the file."""
+        return RemotePath(self.address.rpartition("/")[0], self.storage)
+
+    def stat(self) -> SimpleNamespace:
+        """Return the size as `st_size`."""
+        return SimpleNamespace(st_size=self.size)
+
+    def read_bytes(self) -> bytes:
+        """Return the content; raise DataError if the store does not respond."""
+        return self.storage.read(self, 0, self.size)
+
+    def open(self) -> BinaryIO:
+        """Return a stream that fetches the bytes that are read."""
+        return self.storage.open(self)
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """A directory at an address, or a file at an address that may not exist."""
+
+    address: str
+    storage: FileSystem = field(compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return without_secrets(self.address)
+
+    def join(self, name: str) -> RemotePath | None:
+        """Return the path of a file below this directory. None if the name leads out of it."""
+        address = join_address(self.address, name)
+        return None if address is None else RemotePath(address, self.storage)
+
+    def find(self) -> RemoteFile | None:
+        """Return the current version of the file. None if it does not exist."""
+        return self.storage.find(self.address)
+
+
+AnyFile = Path | RemoteFile
+"""A file that a source reads."""
+
+
+def open_file_system(path: str, data: DataConfig) -> FileSystem | None:
+    """Return the file system of an address. None if the path is local.
+
+    Raises:
+        ConfigError: The file system cannot be used with these settings.
+    """
+    if not is_address(path):
+        return None
+    storage: FileSystem = load_entry("file_systems", "addresses")(data)
+    return storage

@@ -1,0 +1,151 @@
+"""Formats of data sources that extensions read, and checks that formats share.
+
+An extension adds a format with an entry of the table "source_formats". The name of the entry is a
+value of `format` in [[data.sources]], and its target a class that implements `SourceFormat`. The
+argument of `is_used` is a `SourceConfig`. It returns True if the source may have this format.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from torchmm.common.errors import ConfigError, DataError
+from torchmm.common.extensions import find_entries
+from torchmm.data.files.addresses import is_pattern, split_address
+from torchmm.data.files.places import Places
+from torchmm.data.files.remote import AnyFile, FileSystem, RemotePath
+from torchmm.data.sources.configured import MapSource, Split
+from torchmm.recipe.data_section import SourceConfig, is_address
+
+ENERGON_META = ".nv-meta"
+"""Directory that marks a source as an Energon dataset."""
+
+
+class SourceFormat(Protocol):
+    """A format that an extension reads."""
+
+    def find_files(self, config: SourceConfig, storage: FileSystem | None) -> list[AnyFile] | None:
+        """Return the files of a source, or an empty list if the reader finds them itself.
+
+        None if the source does not have this format.
+
+        Args:
+            config: The source.
+            storage: File system of the source. None if the source is local.
+
+        Raises:
+            ConfigError: A key of the source does not fit this format.
+            DataError: The source cannot be read.
+        """
+        ...
+
+    def open(
+        self, config: SourceConfig, files: list[AnyFile], fingerprint: str, places: Places
+    ) -> MapSource:
+        """Open a source for random access.
+
+        Args:
+            config: The source.
+            files: Result of `find_files`.
+            fingerprint: Fingerprint of the files.
+            places: Cache of the positions of records.
+
+        Raises:
+            DataError: The source cannot be read.
+        """
+        ...
+
+
+def find_format(
+    config: SourceConfig, storage: FileSystem | None
+) -> tuple[str, list[AnyFile]] | None:
+    """Return the format of an extension and the files of a source. None if no format matches.
+
+    Raises:
+        ConfigError: The source needs an extension that is not installed, or a key does not fit.
+        DataError: The source cannot be read.
+    """
+    for entry in find_entries("source_formats"):
+        if entry.is_used(config):
+            reader: SourceFormat = entry.load()()
+            files = reader.find_files(config, storage)
+            if files is not None:
+                return entry.name, files
+    _check_installed(config, storage)
+    return None
+
+
+def _check_installed(config: SourceConfig, storage: FileSystem | None) -> None:
+    """Raise ConfigError if a source has a format of the extension "formats", which is missing.
+
+    Otherwise an Energon dataset would be read as plain tar files.
+    """
+    missing = {"energon", "lance"} - {entry.name for entry in find_entries("source_formats")}
+    found = config.format
+    if found == "auto" and "lance" in missing and config.path.rstrip("/").endswith(".lance"):
+        found = "lance"
+    elif found == "auto" and "energon" in missing and not is_pattern(config.path):
+        found = "energon" if is_energon(source_directory(config, storage)) else "auto"
+    if found in missing:
+        raise ConfigError(
+            f'source {config.path!r} has format = {found!r}: the extension "formats" is not '
+            "installed"
+        )
+
+
+def is_energon(directory: Path | RemotePath) -> bool:
+    """Return True if a directory is an Energon dataset."""
+    if isinstance(directory, Path):
+        return (directory / ENERGON_META).is_dir()
+    file = directory.join(f"{ENERGON_META}/dataset.yaml")
+    return file is not None and file.find() is not None
+
+
+def source_directory(config: SourceConfig, storage: FileSystem | None) -> Path | RemotePath:
+    """Return the path of a source."""
+    if is_address(config.path):
+        assert storage is not None, "see open_file_system"
+        return RemotePath(pinned(config), storage)
+    return Path(config.path).expanduser()
+
+
+def pinned(config: SourceConfig) -> str:
+    """The address of a source, with its `revision` where hf:// has it."""
+    if config.revision is None or not config.path.startswith("hf://"):
+        return config.path
+    address = split_address(config.path)
+    parts = address.path.split("/")
+    at = 1 if address.store in ("datasets", "spaces", "buckets") else 0
+    if at >= len(parts) or "@" in parts[at]:
+        raise ConfigError(
+            f"source {config.path!r}: revision = {config.revision!r} beside an address that has "
+            "its own, or that names no data set; keep one"
+        )
+    parts[at] += f"@{config.revision.replace('/', '%2F')}"
+    return f"{address.root}/{'/'.join(parts)}"
+
+
+def check_hub_keys(config: SourceConfig) -> None:
+    """Raises ConfigError for keys of hub data sets at a source that is none."""
+    if config.config is not None:
+        raise ConfigError(
+            f"source {config.path!r}: config = {config.config!r} names a subset of a hub data set, "
+            "but this one is local; remove it, or name the subset's directory or files in `path`"
+        )
+    if config.revision is not None and not config.path.startswith("hf://"):
+        raise ConfigError(
+            f"source {config.path!r}: revision = {config.revision!r} pins a hub data set, but this "
+            "one is none; remove it"
+        )
+
+
+def check_only_split(config: SourceConfig, source: str) -> None:
+    """Raise DataError for a split other than "train", the only split of files without one."""
+    name = Split.of(config).name
+    if name != "train":
+        raise DataError(
+            f"source {config.path!r}: split = {config.split!r}, but {source} has the split "
+            '"train" only; remove `split`, or hold out rows by slices: split = "train[:90%]" of '
+            'the training source, "train[90%:]" of the held-out source'
+        )

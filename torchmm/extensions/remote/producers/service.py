@@ -1,0 +1,110 @@
+"""Producers as the sample service of a run; see `SampleService`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.changes import changes
+from torchmm.common.row_slices import Reads
+from torchmm.data.decode import StepDecoder
+from torchmm.data.identity import identity, settings_of
+from torchmm.data.samples import SamplesElsewhere, SampleSet
+from torchmm.data.sources.reader import SampleReader
+from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
+from torchmm.extensions.remote.producers.engine import started_producers
+from torchmm.extensions.remote.producers.planning import Described, ProducersPlans
+from torchmm.extensions.remote.producers.registry import own_registry
+from torchmm.recipe.data_section import DataConfig, unique_names
+from torchmm.recipe.training_section import TrainingConfig
+
+
+class Producers:
+    """Processes started with `python -m torchmm.data.serve`, or by the engine of the recipe."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+
+    @contextmanager
+    def start(self, training: TrainingConfig, specs: Mapping[str, Any]) -> Iterator[None]:
+        """Run the local registry and the producers of the engine.
+
+        Raises:
+            ConfigError: The address of the registry is not available, or the engine is not
+                installed or does not respond.
+        """
+        with own_registry(self._data.producers), started_producers(self._data, training, specs):
+            yield
+
+    def find_samples(
+        self,
+        training: TrainingConfig,
+        reader: SampleReader,
+        tokenizer: PreTrainedTokenizerBase,
+        validation: bool,
+    ) -> SampleSet:
+        """Return the samples that producers plan.
+
+        Raises:
+            ConfigError: A certificate cannot be read.
+            DataError: No producer responds, or none has these samples.
+        """
+        data = self._data
+        differences = partial(_differences, data, training, reader, tokenizer, validation)
+        length = training.sequence_length
+        plans = ProducersPlans(data.producers, validation, differences, reader, length)
+        described = plans.described
+        decoder = StepDecoder(reader, [None for _ in described.names], length)
+        return SamplesElsewhere(
+            described.names, decoder, described.digest, described.fingerprint, plans.part, plans,
+            described.listed,
+        )  # fmt: skip
+
+    def make_decoder(
+        self, samples: SampleSet, rank: int, reads: Reads | None, validation: bool
+    ) -> RemoteDecoder | None:
+        """Return a dataset that requests decoded steps from producers.
+
+        None for held-out samples of this process, which ranks decode.
+        """
+        listed = samples.listed if isinstance(samples, SamplesElsewhere) else None
+        if listed is None and validation:
+            return None
+        fingerprint = samples.fingerprint()
+        # A separate object, because workers receive it before its first request.
+        asking = Asking(self._data.producers, listed or fingerprint)
+        return RemoteDecoder(asking, fingerprint, rank, reads, samples.decoder)
+
+
+def _differences(
+    data: DataConfig,
+    training: TrainingConfig,
+    reader: SampleReader,
+    tokenizer: PreTrainedTokenizerBase,
+    validation: bool,
+    theirs: Described,
+) -> list[str]:
+    """Return the settings of a producer that differ from this run, without reading data."""
+    configs = data.validation if validation else data.sources
+    contents = {source["name"]: source["content"] for source in theirs.identity["sources"]}
+    named = zip(unique_names(configs), configs, strict=True)
+    sources = [(name, config, contents.get(name, "missing")) for name, config in named]
+    settings = settings_of(data, training.sequence_length, reader, tokenizer)
+    ours = identity(data, training, reader, settings, sources)
+    batch = "training.global_batch_size"
+    return changes(
+        _by_name(theirs.identity) | {batch: theirs.global_batch_size},
+        _by_name(ours) | {batch: training.global_batch_size},
+    )
+
+
+def _by_name(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity as it is sent, with sources by name."""
+    sent = json.loads(json.dumps(content))
+    named = {source["name"]: source for source in sent.pop("sources")}
+    return {**sent.pop("order"), **sent.pop("settings"), **sent, "data.sources": named}
