@@ -29,7 +29,7 @@ Tables (the module that reads a table describes its entries):
     sample_services   processes that prepare samples           `torchmm.data.samples`
     checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
     generators        "module": a generator                    `torchmm.models.registry`
-    generators        "images": preparation of its images      `torchmm.data.media.generated`
+    generators        "images": preparation of its images      `torchmm.data.generated`
     model_fallbacks   families of models that no table lists   `torchmm.models.registry`
 """
 
