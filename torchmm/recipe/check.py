@@ -496,7 +496,7 @@ def _check_metrics(recipe: Recipe) -> Problems:
     if step > steps and recipe.training.epochs is None:
         text = f"comes after training.steps = {steps}; use an earlier step"
         yield Problem("metrics.profile_step", step, text, ("training.steps",))
-    if step and find_entry("hooks", "diagnostics") is None:
+    elif step and find_entry("hooks", "diagnostics") is None:
         text = 'the extension "reports" is not installed; set it to 0'
         yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":
