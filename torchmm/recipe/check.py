@@ -488,11 +488,11 @@ def _check_optimizer(recipe: Recipe) -> Problems:
             ("optimizer.state_dtype", optimizer.state_dtype),
             ("optimizer.offload", optimizer.offload),
         )
-        used = next(pair for pair in storage if pair[1] not in ("float32", False))
+        used, value = next(pair for pair in storage if pair[1] not in ("float32", False))
         text = 'the extension "low_precision" is not installed'
         if find_entry("optimizers", f"{COMPACT}adamw") is not None:
             text = f'is not implemented for "{optimizer.name}"; use optimizer.name = "adamw"'
-        yield Problem(*used, text, ("optimizer.name",))
+        yield Problem(used, value, text, ("optimizer.name",))
 
 
 def _check_memory_limit(recipe: Recipe) -> Problems:
