@@ -40,7 +40,6 @@ NO_DISTRIBUTED = ("common", "recipe", "data", "models", *NEVER_TOGETHER)
 EXTENSIONS = ("balance", "extensions")
 EXTENSION_IMPORTS = {
     "balance": {"async_tp", "generation"},
-    "formats": {"remote"},
     "generation": {"evaluation"},
     "reports": {"balance", "evaluation", "generation"},
 }
