@@ -1,4 +1,4 @@
-"""Writes the map of the package in CONTRIBUTING.md from what every folder says of itself.
+"""Write the map of the package and the tables of extensions into CONTRIBUTING.md, from docstrings.
 
 python scripts/folder_map.py
 """
@@ -16,18 +16,32 @@ FOLDERS = (
 """From the ground up: each imports those before it only."""
 BEGIN = "<!-- map: written by scripts/folder_map.py -->"
 END = "<!-- end of map -->"
+TABLES_BEGIN = "<!-- tables: written by scripts/folder_map.py -->"
+TABLES_END = "<!-- end of tables -->"
 
 
 def main() -> None:
-    """Replaces the map in the file."""
+    """Write both blocks."""
     TARGET.write_text(with_map(TARGET.read_text()))
     print(f"wrote {TARGET}")
 
 
 def with_map(page: str) -> str:
-    """The page with an up-to-date map."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n```\n{chr(10).join(lines())}\n```\n\n{END}{rest.partition(END)[2]}"
+    """Return the page with an up-to-date map and list of tables."""
+    page = _replace_block(page, BEGIN, END, "\n".join(lines()))
+    return _replace_block(page, TABLES_BEGIN, TABLES_END, tables())
+
+
+def _replace_block(page: str, begin: str, end: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n```\n{text}\n```\n\n{end}{rest.partition(end)[2]}"
+
+
+def tables() -> str:
+    """Return the list of tables from the docstring of `torchmm/common/extensions.py`."""
+    module = ast.parse((ROOT / "torchmm" / "common" / "extensions.py").read_text())
+    _, _, listed = (ast.get_docstring(module) or "").partition("Tables (")
+    return "\n".join(line.strip() for line in listed.splitlines() if line.startswith("    "))
 
 
 def lines() -> Iterator[str]:

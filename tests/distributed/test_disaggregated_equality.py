@@ -25,6 +25,7 @@ from test_generator_equality import GENERATOR, a_generator, a_microbatch, filled
 from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
+from torchmm.extensions.evaluation.drawings import draw
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.models.registry import build_model
 from torchmm.parallel.apply import parallelize
@@ -44,7 +45,7 @@ from torchmm.recipe.training_section import (
 from torchmm.training.optim import build_optimizer, global_grad_norm, group_by_replicas
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
-from torchmm.training.validation import draw, held_out_losses
+from torchmm.training.validation import held_out_losses
 
 CPU = torch.device("cpu")
 WEIGHTS = {"llm": 0.7, "generator": 1.9}

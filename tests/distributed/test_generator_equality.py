@@ -25,6 +25,7 @@ from torchmm.balance.image_shares import ImageBalance
 from torchmm.common import row_slices
 from torchmm.common.batch import Microbatch
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
+from torchmm.extensions.evaluation.drawings import draw
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
@@ -43,7 +44,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 from torchmm.training.pipeline import Pipeline, plan_layout
 from torchmm.training.step import TrainStep
-from torchmm.training.validation import draw, held_out_losses
+from torchmm.training.validation import held_out_losses
 
 pytest.importorskip("diffusers")
 

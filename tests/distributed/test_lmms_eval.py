@@ -9,7 +9,7 @@ import pytest
 from test_evaluation import SCRIPT, write_export, write_questions
 from tiny_recipe import arguments
 
-from torchmm.extensions.evaluation.results import read
+from torchmm.training.tracking.evaluations import read_evaluations
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".lmms-eval" / "bin" / "python"
@@ -110,7 +110,7 @@ def test_snapshots_of_a_run_answer_a_task(lmms_eval, tmp_path, real_data, train_
     command = arguments(run_dir, real_data, **changes)
     codes, output = train_server.run(command, tmp_path / "log", 2, **OFFLINE)
     assert codes == [0, 0], output
-    (found,) = read(run_dir)
+    (found,) = read_evaluations(run_dir)
     assert found.step == 2 and found.samples == {"local_questions": QUESTIONS}
     assert found.scores == {"local_questions/exact_match": 0.0}
     assert {p.name for p in (run_dir / "benchmarks/step-2").iterdir()} == {"scores.json", "log.txt"}

@@ -32,8 +32,8 @@ from torchmm.parallel.torch_private import placed_like
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.training_section import CheckpointConfig, OptimizerConfig
-from torchmm.training.build import build_unfilled_model, cut_model
 from torchmm.training.checkpoint.manager import CheckpointManager
+from torchmm.training.model_build import build_unfilled_model, cut_model
 from torchmm.training.optim import build_optimizer
 from torchmm.training.optimizers.average import WeightAverage
 

@@ -27,26 +27,26 @@ MOST_S = 15.0
 """Between two lines, on a machine that does other things as well; 5 on one that does not."""
 BEFORE_STEPS = (
     "torchmm.training.run:resolve",
-    "torchmm.training.build:recipe_model",
-    "torchmm.training.build:plan_layout",
+    "torchmm.training.model_build:recipe_model",
+    "torchmm.training.model_build:plan_layout",
     "torch.distributed:init_process_group",
-    "torchmm.training.build:check_ranks",
-    "torchmm.training.build:find_samples",
-    "torchmm.training.build:init_weights",
-    "torchmm.training.metrics:make_trackers",
+    "torchmm.training.ranks:check_ranks",
+    "torchmm.training.data_build:find_samples",
+    "torchmm.training.model_build:init_weights",
+    "torchmm.training.metrics:start_trackers",
 )
 STEPS = (
     "torchmm.data.waiting:Waiting.get",
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:Updates.apply",
     "torchmm.training.validation:held_out_losses",
-    "torchmm.training.validation:generate_tokens",
+    "torchmm.extensions.evaluation.samples:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
 )
 AT_THE_END = (
     "torchmm.models.hf.export:_save",
     "torchmm.training.metrics:plot_loss",
-    "torchmm.training.run:write_last_page",
+    "torchmm.extensions.reports.page.pages:try_write_page",
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
 GENERATE = (

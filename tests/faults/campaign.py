@@ -77,7 +77,7 @@ ANSWERS = "unit/extensions/remote/test_producer_answers.py::"
 ENERGON = "unit/extensions/formats/test_hostile_energon.py::"
 TEMPLATES = "unit/data/test_chat_limits.py::"
 TEXTS = "unit/data/test_text_files.py::"
-PAGES = "unit/training/test_run_page.py::"
+PAGES = "unit/extensions/reports/test_run_page.py::"
 UNITS = "faults/test_unit_faults.py::"
 
 FAULTS = [

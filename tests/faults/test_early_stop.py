@@ -14,8 +14,8 @@ from torchmm.training.ending import EXIT_GRACE_S, read_status
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("blocked_start_train.py")
 MEASURING = "torchmm.data.sources.index.building:measure_shard"
-WEIGHTS = "torchmm.training.build:init_weights"
-TOKENIZER = "torchmm.training.build:load_tokenizer"
+WEIGHTS = "torchmm.training.model_build:init_weights"
+TOKENIZER = "torchmm.training.model_build:load_tokenizer"
 
 
 def wait_for_output(run: Run, rank: int, text: str, timeout_s: float = 60) -> None:

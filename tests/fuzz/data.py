@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from torchmm.extensions.demo_data.clip_files import write_clip
+from torchmm.data.media.clip_files import write_clip
 
 WORDS = 80
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]

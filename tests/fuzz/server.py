@@ -38,7 +38,7 @@ from torchmm.planning.resolved import resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_unfilled_model, cut_model
+from torchmm.training.model_build import build_unfilled_model, cut_model
 
 Table = dict[str, Any]
 LIMIT = "raise activation_checkpoint.memory_limit"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
+from torchmm.extensions.evaluation.samples import held_out_prompts
 from torchmm.extensions.evaluation.text.generate import (
     generate_tokens,
     grown_row,
@@ -17,7 +18,6 @@ from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.validation import held_out_prompts
 
 GREEDY = Sampling(max_new_tokens=6)
 DRAWN = Sampling(max_new_tokens=6, temperature=1.5, top_k=30, top_p=0.98, seed=5)

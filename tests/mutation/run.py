@@ -1,6 +1,8 @@
-"""Measures how many small mistakes in `torchmm/` the unit tests detect.
+"""Measure how many small mistakes in `torchmm/` the unit tests detect.
 
-Every change goes into a copy of the repository, where the tests of its folder in `tests/unit/` run:
+The program applies each change to a copy of the repository. It runs the test files that are nearest
+to the changed module by imports, and then the tests of the changed folder (`tests/unit/FOLDER`) or
+extension (`tests/unit/extensions/NAME`):
 
     python tests/mutation/run.py --changes 40 --seed 1
     python tests/mutation/run.py --changes 20 --seed 1 --under torchmm/data
@@ -58,7 +60,7 @@ FLIPPED = {
 
 
 NEAREST = 6
-"""Number of test files that run before the others of the folder."""
+"""Number of test files of any folder that run before the others of the changed folder."""
 PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 
 
@@ -178,9 +180,10 @@ def _code_of(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def order_tests(path: str, imports: dict[str, set[str]]) -> list[str]:
-    """Return the test files of a module's folder.
+    """Return the unit test files that are nearest to a module, and then the others of its folder.
 
-    Those that import it most directly come first, and of these the ones with the fewest imports.
+    The distance of a file is the number of imports between it and the module. Of two files with the
+    same distance, the file with fewer imports is nearer.
     """
     importers = defaultdict(set)
     for file, imported in imports.items():
@@ -192,9 +195,15 @@ def order_tests(path: str, imports: dict[str, set[str]]) -> list[str]:
         for importer in importers[file] - distance.keys():
             distance[importer] = distance[file] + 1
             queue.append(importer)
-    folder = f"tests/unit/{Path(path).parts[1]}/test_"
-    tests = [file for file in imports if file.startswith(folder)]
-    return sorted(tests, key=lambda file: (distance.get(file, 1000), len(imports[file]), file))
+    parts = Path(path).parts
+    folder = f"tests/unit/{'/'.join(parts[1:3] if parts[1] == 'extensions' else parts[1:2])}/"
+    tests = [
+        file
+        for file in imports
+        if file.startswith("tests/unit/") and Path(file).name.startswith("test_")
+    ]
+    tests.sort(key=lambda file: (distance.get(file, 1000), len(imports[file]), file))
+    return [*tests[:NEAREST], *(file for file in tests[NEAREST:] if file.startswith(folder))]
 
 
 def _read_imports(copy: Path) -> dict[str, set[str]]:

@@ -28,14 +28,14 @@ from rich.table import Table
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.log import loading, log_to_console, make_console, working
-from torchmm.extensions.evaluation import results
-from torchmm.extensions.evaluation.results import Evaluation
+from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.recipe.data_section import DataConfig, Score, SourceConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.training_section import BenchmarksConfig, TrainingConfig, ValidationConfig
+from torchmm.recipe.training_section import TrainingConfig, ValidationConfig
+from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 
 if TYPE_CHECKING:
-    from torchmm.training.validation import GeneratedText
+    from torchmm.extensions.evaluation.samples import GeneratedText
 
 SEQUENCE_LENGTH = 4096
 """Of samples without a recipe."""
@@ -105,7 +105,7 @@ def _written(
             import transformers
 
             from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
-            from torchmm.training.validation import source_scores
+            from torchmm.extensions.evaluation.samples import source_scores
 
         transformers.logging.set_verbosity_error()
         writing = Writing(
@@ -206,7 +206,7 @@ def _keep(
     evaluation: Evaluation, texts: Sequence[GeneratedText], target: Target, file: Path | None
 ) -> None:
     if target.run_dir is not None:
-        results.append(target.run_dir, evaluation)
+        append_evaluation(target.run_dir, evaluation)
     if file is not None:
         content = {**asdict(evaluation), "texts": [asdict(text) for text in texts]}
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

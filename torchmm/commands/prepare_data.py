@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.errors import TorchmmError
+from torchmm.common.files import read_prepared
 from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.extensions.demo_data import manifest
 
@@ -79,12 +80,12 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
             make = partial(tokenizer.prepare, texts="spoken_stamps", name="spoken_tokenizer")
             ensure(output, packages, "spoken_tokenizer", options, make)
         if stamp_vae.NAME in arguments.sets:
-            pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
+            pictures = read_prepared(output).get("tuxpaint_stamps", {}).get("sha256", {})
             options = {"source": pictures, **stamp_vae.OPTIONS}
             ensure(output, packages, stamp_vae.NAME, options, stamp_vae.prepare)
         prepare_clips(arguments.sets, output, packages)
         if "tiny_qwen2_5_vl" in arguments.sets:
-            options = {"tokenizer": manifest.read(output).get("tokenizer", {}).get("sha256", {})}
+            options = {"tokenizer": read_prepared(output).get("tokenizer", {}).get("sha256", {})}
             ensure(output, packages, tiny_qwen.NAME, options, tiny_qwen.prepare)
         if "gimp_help" in arguments.sets:
             ensure(output, packages, "gimp_help", {}, manual.prepare)
@@ -122,7 +123,7 @@ def prepare_clips(sets: list[str], output: Path, packages: Path) -> None:
     """Build the video data sets among `sets`."""
     from torchmm.extensions.demo_data import moving_stamps, video_captions
 
-    pictures = manifest.read(output).get("tuxpaint_stamps", {}).get("sha256", {})
+    pictures = read_prepared(output).get("tuxpaint_stamps", {}).get("sha256", {})
     if "moving_stamps" in sets:
         options: dict[str, Any] = {
             "source": pictures,
@@ -147,7 +148,7 @@ def ensure(
         print(f"preparing {output / name} ...", flush=True)
         with working(f"fetching and making {name}"):
             prepare(output, packages.absolute(), options)
-    entry = manifest.read(output)[name]
+    entry = read_prepared(output)[name]
     counts = ", ".join(f"{count} {what}" for what, count in entry["counts"].items())
     verb = "reused" if current else "made"
     duration_s = time.monotonic() - start
@@ -169,7 +170,7 @@ def tokenizer_options(output: Path, texts: str, vocabulary: int | None = None) -
     """Return the inputs that determine a tokenizer: checksums of its texts and vocabulary size."""
     from torchmm.extensions.demo_data import tokenizer
 
-    hashes = manifest.read(output)[texts]["sha256"]
+    hashes = read_prepared(output)[texts]["sha256"]
     training = {file: digest for file, digest in hashes.items() if "/train/" in file}
     return {"source": training, "vocabulary": vocabulary or tokenizer.VOCAB_SIZE}
 

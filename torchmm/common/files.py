@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 _COPY_BYTES = 16 << 20
 _UNSAFE_PARTS = ("", ".", "..")
 _UNSAFE_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]|^[A-Za-z]:")
+PREPARED_FILE = "MANIFEST.json"
+"""File that lists the prepared data sets next to it, with their licences."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -40,6 +42,13 @@ def canonical_json(value: Any) -> bytes:
         TypeError, ValueError: the value is not JSON.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_prepared(directory: Path) -> dict[str, Any]:
+    """Return the entries of `PREPARED_FILE` by data set; empty if there is no such file."""
+    path = directory / PREPARED_FILE
+    entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return entries
 
 
 class UnsafeNameError(ValueError):

@@ -5,6 +5,9 @@ activation checkpointing inside of compilation, compilation per layer, and FSDP2
 mixed precision around it all;
 then memory is allocated and filled, so that no rank ever holds the whole model.
 
+With `mesh.layer_hooks`, layers of encoders call a hook at places where they may stop. The function
+that adds the hook is the entry "pieces" of the table "layer_stops" of extensions.
+
 In a pipeline the model has been cut before (`MultimodalModel.cut`), and all of this is done to each
 of the rank's stages, as if it were a module of its own.
 """
@@ -18,7 +21,8 @@ from dataclasses import replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchmm.balance.optimus.pieces import stop_in_layers
+from torchmm.common.extensions import load_entry
+from torchmm.common.module_names import LLM
 from torchmm.extensions.async_tp.choice import choose_overlap
 from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.models.encoders import EncoderModule
@@ -27,16 +31,47 @@ from torchmm.models.layers import delta_net, experts
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel import fsdp
 from torchmm.parallel.activation import apply_activation_checkpoint
+from torchmm.parallel.attention_kernels import Kernels, kernel_problems
 from torchmm.parallel.compilation import Compilation, compiler_problem
-from torchmm.parallel.context import apply_context_parallel
-from torchmm.parallel.expert import apply_expert_parallel
+from torchmm.parallel.context import apply_context_parallel, context_problems
+from torchmm.parallel.expert import apply_expert_parallel, expert_problems
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
 from torchmm.parallel.precision import apply_mixed_precision
-from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel, tensor_problems
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
 logger = logging.getLogger(__name__)
+
+
+def model_problems(
+    model: MultimodalModel,
+    parallel: ParallelConfig,
+    tensor: Mapping[str, int],
+    attention: Kernels,
+    compile_config: CompileConfig,
+    device: torch.device,
+) -> list[str]:
+    """Return why a model cannot be parallelized. Needs no process group.
+
+    Args:
+        model: Complete model on the meta device.
+        parallel: Parallelism of the recipe.
+        tensor: Tensor-parallel ranks by module.
+        attention: Attention kernels of the recipe.
+        compile_config: Compilation of the recipe.
+        device: Device of the run.
+    """
+    problems: list[str] = []
+    for module in model.modality_modules():
+        size = tensor[module.name]
+        problems += tensor_problems(module, size, parallel.async_tensor_parallel)
+    problems += context_problems(model.llm, parallel.context, tensor[LLM])
+    problems += kernel_problems(attention, device)
+    missing = compiler_problem(compile_config, device.type)
+    if missing and compile_config.enabled is True:
+        problems.append(f"compile.enabled = true: {missing}")
+    return problems + expert_problems(model.llm, parallel.expert)
 
 
 def parallelize(
@@ -90,6 +125,7 @@ def parallelize(
         between = None if hooks is None else hooks.between(module.kind)
         apply_tensor_parallel(module, own.tensor, parallel.sequence_parallel, overlap, between)
         if between is not None and module.kind == "encoder":
+            stop_in_layers = load_entry("layer_stops", "pieces")
             stop_in_layers(module, between, sends=own.sizes.tensor > 1)
         expert = own.expert if module.kind == "llm" else None
         if expert is not None:

@@ -6,14 +6,13 @@ is checked when the model is built, still before any weight is loaded.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Sequence
 from glob import glob
 from pathlib import Path
 
-from torchmm.common.errors import ConfigError, install_command
-from torchmm.common.extensions import find_entries, find_entry
+from torchmm.common.errors import ConfigError
+from torchmm.common.extensions import NOT_INSTALLED, find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
     check_adapters,
@@ -42,7 +41,7 @@ from torchmm.recipe.placement_sizes import (
     with_planned_keys_closed,
 )
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.simulation_section import contradictions
+from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
 
@@ -72,15 +71,38 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_module_names(recipe),
         *_check_frozen(recipe),
         *_check_data(recipe),
-        *_check_simulation(recipe),
         *_check_layout(recipe, world_size),
         *check_tensor(recipe),
         *check_pipeline(recipe),
+        *_check_planners(recipe),
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
+        *_check_installed(recipe),
         *of_extensions,
     ]
+
+
+def _check_installed(recipe: Recipe) -> Problems:
+    """Yield values that require entries of an extension that is not installed."""
+    data = recipe.data
+    parallel = recipe.parallel
+    arrangements = "step_arrangements"
+    required = [
+        ("data.reorder", data.reorder, data.is_reordered, arrangements, "data.reorder"),
+        ("data.balance", data.balance, data.balance == "images", arrangements, "data.balance"),
+        ("parallel.orchestrate", True, parallel.orchestrate, "recipe_choices", "sizes"),
+        (
+            "parallel.tensor_bubbles",
+            parallel.tensor_bubbles,
+            parallel.tensor_bubbles > 0,
+            "action_runners",
+            "launches",
+        ),
+    ]
+    for key, value, is_used, table, name in required:
+        if is_used and find_entry(table, name) is None:
+            yield Problem(key, value, 'the extension "balance" is not installed')
 
 
 def module_names(recipe: Recipe) -> list[str]:
@@ -177,14 +199,13 @@ def _check_frozen(recipe: Recipe) -> Problems:
 
 def _check_data(recipe: Recipe) -> Problems:
     data = recipe.data
-    if not data.sources and not recipe.simulation.sequences:
+    if not data.sources and not recipe.describes_samples:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
     yield from check_source_paths(recipe)
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
         yield from _check_sources(f"data.{list_name}", sources)
     yield from _check_stages(recipe)
     yield from _check_epochs(recipe)
-    yield from _check_balance(recipe)
     yield from _check_data_extensions(recipe)
     if data.video.min_frames > (most := data.video.max_frames):
         text = f"is above data.video.max_frames = {most}; lower it or raise that"
@@ -213,29 +234,6 @@ def _check_epochs(recipe: Recipe) -> Problems:
     if data.producers.plan:
         text = "only producers know the number of samples; set training.steps"
         yield Problem(key, epochs, text, ("data.producers.plan",))
-
-
-def _check_balance(recipe: Recipe) -> Problems:
-    """Yield what `data.balance` does not support."""
-    data = recipe.data
-    parallel = recipe.parallel
-    if data.balance != "images":
-        return
-    key = "data.balance"
-    value = data.balance
-    if parallel.pipeline > 1:
-        text = f'parallel.pipeline = {parallel.pipeline} is not supported; use 1, or "none"'
-        yield Problem(key, value, text, ("parallel.pipeline",))
-    if parallel.placement != "interleaved":
-        text = f'parallel.placement = "{parallel.placement}" is not supported; use "interleaved"'
-        yield Problem(key, value, text + ', or "none"', ("parallel.placement",))
-    if parallel.context > 1:
-        text = f'parallel.llm.context = {parallel.context} is not supported; use 1, or "none"'
-        yield Problem(key, value, text, ("parallel.llm.context",))
-    producers = data.producers
-    if producers.addresses or producers.registry is not None:
-        text = 'is not supported with data.producers; decode on the ranks, or use "none"'
-        yield Problem(key, value, text, ("data.producers",))
 
 
 def check_source_paths(recipe: Recipe) -> Problems:
@@ -288,7 +286,7 @@ def _check_entry(
 ) -> Problems:
     """Yield a problem if no installed extension has the entry that a value requires."""
     if find_entry(table, name) is None:
-        yield Problem(key, value, f'the extension "{extension}" is not installed')
+        yield Problem(key, value, NOT_INSTALLED.format(extension))
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
@@ -352,22 +350,6 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
     if not any(weight > 0 for weight in stage.weights.values()):
         text = "takes from no source; give one a weight above 0"
         yield Problem(f"{key}.weights", stage.weights, text)
-
-
-def _check_simulation(recipe: Recipe) -> Problems:
-    simulation = recipe.simulation
-    encoders = recipe.model.encoder_names
-    also = ("training.sequence_length", "simulation")
-    for found in contradictions(simulation, recipe.training.sequence_length):
-        yield Problem(found.key, found.value, found.text, also)
-    for name in simulation.images:
-        if name not in encoders:
-            known = ", ".join(encoders) or "none"
-            text = f"is no encoder of the model{suggest(name, encoders)}; known: {known}"
-            yield Problem(f"simulation.images.{name}", NO_VALUE, text, ("model",))
-    if simulation.generated is not None and recipe.model.generator is None:
-        text = "the model has no generator; add [model.generator] or remove this section"
-        yield Problem("simulation.generated", NO_VALUE, text, ("model.generator",))
 
 
 def _check_address(key: str, address: str) -> Problems:
@@ -471,6 +453,25 @@ def _check_optimizer(recipe: Recipe) -> Problems:
         yield Problem("optimizer.stochastic_rounding", False, text, (key,))
 
 
+def _check_planners(recipe: Recipe) -> Problems:
+    """Yield values that need a schedule or planner of an extension that is not installed."""
+    parallel = recipe.parallel
+    schedule = find_schedule(parallel.schedule)
+    text = 'the extension "balance" is not installed'
+    is_planned = schedule is not None and schedule.planned
+    if is_planned and find_entry("schedules", parallel.schedule) is None:
+        yield Problem("parallel.schedule", parallel.schedule, text)
+    if parallel.replan_drift > 0 and find_entry("planners", "measuring") is None:
+        yield Problem("parallel.replan_drift", parallel.replan_drift, text)
+    if find_entry("planners", "tuned") is None:
+        checkpointing = recipe.activation_checkpoint
+        modes = {"mode": checkpointing.mode}
+        modes |= {f"modules.{name}": mode for name, mode in checkpointing.modules.items()}
+        for key, mode in modes.items():
+            if mode == "tuned":
+                yield Problem(f"activation_checkpoint.{key}", mode, text)
+
+
 def _check_memory_limit(recipe: Recipe) -> Problems:
     limit = recipe.activation_checkpoint.memory_limit
     try:
@@ -482,17 +483,13 @@ def _check_memory_limit(recipe: Recipe) -> Problems:
 def _check_metrics(recipe: Recipe) -> Problems:
     metrics = recipe.metrics
     steps = recipe.training.steps
-    for key in ("profile_step", "memory_snapshot_step"):
-        step = getattr(metrics, key)
-        if step > steps and recipe.training.epochs is None:
-            text = f"comes after training.steps = {steps}; use an earlier step"
-            yield Problem(f"metrics.{key}", step, text, ("training.steps",))
-    if metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        text = f"TensorBoard is not installed; {install_command('tensorboard')} or set it to false"
-        yield Problem("metrics.tensorboard", True, text)
-    if metrics.trackio and importlib.util.find_spec("trackio") is None:
-        text = "Trackio is not installed; pip install trackio or set it to false"
-        yield Problem("metrics.trackio", True, text)
+    step = metrics.profile_step
+    if step > steps and recipe.training.epochs is None:
+        text = f"comes after training.steps = {steps}; use an earlier step"
+        yield Problem("metrics.profile_step", step, text, ("training.steps",))
+    if step and find_entry("hooks", "diagnostics") is None:
+        text = 'the extension "reports" is not installed; set it to 0'
+        yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":
         text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
         yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))

@@ -43,10 +43,6 @@ def check_tensor(recipe: Recipe) -> Problems:
     yield from _check_async_tensor(recipe)
     yield from _check_heads(recipe)
     yield from _check_float8(recipe)
-    share = recipe.parallel.tensor_bubbles
-    if share and recipe.compile.enabled is True:
-        text = "stops within layers, which compiled layers cannot do; set compile.enabled = false"
-        yield Problem("parallel.tensor_bubbles", share, text, ("compile.enabled",))
 
 
 def _check_schedule(recipe: Recipe) -> Problems:

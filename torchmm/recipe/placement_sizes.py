@@ -77,7 +77,6 @@ def check_colocated(
     if schedule in fitting and placement != "colocated":
         text = 'is for colocated encoders; set parallel.placement = "colocated"'
         yield Problem("parallel.schedule", schedule, text, ("parallel.placement",))
-    yield from _check_tensor_bubbles(parallel, encoders)
     if placement != "colocated":
         return
     if schedule not in fitting:
@@ -145,32 +144,6 @@ def _misfits(parallel: ParallelConfig, name: str, pipeline: int, tensor: int) ->
             f"groups are placed; use one of {divisors}"
         )
         yield Problem(f"parallel.{name}.tensor", own, text, ("parallel.tensor",))
-
-
-def _check_tensor_bubbles(parallel: ParallelConfig, encoders: list[str]) -> Problems:
-    """Encoder layers in pieces during the communication of the LLM."""
-    key = "parallel.tensor_bubbles"
-    share = parallel.tensor_bubbles
-    if not share:
-        return
-    if parallel.placement != "colocated" or parallel.tensor == 1:
-        text = 'has no use without placement = "colocated" and tensor > 1; remove it'
-        yield Problem(key, share, text, ("parallel.placement", "parallel.tensor"))
-        return
-    if parallel.async_tensor_parallel:
-        text = "needs collectives that the LLM waits for; set async_tensor_parallel = false"
-        yield Problem(key, share, text, ("parallel.async_tensor_parallel",))
-    sizes = {name: parallel.encoder_tensor(name) for name in encoders}
-    smallest = min(sizes, key=sizes.__getitem__, default="")
-    for name, size in sizes.items():
-        if size != sizes[smallest]:
-            text = (
-                f"differs from parallel.{smallest}.tensor = {sizes[smallest]}: ranks that "
-                "communicate in a piece must run it together, but here they run different actions "
-                "of the other encoder; use the same size, or set parallel.tensor_bubbles = 0"
-            )
-            keys = (f"parallel.{smallest}.tensor", "parallel.tensor", key)
-            yield Problem(f"parallel.{name}.tensor", size, text, keys)
 
 
 def unit_sizes(parallel: ParallelConfig, name: str) -> dict[str, int]:

@@ -23,10 +23,18 @@ class Section(BaseModel):
     named_tables: ClassVar[type[Section] | None] = None
     """Schema of freely named tables in addition to the section's own keys; None: there are none."""
 
+    @property
+    def describes_samples(self) -> bool:
+        """Whether the section describes samples, so that a recipe needs no data and tokenizer."""
+        return False
+
     @classmethod
     def of(cls, parent: Section) -> Self:
-        """Return the section of this type that an extension added to `parent`."""
-        return next(value for value in vars(parent).values() if isinstance(value, cls))
+        """Return the section of this type that an extension added to `parent`.
+
+        If the extension added its keys to `parent` itself, that is `parent`.
+        """
+        return next(v for v in (parent, *vars(parent).values()) if isinstance(v, cls))
 
 
 S = TypeVar("S", bound=Section)
@@ -36,19 +44,26 @@ def with_extensions(section: type[S]) -> type[S]:
     """Return the section with the fields that extensions add to it (a class decorator).
 
     Entries of the table "sections" have names like "Recipe.float8": the class that is extended, and
-    the new key. Their targets are sections, whose docstrings describe the keys.
+    the new key. Their targets are sections, whose docstrings describe the keys. An entry with a
+    name like "MetricsConfig.*" adds the keys of its section to the class itself.
     """
     fields: dict[str, Any] = {}
+    bases: list[type[Section]] = []
     for entry in find_entries("sections"):
         owner, key = entry.name.split(".")
-        if owner == section.__name__:
-            added = entry.load()
+        if owner != section.__name__:
+            continue
+        added = entry.load()
+        if key == "*":
+            bases.append(added)
+        else:
             fields[key] = added, Field(default=added())
-    if not fields:
+    if not fields and not bases:
         return section
     return create_model(
         section.__name__,
-        __base__=section,
+        # pydantic orders fields from the last base to the first
+        __base__=(*bases, section),  # type: ignore[arg-type]
         __doc__=section.__doc__,
         __module__=section.__module__,
         **fields,

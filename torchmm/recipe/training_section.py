@@ -12,7 +12,7 @@ from pydantic import Field
 from torchmm.common.layers import DeltaSizes, ModuleDescription
 from torchmm.common.module_names import LLM
 from torchmm.recipe.parallel_section import ParallelConfig
-from torchmm.recipe.section import Section
+from torchmm.recipe.section import Section, with_extensions
 
 FixedMode = Literal["none", "selective", "full"]
 Mode = Literal["none", "selective", "full", "tuned"]
@@ -173,29 +173,7 @@ class TrainingConfig(Section):
     """Where to train; "auto": CUDA if there is a device."""
 
 
-class BenchmarksConfig(Section):
-    """Tasks of lmms-eval, answered by a process of its own with an exported snapshot while training
-    goes on. `scripts/lmms_eval.sh` makes what it needs."""
-
-    tasks: list[str] = Field(default=[])
-    """Names of tasks: lmms-eval's, or those in `folder`."""
-    interval: int = Field(default=0, ge=0)
-    """Steps between snapshots; also after the last step; 0: never."""
-    folder: str | None = None
-    """Directory of further tasks (YAML files and what they use)."""
-    limit: int | None = Field(default=None, ge=1)
-    """Questions of each task that are answered; none: all."""
-    batch_size: int = Field(default=8, ge=1)
-    """Questions that are answered together."""
-    gpu: int | None = Field(default=None, ge=0)
-    """Number of the GPU, on rank 0's machine, that answers; none: its CPUs. Leave one that no rank
-    uses."""
-    python: str = ".lmms-eval/bin/python"
-    """Python in which lmms-eval is installed."""
-    timeout_s: float = Field(default=3600.0, gt=0)
-    """How long a run waits at its end for answers under way."""
-
-
+@with_extensions
 class ValidationConfig(Section):
     """Loss and captions on held-out samples during the run."""
 
@@ -215,8 +193,6 @@ class ValidationConfig(Section):
     """Held-out texts for which the generator draws images, saved in `drawings/`."""
     denoising_steps: int = Field(default=25, ge=1)
     """Steps from noise to image; each is a forward of the whole model."""
-    benchmarks: BenchmarksConfig = Field(default=BenchmarksConfig())
-    """Tasks of lmms-eval."""
 
 
 Figure = Literal[
@@ -285,14 +261,12 @@ class CheckpointConfig(Section):
 Artifact = Literal["checkpoints", "exports"]
 
 
+@with_extensions
 class MetricsConfig(Section):
     """What is recorded and where it is shown. metrics.jsonl is always written."""
 
     log_interval: int = Field(default=1, ge=1)
     """Steps between progress lines and tracker records."""
-    page: bool = True
-    """Write `index.html` to the run directory: curves, held-out samples, pictures, the recipe;
-    renewed while the run trains."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Weights & Biases mode. If the service cannot be reached, training continues without it."""
     wandb_project: str = "torchmm"
@@ -300,21 +274,11 @@ class MetricsConfig(Section):
     artifacts: list[Artifact] = Field(default=[])
     """What becomes artifacts in Weights & Biases as it appears: "checkpoints", "exports" (`hf/` and
     its like, adapters). At its end the run waits until they are sent, for an hour at most."""
-    tensorboard: bool = False
-    """Write TensorBoard events to `tensorboard/` in the run directory."""
-    trackio: bool = False
-    """Record figures with Trackio, on this machine; `trackio show` shows them."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Peak of one device in TFLOP/s for MFU; default: the data sheet value of a known GPU,
     a short matrix-product measurement on CPU."""
     profile_step: int = Field(default=0, ge=0)
     """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
-    timeline_step: int = Field(default=5, ge=0)
-    """Step for which a picture, a trace and records of the pipeline are saved in `timeline/` (the
-    last step if there are fewer); 0: none. Without a pipeline there is nothing to show. At
-    that step every rank's peak of memory is compared with the one predicted (`memory.json`)."""
-    memory_snapshot_step: int = Field(default=0, ge=0)
-    """Step after which a CUDA memory snapshot is written to `profile/`; 0: none."""
 
 
 class Float8Config(Section):

@@ -38,7 +38,7 @@ from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.report import ProgressLine, plot_loss
 from torchmm.training.step import StepLosses, StepOutcome
 from torchmm.training.tracking.figures import StepRecord, reduce_over_ranks
-from torchmm.training.tracking.trackers import Sink, make_trackers
+from torchmm.training.tracking.trackers import Sink, TrackedRun, start_trackers
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,8 @@ class MetricsRecorder:
         self._run_dir = run_dir
         self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step)
         self._progress = ProgressLine(console, steps, start_step)
-        self._trackers = make_trackers(config, run_dir, name, recipe, log, start_step)
+        run = TrackedRun(config, run_dir, name, recipe, log, start_step)
+        self._trackers = start_trackers(run)
         self._sources: list[Callable[[StepRecord], StepRecord]] = []
         self._last: dict[str, Any] = {}
         """Record of the step before, as it was written."""

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import xxhash
-from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from torchmm.common.files import replace_atomically
-from torchmm.data.media.images import png_thumbnail
-
 Record = Mapping[str, Any]
-THUMBNAIL_PX = 192
 
 
 def print_summary(console: Console, title: str, lines: Mapping[str, str]) -> None:
@@ -118,22 +110,7 @@ def describe_step(record: Record, eta_s: float) -> str:
     return " | ".join(p for p in parts if p is not None)
 
 
-def keep_thumbnail(
-    folder: Path, source: str, index: int, image: Image.Image | None = None
-) -> str | None:
-    """Name of a small PNG of a sample's picture in the folder, written when it is first shown;
-    None without a picture."""
-    if image is None:
-        return None
-    # Sources are named by users: not every name can be a file's.
-    name = f"{xxhash.xxh64_hexdigest(source.encode())[:8]}-{index}.png"
-    if not (folder / name).exists():
-        folder.mkdir(exist_ok=True)
-        replace_atomically(folder / name, png_thumbnail(image.convert("RGB"), THUMBNAIL_PX))
-    return name
-
-
-def _make_figure(width_in: float, height_in: float) -> Any:
+def make_figure(width_in: float, height_in: float) -> Any:
     """Return an empty matplotlib figure that draws without a display or global state."""
     # Imported on first use: the import takes 0.3 s of CPU time, and most ranks plot nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
@@ -144,68 +121,10 @@ def _make_figure(width_in: float, height_in: float) -> Any:
     return figure
 
 
-def plot_captions(
-    samples: Sequence[tuple[Image.Image, str, str]], title: str, picture: Path
-) -> None:
-    """Draw images with what the model wrote and what they are, as a PNG.
-
-    Args:
-        samples: (image, generated text, true text).
-    """
-    columns = min(3, len(samples))
-    rows = math.ceil(len(samples) / columns)
-    figure = _make_figure(3.2 * columns, 3.2 * rows + 0.4)
-    figure.suptitle(title)
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in grid:
-        axes.set_axis_off()
-    for axes, (image, generated, truth) in zip(grid, samples, strict=False):
-        axes.imshow(image)
-        written, caption = (textwrap.shorten(t, 120) or "(nothing)" for t in (generated, truth))
-        label = f"model: {textwrap.fill(written, 38)}\ntruth: {textwrap.fill(caption, 38)}"
-        axes.set_title(label.replace("$", r"\$"), fontsize=8, loc="left")
-    figure.savefig(picture, dpi=110)
-
-
-def plot_pictures(
-    samples: Sequence[tuple[Sequence[Image.Image], Sequence[Image.Image], str]],
-    title: str,
-    picture: Path,
-) -> None:
-    """Draw what the model drew above what it should be, as a PNG; a clip's frames side by side.
-
-    Args:
-        samples: (frames of the truth, frames drawn, the text they were drawn from).
-    """
-    frames = max(len(drawn) for _, drawn, _ in samples)
-    columns = min(len(samples), max(1, 8 // frames))
-    rows = math.ceil(len(samples) / columns)
-    figure = _make_figure(1.7 * columns * frames, 4.0 * rows + 0.4)
-    figure.suptitle(title, fontsize=10)
-    grid = figure.subplots(2 * rows, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
-    for number, (truth, drawn, text) in enumerate(samples):
-        row, column = divmod(number, columns)
-        caption = textwrap.fill(textwrap.shorten(text, 90) or "(nothing)", 22 * frames)
-        grid[2 * row][column].set_title(caption.replace("$", r"\$"), fontsize=7)
-        for place, shown in enumerate((drawn, truth)):
-            grid[2 * row + place][column].imshow(_side_by_side(shown))
-    figure.savefig(picture, dpi=110)
-
-
-def _side_by_side(frames: Sequence[Image.Image]) -> Image.Image:
-    width, height = frames[0].size
-    strip = Image.new("RGB", (len(frames) * (width + 1) - 1, height), "white")
-    for number, frame in enumerate(frames):
-        strip.paste(frame, (number * (width + 1), 0))
-    return strip
-
-
 def plot_loss(metrics_file: Path, picture: Path) -> None:
     """Draw training and held-out loss over the steps in `metrics_file` as a PNG."""
     records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    figure = _make_figure(7, 4)
+    figure = make_figure(7, 4)
     axes = figure.add_subplot()
     for key, label, style in (("loss", "training", "-"), ("validation_loss", "held-out", "o-")):
         points = [(r["step"], r[key]) for r in records if r.get(key) is not None]

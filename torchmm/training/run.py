@@ -19,14 +19,13 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.search.placement import orchestrated, with_arrangement
 from torchmm.common.errors import EXIT_DONE, TorchmmError
+from torchmm.common.extensions import find_entries
 from torchmm.common.files import make_writable_directory
 from torchmm.common.log import log_to_console, make_console, working
 from torchmm.common.processes import end_workers, launched
 from torchmm.data.samples import sample_service, shares_reader
 from torchmm.data.shared_reader import ReaderAddress, SharedReader
-from torchmm.extensions.reports.page.pages import write_last_page
 from torchmm.models.multimodal import MultimodalModel, SampleSpecs
 from torchmm.parallel.compilation import keep_compiled_code
 from torchmm.parallel.gather import gather_texts, ranks_of_machine
@@ -39,10 +38,11 @@ from torchmm.parallel.mesh import (
 )
 from torchmm.parallel.p2p import check_hardware_queues, reserve_hardware_queues
 from torchmm.pipelining.run.runtime import channel_streams
+from torchmm.planning.choices import choose_arrangement, choose_sizes
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.planning.run_length import with_steps_of_epochs
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_run, build_unfilled_model, cut_model
+from torchmm.training.build import build_run
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.ending import (
     Status,
@@ -54,6 +54,7 @@ from torchmm.training.ending import (
     write_status,
 )
 from torchmm.training.exports.place import clear_unfinished
+from torchmm.training.model_build import build_unfilled_model, cut_model
 from torchmm.training.parts import RunParts
 from torchmm.training.trainer import Trainer
 
@@ -90,7 +91,7 @@ def train(recipe: Recipe) -> int:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         raise
     finally:
-        _leave(run_dir, directory, recipe.metrics.page and rank == 0)
+        _leave(recipe, directory, rank)
     dist.destroy_process_group()
     return EXIT_DONE
 
@@ -134,17 +135,22 @@ def _prepare(recipe: Recipe, directory: CheckpointDirectory, ends: ExitStack) ->
 def _before_ranks_meet(
     recipe: Recipe, world_size: int
 ) -> tuple[Resolved, MultimodalModel, PreTrainedTokenizerBase]:
-    run = resolve(orchestrated(recipe, world_size), world_size)
+    run = resolve(choose_sizes(recipe, world_size), world_size)
     model, tokenizer = build_unfilled_model(run)
     run = run.with_recipe(with_steps_of_epochs(run.recipe, model, tokenizer))
-    return with_arrangement(run, model), model, tokenizer
+    return choose_arrangement(run, model), model, tokenizer
 
 
-def _leave(run_dir: Path, directory: CheckpointDirectory, has_page: bool) -> None:
-    """The last that is done in a run's directory, which another run may claim then."""
-    if has_page and directory.is_of_this_run():
-        with working("writing the run's page"):
-            write_last_page(run_dir)
+def _leave(recipe: Recipe, directory: CheckpointDirectory, rank: int) -> None:
+    """Call the entries of "run_ends" on rank 0, then let other runs claim the run directory.
+
+    STATUS.json has the final state. The argument of `is_used` is the recipe, and that of the target
+    is the run directory. A target must not fail, because the run may have failed already.
+    """
+    if rank == 0 and directory.is_of_this_run():
+        for entry in find_entries("run_ends"):
+            if entry.is_used(recipe):
+                entry.load()(directory.path.parent)
     directory.release()
 
 

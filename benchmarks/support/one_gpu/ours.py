@@ -25,6 +25,7 @@ from support.one_gpu.cases import Case
 from support.one_gpu.steps import Mark
 from torchmm.balance.costs.step_costs import slowest_update_ms
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -38,10 +39,9 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import Resolved, recipe_model, resolve
 from torchmm.recipe.recipe import Recipe
-from torchmm.training import build
+from torchmm.training import build, model_build
 from torchmm.training.ending import StopSignal
 from torchmm.training.trainer import Trainer
 
@@ -204,16 +204,19 @@ class OurSide:
             training=SimpleNamespace(digest=lambda: ("", "synthetic")), held_out=None
         )
         replaced: dict[str, Callable[..., Any]] = {
-            "init_weights": draw_weights,
             "open_data": lambda *_, **__: data,
             "build_data": lambda *_, **__: loader,
             "untrained_tokens": lambda *_, **__: None,
         }
         self._stop = StopSignal()
-        with mock.patch.multiple(build, **replaced), redirect_stdout(io.StringIO()):
+        with (
+            mock.patch.multiple(build, **replaced),
+            mock.patch.object(model_build, "init_weights", draw_weights),
+            redirect_stdout(io.StringIO()),
+        ):
             model = recipe_model(recipe, DTYPES[recipe.training.parameter_dtype])
             tokenizer: Any = None
-            cut = build.cut_model(run, model, tokenizer, device)
+            cut = model_build.cut_model(run, model, tokenizer, device)
             parts = build.build_run(run, folder, device, model, tokenizer, cut)
         self.trainer = Trainer(parts, self._stop)
         self._watch()

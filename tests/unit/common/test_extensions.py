@@ -27,6 +27,10 @@ def folder(tmp_path, monkeypatch):
         ("probes/one/__init__.py", ""),
         ("probes/one/extension.py", EXTENSION),
         ("probes/plain/__init__.py", ""),
+        ("probes/two/__init__.py", ""),
+        ("probes/two/extension.py", 'REQUIRES = ("probes.plain",)\nENTRIES = {}'),
+        ("probes/three/__init__.py", ""),
+        ("probes/three/extension.py", 'REQUIRES = ("probes.missing",)\nENTRIES = {}'),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -43,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("folder")
 def test_entries_of_installed_extensions_are_found():
-    assert extension_names() == ("probes.one",)
+    assert extension_names() == ("probes.one", "probes.two")
     (entry,) = find_entries("hooks")
     assert entry.name == "probe" and entry.load() == pytest.approx(3.14159, 1e-5)
     assert find_entries("planners") == ()
@@ -80,5 +84,22 @@ def test_extension_section_becomes_a_key(monkeypatch):
     plain = Plain.model_validate({"added": {"value": 4}})
     assert Added.of(plain).value == 4
     assert Added.of(Plain()).value == 3
-    with pytest.raises(ValueError, match="added.value"):
+    with pytest.raises(ValueError, match=r"added.value"):
         Plain.model_validate({"added": {"value": "four"}})
+
+
+def test_extension_keys_join_the_section(monkeypatch):
+    entry = Entry("Plain.*", f"{__name__}:Added")
+    monkeypatch.setattr(section_module, "find_entries", lambda table: (entry,))
+
+    @with_extensions
+    class Plain(Section):
+        """A section of the core."""
+
+        name: str = "x"
+
+    plain = Plain.model_validate({"value": 4})
+    assert Added.of(plain).value == 4
+    assert list(plain.model_dump()) == ["name", "value"]
+    with pytest.raises(ValueError, match="extra"):
+        Plain.model_validate({"other": 1})

@@ -2,14 +2,13 @@
 
 import logging
 from dataclasses import replace
-from itertools import islice
+from itertools import cycle, islice
 
 import numpy as np
 import pytest
 import torch
 from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
 
-from torchmm.balance.image_shares import balanced_metas
 from torchmm.common import processes
 from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
@@ -193,16 +192,14 @@ def test_balanced_loader_knows_its_tasks_in_advance(make):
     assert plain is not None
     for number, own in enumerate(metas[1]):
         of_ranks = [share[number] for share in plain]
-        modules = ("vision", "generator")
-        named = [
-            m
-            for meta in of_ranks
-            for s in meta.samples
-            for m in [*["vision"] * len(s.images), *["generator"] * len(s.generated)]
-        ]
-        turns = [(RANKS - 1 - image) % RANKS for image in range(len(named))]
-        owners = {m: [t for t, n in zip(turns, named, strict=True) if n == m] for m in modules}
-        assert balanced_metas(of_ranks, owners)[1] == own
+        turns = cycle(reversed(range(RANKS)))
+        images, generated = [], []
+        for sample in (s for meta in of_ranks for s in meta.samples):
+            images += [
+                replace(image, encoder="vision") for image in sample.images if next(turns) == 1
+            ]
+            generated += [image for image in sample.generated if next(turns) == 1]
+        assert of_ranks[1].with_images(images, generated) == own
     for microbatch in batch.microbatches:
         images = microbatch.task_meta.images_of("vision")
         assert images == len(microbatch.read_for["vision"])

@@ -31,10 +31,10 @@ from transformers.video_utils import VideoMetadata
 
 from torchmm.common.batch import Microbatch, TextSpec
 from torchmm.data.loader import build_loader
+from torchmm.data.media.clip_files import write_clip
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
-from torchmm.extensions.demo_data.clip_files import write_clip
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 
 PROCESSORS = {"glm4v": Glm4vProcessor, "glm4v_moe": Glm4vProcessor, "glm46v": Glm46VProcessor}

@@ -23,10 +23,10 @@ from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import build_loader
+from torchmm.data.media.clip_files import CONTAINERS, write_clip
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.media.video import Clip, ClipMedia, sampled_frames
-from torchmm.extensions.demo_data.clip_files import CONTAINERS, write_clip
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 
 PIXELS = 10_000

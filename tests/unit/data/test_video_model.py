@@ -25,8 +25,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.data.loader import build_loader
+from torchmm.data.media.clip_files import write_clip
 from torchmm.data.media.video import sampled_frames
-from torchmm.extensions.demo_data.clip_files import write_clip
 from torchmm.recipe.data_section import SourceConfig, VideoConfig
 from torchmm.recipe.model_section import ModelConfig
 

@@ -86,7 +86,7 @@ def parse(path: str, arguments: list[str], module: bool = False) -> Parsed:
         AssertionError: the parser refused them, or the program did not come to parse anything.
     """
     file = ROOT / (f"{path.replace('.', '/')}.py" if module else path)
-    command = r"ArgumentParser\(|make_parser\(|_parser\(|torchmm\.commands"
+    command = r"ArgumentParser\(|make_parser\(|_parser\(|torchmm\.(commands|extensions)"
     assert re.search(command, file.read_text()), path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [path, *arguments])

@@ -9,8 +9,7 @@ from model_cases import DELTA, LLMS, microbatch, relative_error, text_model
 from torch import Tensor
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, MicrobatchMeta
-from torchmm.extensions.evaluation.text.generate import next_row
-from torchmm.models.layers.token_cache import PromptLengths
+from torchmm.models.layers.token_cache import PromptLengths, next_row
 from torchmm.models.llm import LlmModule
 
 LENGTHS = [5, 21, 2]

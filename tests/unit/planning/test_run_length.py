@@ -23,7 +23,7 @@ from torchmm.planning.run_length import (
 )
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_unfilled_model
+from torchmm.training.model_build import build_unfilled_model
 
 LLM = {
     "model_type": "llama",

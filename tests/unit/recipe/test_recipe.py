@@ -12,7 +12,7 @@ from torchmm.planning.resolved import resolve
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_sizes
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import build_unfilled_model
+from torchmm.training.model_build import build_unfilled_model
 
 MODEL = """
 [model]
@@ -273,26 +273,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "--data.producers.addresses ['localhost:7411']",
             "training.epochs",
             "only producers know the number of samples",
-        ),
-        (
-            "--data.balance images --parallel.pipeline 2",
-            "data.balance",
-            "parallel.pipeline = 2 is not supported",
-        ),
-        (
-            "--data.balance images --parallel.placement colocated --parallel.schedule optimus",
-            "data.balance",
-            'use "interleaved"',
-        ),
-        (
-            "--data.balance images --parallel.llm.context 2",
-            "data.balance",
-            "parallel.llm.context = 2 is not supported",
-        ),
-        (
-            "--data.balance images --data.producers.addresses ['localhost:7411']",
-            "data.balance",
-            "not supported with data.producers",
         ),
         ("--model.source x/y", "model", "keep one"),
         ("--model.encoders.audio {}", "model.encoders.audio", "neither source nor config"),

@@ -13,15 +13,12 @@ from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 
 import torchmm.training.run
-from torchmm.balance.disttrain.arrangement import reordered, run_arrangement
-from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.common.errors import ConfigError
-from torchmm.planning.executions import simulated_profile
-from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe
-from torchmm.training.build import _step_after, build_unfilled_model, cut_model
+from torchmm.training.build import _step_after
+from torchmm.training.model_build import build_unfilled_model, cut_model
 
 LLM = {
     "model_type": "llama",
@@ -68,36 +65,6 @@ def read(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table
     whole = merged(complete(table, "images", data, run_dir, steps=1), {})
     (run_dir / "recipe.toml").write_text(tomli_w.dumps(whole))
     return load_recipe(run_dir / "recipe.toml", [], world_size).recipe
-
-
-def test_forecasts_cut_the_model_and_deal_the_batch_as_runs_do(data, tmp_path):
-    """Of replicas whose samples differ; segments of the LLM, and what moves packs, are open."""
-    parallel = {"pipeline": 2, "schedule": "searched", "search": {"evaluations": 50}}
-    model = {
-        "llm": {"config": LLM | {"num_hidden_layers": 6}},
-        "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
-    }
-    table = {"model": model, "training": {"sequence_length": 64, "global_batch_size": 12}}
-    table |= {"parallel": parallel, "simulation": {"device": "cpu"}}
-    table = merged(
-        complete(table, "images", data, tmp_path, steps=1), {"data": {"reorder": "intra"}}
-    )
-    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
-    recipe = load_recipe(tmp_path / "recipe.toml", [], 4).recipe
-    run = resolve(recipe, 4)
-    meta_model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, meta_model, tokenizer, torch.device("cpu"))
-    modules = [module.describe() for module in meta_model.modality_modules()]
-    arrange = run_arrangement(run, modules, *cut, torch.device("cpu"))
-
-    forecaster = Forecaster(recipe, 4, simulated_profile(recipe))
-    forecast = forecaster.forecast()
-    assert forecast.step.plan.graph.layout == cut.layout
-    dealt = reordered(arrange, forecaster.sample.packs)
-    assert forecaster.workload.microbatches in dealt
-    # Not trivially: packs have moved.
-    natural = first_microbatches(recipe, forecaster.model, run.shares)
-    assert dealt != natural and len(dealt) == 2
 
 
 def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Table) -> None:

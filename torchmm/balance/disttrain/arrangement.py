@@ -18,10 +18,10 @@ import torch
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.disttrain.reordering.step import OrderedLayout, OrderOfStep, StepReorder
 from torchmm.balance.image_shares import ImageBalance
+from torchmm.balance.run_costs import run_costs, run_profile
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import order_step
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -74,6 +74,17 @@ def run_arrangement(
         return None
     costs = run_costs(run, modules, run_profile(run.recipe, device))
     return arrangement(run.with_parallel(parallel), modules, costs, layout)
+
+
+def run_balance(
+    run: Resolved,
+    modules: Sequence[ModuleDescription],
+    parallel: ParallelConfig,
+    layout: StageLayout,
+    device: torch.device,
+) -> ImageBalance | None:
+    """Return the `image_balance` of a run. Parameters are those of `run_arrangement`."""
+    return image_balance(run.recipe, modules)
 
 
 def image_balance(recipe: Recipe, modules: Sequence[ModuleDescription]) -> ImageBalance | None:

@@ -1,22 +1,33 @@
-"""Values that a recipe leaves open, chosen when a run starts.
+"""Values that a recipe leaves open, chosen when a run starts (`torchmm.planning.choices`).
 
-Parallel sizes (`parallel.orchestrate`), and "auto" for `data.reorder` and `data.balance`.
+Parallel sizes (`parallel.orchestrate`), "auto" for `data.reorder` and `data.balance`, and the
+segments of a searched pipeline.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from math import inf
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.balance.disttrain.arrangement import dealt
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample, choose_arrangement
+from torchmm.balance.pipeweaver.segments import chosen_segments
+from torchmm.balance.run_costs import run_costs, run_profile, simulated_profile
 from torchmm.balance.search.recipe_plans import leaves_encoders_open
 from torchmm.balance.search.result import SearchResult, find_best
 from torchmm.balance.search.search import search_plans
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.executions import simulated_profile
+from torchmm.planning.first_step import first_step, one_by_one
 from torchmm.planning.resolved import Resolved
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 
 EFFORT = 100_000
@@ -94,3 +105,34 @@ def with_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
     with suppress(ConfigError):  # such as a calibration file that is not on this node
         profile = simulated_profile(run.recipe)
     return choose_arrangement(run, profile, StepSample(run.recipe, model))
+
+
+def with_run_segments(
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    shares: Sequence[list[MicrobatchMeta]],
+    device: torch.device,
+) -> ParallelConfig:
+    """Return [parallel] of a run with segments and sub-microbatches (`chosen_segments`).
+
+    Args:
+        run: Recipe with resolved sizes.
+        model: Its model on the meta device.
+        tokenizer: Tokenizer of the model.
+        shares: Microbatches of the first step in their original order, by share.
+        device: Device of the run.
+
+    Raises:
+        ConfigError: A module has fewer layers than ranks.
+    """
+    recipe = run.recipe
+    modules = [module.describe() for module in model.modality_modules()]
+    costs = run_costs(run, modules, run_profile(recipe, device))
+    is_reordered = recipe.data.is_reordered
+    packs = first_step(one_by_one(recipe), model, tokenizer, 1) if is_reordered else []
+    if packs:  # arranged for the model as it would be split without a choice
+        microbatches = [meta for share in shares for meta in share]
+        layout = plan_layout(recipe.parallel, modules, microbatches)
+        shares = dealt(run, modules, costs, layout, packs[0])
+    return chosen_segments(recipe, recipe.parallel, modules, shares, costs)

@@ -192,7 +192,7 @@ def open_file_source(
     fingerprint = files_fingerprint(files)
     if (entry := find_entry("source_formats", kind)) is not None:
         reader: SourceFormat = entry.load()()
-        return reader.open(config, files, fingerprint, places)
+        return reader.open(config, list(files), fingerprint, places)
     if kind == "webdataset":
         return WebdatasetSource(files, fingerprint, places)
     root = source_root(config, files)

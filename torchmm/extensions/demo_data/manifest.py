@@ -1,4 +1,4 @@
-"""What was prepared: `MANIFEST.json` next to the sets, and sets that appear whole or not at all."""
+"""Entries of MANIFEST.json next to prepared data sets, and directories that appear complete."""
 
 from __future__ import annotations
 
@@ -11,22 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchmm.common.files import replace_atomically
+from torchmm.common.files import PREPARED_FILE, read_prepared, replace_atomically
 from torchmm.extensions.demo_data.packages import Package
-
-NAME = "MANIFEST.json"
-
-
-def read(output: Path) -> dict[str, Any]:
-    """Entries by set; empty if nothing was prepared yet."""
-    path = output / NAME
-    entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return entries
 
 
 def is_current(output: Path, name: str, options: dict[str, Any]) -> bool:
     """Whether set `name` was made with these options and no file of it is missing or altered."""
-    entry = read(output).get(name)
+    entry = read_prepared(output).get(name)
     if entry is None or entry["options"] != options:
         return False
     return all(
@@ -48,7 +39,7 @@ def record(
         details: `options` it was made with, and `counts`.
     """
     files = sorted(f for f in (output / name).rglob("*") if f.is_file())
-    entries = read(output)
+    entries = read_prepared(output)
     entries[name] = {
         "packages": [
             {"name": p.name, "version": p.version, "sha256": sha256(p.file)} for p in packages
@@ -58,7 +49,7 @@ def record(
         "sha256": {str(f.relative_to(output)): sha256(f) for f in files},
     }
     text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
-    replace_atomically(output / NAME, text.encode())
+    replace_atomically(output / PREPARED_FILE, text.encode())
 
 
 @contextmanager

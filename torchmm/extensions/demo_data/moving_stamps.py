@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from torchmm.common.errors import DataError
+from torchmm.common.files import read_prepared
 from torchmm.data.media.images import to_rgb
-from torchmm.extensions.demo_data.manifest import new_directory, read, record
+from torchmm.extensions.demo_data.manifest import new_directory, record
 from torchmm.extensions.demo_data.parquet import write_splits
 
 FRAMES = 8
@@ -68,7 +69,7 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
     rows = [row for file in files for row in _rows(file, options)]
     with new_directory(output / "moving_stamps") as directory:
         counts = write_splits(directory, rows, FEATURES)
-    licence = read(output)["tuxpaint_stamps"]["licence"]
+    licence = read_prepared(output)["tuxpaint_stamps"]["licence"]
     record(output, "moving_stamps", [], licence, {"options": options, "counts": counts})
 
 

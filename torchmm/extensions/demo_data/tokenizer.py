@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.errors import DataError
-from torchmm.extensions.demo_data.manifest import new_directory, read, record
+from torchmm.common.files import read_prepared
+from torchmm.extensions.demo_data.manifest import new_directory, record
 
 VOCAB_SIZE = 1024
 """Small, so that rare nouns are spelled: a token that occurs once in the data learns nothing."""
@@ -59,7 +60,7 @@ def prepare(
     with new_directory(output / name) as directory:
         tokenizer.save_pretrained(directory)
     counts = {"vocabulary": len(tokenizer), "captions": len(captions)}
-    licence = read(output)[texts]["licence"]
+    licence = read_prepared(output)[texts]["licence"]
     record(output, name, [], licence, {"options": options, "counts": counts})
 
 

@@ -24,10 +24,11 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from torchmm.common.errors import DataError
+from torchmm.common.files import read_prepared
+from torchmm.data.media.clip_files import CONTAINERS, write_clip
 from torchmm.data.media.images import to_rgb
 from torchmm.data.media.video import Clip
-from torchmm.extensions.demo_data.clip_files import CONTAINERS, write_clip
-from torchmm.extensions.demo_data.manifest import new_directory, read, record
+from torchmm.extensions.demo_data.manifest import new_directory, record
 from torchmm.extensions.demo_data.moving_stamps import MOTIONS, frame_at
 from torchmm.extensions.demo_data.packages import (
     debian_package,
@@ -197,7 +198,7 @@ def prepare_stamps(output: Path, packages: Path, options: dict[str, Any]) -> Non
     with new_directory(output / "stamp_videos") as directory:
         counts = write_splits(directory, rows, FEATURES)
     counts = {f"{split} clips": count for split, count in counts.items()}
-    licence = read(output)["tuxpaint_stamps"]["licence"]
+    licence = read_prepared(output)["tuxpaint_stamps"]["licence"]
     record(output, "stamp_videos", [], licence, {"options": options, "counts": counts})
 
 

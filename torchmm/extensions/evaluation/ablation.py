@@ -20,13 +20,9 @@ from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.resolved import Resolved
-from torchmm.training.build import (
-    build_data,
-    build_unfilled_model,
-    cut_model,
-    fill_model,
-    open_checkpoints,
-)
+from torchmm.training.build import open_checkpoints
+from torchmm.training.data_build import build_data
+from torchmm.training.model_build import build_unfilled_model, cut_model, fill_model
 from torchmm.training.validation import held_out_losses
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torchmm.extensions.evaluation.benchmarks import FOLDER, Benchmarks
+from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.training.hooks.exports import export_model
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
@@ -20,7 +21,7 @@ class BenchmarkHook(Hook):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._config = self.recipe.validation.benchmarks
+        self._config = BenchmarksConfig.of(self.recipe.validation)
         self._processes = Benchmarks(self._config, self.parts.run_dir, self.parts.logger)
         if self.parts.recorder is not None:
             self.parts.recorder.add_source(self._add_scores)

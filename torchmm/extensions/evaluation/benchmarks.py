@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.log import working
-from torchmm.extensions.evaluation import results
-from torchmm.extensions.evaluation.results import Evaluation
-from torchmm.recipe.training_section import BenchmarksConfig
+from torchmm.extensions.evaluation.section import BenchmarksConfig
+from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 
 PROGRAM = "torchmm.extensions.evaluation.lmms_tasks"
 FOLDER = "benchmarks"
@@ -134,7 +133,7 @@ class Benchmarks:
             )
             return None
         found = _scores(output, started.folder / "hf", started.step)
-        results.append(self._run_dir, found)
+        append_evaluation(self._run_dir, found)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in found.scores.items())
         self._logger.info("benchmarks of step %d: %s", started.step, shown)
         return found

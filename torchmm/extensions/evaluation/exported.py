@@ -27,6 +27,14 @@ from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.data.loader import Loader, build_loader
 from torchmm.data.tokenizer import read_tokenizer
+from torchmm.extensions.evaluation.samples import (
+    GeneratedText,
+    generate_samples,
+    generated_text,
+    held_out_prompts,
+    scored_sources,
+    with_references,
+)
 from torchmm.extensions.evaluation.text.prompts import Prompt
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.hf.load import load_weights
@@ -39,14 +47,6 @@ from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, LlmConfig, Mo
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import TrainingConfig
 from torchmm.training.pipeline import whole_pipeline
-from torchmm.training.validation import (
-    GeneratedText,
-    generate_samples,
-    generated_text,
-    held_out_prompts,
-    scored_sources,
-    with_references,
-)
 
 
 @dataclass(frozen=True)

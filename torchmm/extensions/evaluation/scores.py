@@ -4,7 +4,7 @@
 
 Rejected: pycocoevalcap for CIDEr, whose last release is of 2020 and brings 100 MB of Java programs
 for other metrics; jiwer, for ten lines of edit distance. Values of CIDEr and of VQA's normalisation
-are compared with those of pycocoevalcap and lmms-eval in tests/unit/training/test_scores.py.
+are compared with those of pycocoevalcap and lmms-eval in tests/unit/extensions/evaluation.
 """
 
 from __future__ import annotations

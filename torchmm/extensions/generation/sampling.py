@@ -16,9 +16,9 @@ from PIL import Image
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
+from torchmm.extensions.evaluation.drawings import draw_samples
 from torchmm.extensions.evaluation.text.opened import Writer
 from torchmm.extensions.evaluation.text.prompts import Request, read_steps
-from torchmm.training.validation import draw_samples
 
 COLUMN = "drawn"
 SIDE_PX = 8

@@ -21,19 +21,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
+from torchmm.balance.run_costs import run_costs, run_profile
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import Microbatch
 from torchmm.common.files import replace_atomically
 from torchmm.costs.flops import task_durations
 from torchmm.extensions.reports.page.contents import MEMORY_FILE
+from torchmm.extensions.reports.section import ReportKeys
 from torchmm.extensions.reports.timelines import plot_prediction, plot_schedules, save_timeline
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.pipeline import Pipeline
+from torchmm.training.tracking.run_directory import TIMELINE_FOLDER
 
 logger = logging.getLogger("torchmm")
 
@@ -43,20 +45,22 @@ class DiagnosticsHook(Hook):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._config = self.recipe.metrics
-        self._timeline_step = min(self._config.timeline_step, self.recipe.training.steps)
+        self._profile_step = self.recipe.metrics.profile_step
+        keys = ReportKeys.of(self.recipe.metrics)
+        self._snapshot_step = keys.memory_snapshot_step
+        self._timeline_step = min(keys.timeline_step, self.recipe.training.steps)
         self._is_cuda = self.parts.mesh.device.type == "cuda"
         self._profile_dir = self.parts.run_dir / "profile"
         self._profiler: profile | None = None
         self._profiling = ExitStack()
-        if self._config.profile_step or self._config.memory_snapshot_step:
+        if self._profile_step or self._snapshot_step:
             self._profile_dir.mkdir(parents=True, exist_ok=True)
-        if self._config.memory_snapshot_step and self._is_cuda:
+        if self._snapshot_step and self._is_cuda:
             torch.cuda.memory._record_memory_history()
 
     def before_step(self, step: int) -> None:
         """Start the profiler if the step is to be profiled."""
-        if step == self._config.profile_step:
+        if step == self._profile_step:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._is_cuda
             profiler = profile(activities=activities, record_shapes=True)
             self._profiler = self._profiling.enter_context(profiler)
@@ -69,7 +73,7 @@ class DiagnosticsHook(Hook):
             self._profiling.close()
             self._profiler.export_chrome_trace(self._profile_file(f"step-{step}", "json"))
             self._profiler = None
-        if step == self._config.memory_snapshot_step and self._is_cuda:
+        if step == self._snapshot_step and self._is_cuda:
             torch.cuda.memory._dump_snapshot(self._profile_file(f"memory-step-{step}", "pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         if step == self._timeline_step:
@@ -89,7 +93,7 @@ class DiagnosticsHook(Hook):
         parts = self.parts
         if parts.mesh.pipeline_size == 1:
             return
-        directory = parts.run_dir / "timeline"
+        directory = parts.run_dir / TIMELINE_FOLDER
         microbatches = done.batch.microbatches
         save_timeline(directory, step, done.outcome, microbatches, parts.mesh)
         if parts.mesh.rank == 0:

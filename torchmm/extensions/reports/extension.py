@@ -3,19 +3,48 @@
 from typing import Any
 
 from torchmm.common.extensions import Entries, Entry
+from torchmm.extensions.reports.section import ReportKeys
 
 
 def _has_diagnostics(run: Any) -> bool:
     metrics = run.recipe.metrics
-    return any((metrics.timeline_step, metrics.profile_step, metrics.memory_snapshot_step))
+    keys = ReportKeys.of(metrics)
+    return any((keys.timeline_step, metrics.profile_step, keys.memory_snapshot_step))
 
 
+REQUIRES = ("torchmm.balance",)
 ENTRIES: Entries = {
+    "sections": [Entry("MetricsConfig.*", "torchmm.extensions.reports.section:ReportKeys")],
+    "recipe_checks": [Entry("reports", "torchmm.extensions.reports.checks:check_reports")],
     "hooks": [
         Entry(
             "diagnostics",
             "torchmm.extensions.reports.diagnostics:DiagnosticsHook",
             _has_diagnostics,
+        ),
+    ],
+    "trackers": [
+        Entry(
+            "page",
+            "torchmm.extensions.reports.page.pages:start_page",
+            lambda metrics: ReportKeys.of(metrics).page,
+        ),
+        Entry(
+            "tensorboard",
+            "torchmm.extensions.reports.local_trackers:start_tensorboard",
+            lambda metrics: ReportKeys.of(metrics).tensorboard,
+        ),
+        Entry(
+            "trackio",
+            "torchmm.extensions.reports.local_trackers:start_trackio",
+            lambda metrics: ReportKeys.of(metrics).trackio,
+        ),
+    ],
+    "run_ends": [
+        Entry(
+            "page",
+            "torchmm.extensions.reports.page.pages:write_last_page",
+            lambda recipe: ReportKeys.of(recipe.metrics).page,
         ),
     ],
 }

@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 from PIL import Image
 
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.pipelining.view.draw import timeline_picture
 from torchmm.training.tracking.figures import Record, grouped
-from torchmm.training.tracking.run_files import RunFiles, Sample
+from torchmm.training.tracking.run_files import RunFiles, Sample, code_version
+from torchmm.training.tracking.trackers import BackgroundSink, TrackedRun
+
+
+def start_tensorboard(run: TrackedRun) -> BackgroundSink:
+    """Start the TensorBoard tracker.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+    try:  # an optional dependency
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"metrics.tensorboard = true: TensorBoard cannot be imported ({error}); "
+            f"{install_command('tensorboard')} or set it to false"
+        ) from error
+
+    def start() -> TensorBoardTracker:
+        # A resumed run repeats steps: their earlier events are removed.
+        purge_step = run.start_step + 1 if run.is_resumed else None
+        writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge_step)
+        texts = {"recipe": _to_toml(run.recipe), "code": _to_toml(code_version())}
+        return TensorBoardTracker(writer, texts, run.files())
+
+    return BackgroundSink("TensorBoard", start, run.log)
+
+
+def start_trackio(run: TrackedRun) -> BackgroundSink:
+    """Start the Trackio tracker.
+
+    Raises:
+        ConfigError: Trackio is not installed.
+    """
+    try:  # an optional dependency
+        from trackio import init  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"metrics.trackio = true: Trackio cannot be imported ({error}); "
+            "pip install trackio or set it to false"
+        ) from error
+    return BackgroundSink("Trackio", lambda: TrackioTracker(init, run), run.log)
 
 
 class TensorBoardTracker:
     """TensorBoard event files in `tensorboard/` of the run directory.
 
     Args:
-        writer: of the events.
-        texts: that say what ran, by what they are.
-        files: of the run.
+        writer: Writer of events.
+        texts: Texts about the run, by title.
+        files: Files of the run.
     """
 
     def __init__(self, writer: Any, texts: dict[str, str], files: RunFiles) -> None:
@@ -30,7 +72,7 @@ class TensorBoardTracker:
             writer.add_text(name, f"```\n{text}\n```", 0)
 
     def emit(self, record: Record) -> None:
-        """Write one step, and what is new since the one before."""
+        """Write one step, and the files that are new since the previous one."""
         step = record["step"]
         for name, value in grouped(record).items():
             self._writer.add_scalar(name, value, step)
@@ -69,37 +111,19 @@ def _in_cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-def tensorboard_writer() -> Callable[..., Any]:
-    """What makes event files.
-
-    Raises:
-        ConfigError: TensorBoard is not installed.
-    """
-    try:  # an optional dependency
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            f"metrics.tensorboard = true: TensorBoard cannot be imported ({error}); "
-            f"{install_command('tensorboard')} or set it to false"
-        ) from error
-    return SummaryWriter
-
-
 class TrackioTracker:
-    """A run of Trackio, on this machine: `trackio show` shows it.
+    """A local Trackio run, which `trackio show` displays.
 
     Args:
-        start: `trackio.init`.
-        resumed: the newest run of this name is continued.
+        init: `trackio.init`. If the run is resumed, it continues the newest run of this name.
+        run: Run to show.
     """
 
-    def __init__(
-        self, start: Callable[..., Any], project: str, name: str, config: Record, resumed: bool
-    ) -> None:
-        resume = "allow" if resumed else "never"
-        self._run = start(
-            project=project, name=name, config=dict(config), resume=resume, embed=False,
-            auto_log_gpu=False, auto_log_cpu=False,
+    def __init__(self, init: Callable[..., Any], run: TrackedRun) -> None:
+        resume = "allow" if run.is_resumed else "never"
+        self._run = init(
+            project=run.config.wandb_project, name=run.name, config=dict(run.facts()),
+            resume=resume, embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
 
     def emit(self, record: Record) -> None:
@@ -107,21 +131,18 @@ class TrackioTracker:
         self._run.log(grouped(record), step=record["step"])
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
         self._run.finish()
 
 
-def trackio_start() -> Callable[..., Any]:
-    """`trackio.init`.
+def _to_toml(facts: Record) -> str:
+    """Return nested tables as TOML, without null values, which TOML does not have."""
+    return tomli_w.dumps(_without_null(facts))
 
-    Raises:
-        ConfigError: Trackio is not installed.
-    """
-    try:  # an optional dependency
-        from trackio import init  # noqa: PLC0415
-    except ImportError as error:
-        raise ConfigError(
-            f"metrics.trackio = true: Trackio cannot be imported ({error}); "
-            "pip install trackio or set it to false"
-        ) from error
-    return init
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_null(v) for key, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_null(v) for v in value if v is not None]
+    return value

@@ -10,14 +10,15 @@ whether a prompt has it. Positions are in the keys already, so moving them chang
 Rejected: left-padded prompts in the layers too, as Hugging Face's `generate` has them, with which
 no layer, message or image would have the form it has in training.
 
-Shape legend: B prompts, T tokens of all prompts, S tokens kept of each, L tokens of the longest, H
-query heads, G key and value heads (G divides H), R = H / G, D head size, C channels, W width of a
-filter.
+Shape legend: B prompts, T tokens of all prompts, N new tokens of one, S tokens kept of each, L
+tokens of the longest, H query heads, G key and value heads (G divides H), R = H / G, D head size, C
+channels, W width of a filter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedConfig
 
+from torchmm.common.batch import IGNORE_TARGET, Microbatch, MicrobatchMeta
 from torchmm.common.device_copies import to_device
 
 
@@ -177,3 +179,45 @@ def cached_attention(
         weights = weights[..., :-1]
     out = weights.to(value_BGSD.dtype) @ value_BGSD
     return out.reshape(1, prompts, -1, out.shape[3])
+
+
+def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
+    """Return a packed sequence with one new token for each prompt.
+
+    Args:
+        row: Packed sequence of the previous forward pass: prompts, or one token for each prompt.
+        tokens_B: (B,) new tokens.
+    """
+    prompts = len(tokens_B)
+    if row.cu_seqlens[-1] == prompts and not row.encoders:  # a token of each already
+        return replace(row, input_ids_T=tokens_B, position_ids=row.position_ids + 1)
+    last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
+    positions_B = torch.stack(last) + 1  # the same in all three of those that have three
+    return Microbatch(
+        input_ids_T=tokens_B,
+        targets_T=torch.full_like(tokens_B, IGNORE_TARGET),
+        position_ids=positions_B.expand(*row.position_ids.shape[:-1], prompts),
+        cu_seqlens=list(range(prompts + 1)),
+        encoders={},
+        meta=MicrobatchMeta((), prompts),
+        target_positions_L=tokens_B[:0],
+    )
+
+
+def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
+    """Return a prompt with more tokens, to be computed again as a whole."""
+    positions = row.position_ids
+    following_N = positions.amax() + 1 + torch.arange(len(tokens_N), device=positions.device)
+    following = following_N.expand(*positions.shape[:-1], -1)
+    # Generated tokens are targets of the tokens before them: some models see prompts both ways.
+    ignored = torch.full_like(row.targets_T[:1], IGNORE_TARGET)
+    length = row.input_ids_T.numel() + len(tokens_N)
+    return replace(
+        row,
+        input_ids_T=torch.cat([row.input_ids_T, tokens_N]),
+        targets_T=torch.cat([row.targets_T[:-1], tokens_N, ignored]),
+        target_positions_L=None,  # type: ignore[arg-type]  # to be found again
+        position_ids=torch.cat([positions, following], dim=-1),
+        cu_seqlens=[0, length],
+        meta=replace(row.meta, tokens=length),
+    )

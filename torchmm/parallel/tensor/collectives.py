@@ -30,7 +30,7 @@ class LayerHooks:
 
     Attributes:
         on_collective: called between the start of each collective of the LLM and the wait for it.
-        on_stop: called where an encoder layer may stop (`torchmm.balance.optimus.pieces`).
+        on_stop: called where an encoder layer may stop.
     """
 
     on_collective: Hook | None = None

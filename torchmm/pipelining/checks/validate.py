@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import get_args
 
-from torchmm.balance.optimus.launches import launch_problems
+from torchmm.common.extensions import find_entries
 from torchmm.pipelining.checks.problems import PlanProblem, PlanReport, ProblemKind
 from torchmm.pipelining.checks.rules import RuleBook
 from torchmm.pipelining.checks.scan import Played, Scan, play
@@ -30,12 +30,21 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
 
     If any stage of the plan is gathered or reduced, all must be. How much memory a plan takes the
     simulator says, by the same `RuleBook`.
+
+    Extensions add checks with entries of the table "plan_checks": functions of the plan and its
+    `RuleBook` that yield problems. The argument of `is_used` is the plan.
     """
     book = RuleBook(plan)
     scan = Scan(book, plan)
     for rank in range(len(plan.actions)):
         scan.run(rank)
     played = play(scan.events, len(book.counters))
+    of_extensions = [
+        problem
+        for entry in find_entries("plan_checks")
+        if entry.is_used(plan)
+        for problem in entry.load()(plan, book)
+    ]
     problems = [
         *scan.problems,
         *_specs(plan, book),
@@ -43,7 +52,7 @@ def validate_plan(plan: PipelinePlan) -> PlanReport:
         *(p for rank in range(len(plan.actions)) for p in _collectives(rank, plan, book)),
         *_crossed(plan, book, played),
         *_mirrors(plan),
-        *launch_problems(plan, book),
+        *of_extensions,
         *_channels(plan, book, scan),
         *_deadlocks(plan, book, scan, played),
         *_recompute(plan),

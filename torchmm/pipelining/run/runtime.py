@@ -44,7 +44,7 @@ Interleave = Callable[
     [PipelinePlan, Handlers, torch.device, "_Clock | None"], AbstractContextManager[Handlers]
 ]
 """Hook around a step: return a context with handlers that run more during some actions. Times of
-this work are added to `_Clock.spans`."""
+this work are added to `_Clock.spans`. Extensions have such hooks in the table "action_runners"."""
 
 
 @dataclass

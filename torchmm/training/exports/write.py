@@ -23,11 +23,11 @@ from huggingface_hub import ModelCard
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.errors import TEMPLATE_ERRORS
+from torchmm.common.files import read_prepared
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.files.addresses import without_secrets
 from torchmm.data.media.chat import FALLBACK_TEMPLATE, ChatTemplate
 from torchmm.data.sources.open import has_chats
-from torchmm.extensions.demo_data.manifest import read as read_prepared
 from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.experts_apart import Keep, in_memory

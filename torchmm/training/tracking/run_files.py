@@ -1,7 +1,7 @@
-"""What a run's directory has that a tracker has not shown yet: samples, pictures, whole models.
+"""Files of a run directory that a tracker has not shown yet: samples, pictures, complete models.
 
-Trackers take all that is no figure from the files of the run, as its page does (`page.contents`),
-so the loop knows nothing of tables and pictures, and a tracker that is behind shows the same.
+Trackers read everything except metrics from these files. The training loop is therefore independent
+of tables and pictures, and a tracker that lags behind shows the same content.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from torchmm.extensions.reports.page.contents import (
-    SAMPLES_FILE,
-    SAMPLES_FOLDER,
-    GeneratedText,
-    RunContents,
-)
 from torchmm.pipelining.view.draw import Panel
 from torchmm.pipelining.view.records import read_records
 from torchmm.recipe.training_section import Artifact
 from torchmm.training.checkpoint.manifest import list_steps
+from torchmm.training.tracking.run_directory import (
+    SAMPLES_FILE,
+    SAMPLES_FOLDER,
+    TIMELINE_FOLDER,
+    GeneratedSample,
+    RunDirectory,
+)
 
 GIT_TIMEOUT_S = 5.0
 _STEP = re.compile(r"step-(\d+)\.")
@@ -69,15 +70,15 @@ class RunFiles:
         self._run_dir = run_dir
         self._seen_step = after_step
         self._read_ns = 0
-        self._entries: list[GeneratedText] = []
+        self._entries: list[GeneratedSample] = []
 
     def until(self, step: int) -> NewFiles:
         """What is new up to a step that is recorded: its files are there before its record."""
         first, self._seen_step = self._seen_step + 1, step
         steps = range(first, step + 1)
-        run = RunContents(self._run_dir, [], {})
+        run = RunDirectory(self._run_dir)
         timelines = {name: svg for name, svg in run.timelines() if _step(name) in steps}
-        files = [self._run_dir / "timeline" / f"step-{_step(name)}.json" for name in timelines]
+        files = [self._run_dir / TIMELINE_FOLDER / f"step-{_step(name)}.json" for name in timelines]
         measured = {}
         for file in files:
             if file.is_file():
@@ -86,7 +87,7 @@ class RunFiles:
         drawings = {_step(file.name): file for file in run.drawings() if _step(file.name) in steps}
         return NewFiles(self._samples(run, steps), timelines, measured, drawings)
 
-    def _samples(self, run: RunContents, steps: Collection[int]) -> list[Sample]:
+    def _samples(self, run: RunDirectory, steps: Collection[int]) -> list[Sample]:
         file = self._run_dir / SAMPLES_FILE
         written_ns = file.stat().st_mtime_ns if file.is_file() else 0
         if written_ns != self._read_ns:
@@ -95,7 +96,7 @@ class RunFiles:
         # The file may be ahead of the records, which wait in a queue.
         return [self._sample(entry) for entry in self._entries if entry.step in steps]
 
-    def _sample(self, entry: GeneratedText) -> Sample:
+    def _sample(self, entry: GeneratedSample) -> Sample:
         picture = self._run_dir / SAMPLES_FOLDER / (entry.picture or "")
         shown = picture if picture.is_file() and not picture.is_symlink() else None
         return Sample(

@@ -1,43 +1,47 @@
-"""Trackers (the run's page, Weights & Biases, TensorBoard, Trackio) that can never stop or slow
-training.
+"""The table of trackers, and the threads in which trackers run.
 
-Each tracker lives in a thread of its own behind a bounded queue: connecting, sending and closing
-happen there, and the first failure switches the tracker off with one warning. metrics.jsonl holds
-every record anyway.
+A tracker cannot stop or slow training. Each tracker has its own thread behind a bounded queue. The
+thread connects, sends and closes. The first failure turns the tracker off with one warning.
+metrics.jsonl has every record in any case.
+
+A new tracker of the core is a function and an entry in `TRACKERS`. An extension adds trackers with
+entries of the table "trackers" (`torchmm.common.extensions`).
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
-import tomli_w
-
-from torchmm.extensions.reports.local_trackers import (
-    TensorBoardTracker,
-    TrackioTracker,
-    tensorboard_writer,
-    trackio_start,
-)
-from torchmm.extensions.reports.page.pages import PAGE, PageSink
+from torchmm.common.extensions import Entry, find_entries
 from torchmm.recipe.training_section import MetricsConfig
 from torchmm.training.tracking.figures import Record
-from torchmm.training.tracking.run_files import RunFiles, WholeModels, code_version
+from torchmm.training.tracking.run_files import RunFiles, code_version
 
 CLOSE_TIMEOUT_S = 60.0
-ARTIFACTS_TIMEOUT_S = 3600.0
-"""The same where checkpoints or exports are to be sent, which takes as long as they are large."""
 QUEUE_LENGTH = 1000
+
+TRACKERS: Sequence[Entry] = (
+    Entry(
+        "wandb",
+        "torchmm.training.tracking.wandb_tracker:start_wandb",
+        lambda metrics: metrics.wandb != "disabled",
+    ),
+)
+"""Trackers of the core.
+
+The argument of `is_used` is the recipe section `[metrics]`. The target is a function that starts
+the tracker: its argument is a `TrackedRun`, and its result is a `BackgroundSink`. It may raise
+ConfigError, for example if a package is not installed. Modules of unused trackers are not imported.
+"""
 
 
 class Sink(Protocol):
-    """Takes the record of each step; see `torchmm.training.tracking.figures` for its fields."""
+    """Receiver of the record of each step, see `torchmm.training.tracking.figures`."""
 
     def emit(self, record: Record) -> None:
         """Show or store one step."""
@@ -46,89 +50,40 @@ class Sink(Protocol):
         """Finish; nothing is emitted afterwards."""
 
 
-def make_trackers(
-    config: MetricsConfig,
-    run_dir: Path,
-    name: str,
-    recipe: Record,
-    log: logging.Logger,
-    start_step: int = 0,
-) -> list[Sink]:
-    """The trackers a recipe asks for. `recipe`, resolved, and the code's version go with the run.
+class TrackedRun(NamedTuple):
+    """The run that a tracker shows."""
 
-    Args:
-        start_step: of the checkpoint that is resumed, whose run trackers continue; 0: none is.
+    config: MetricsConfig
+    run_dir: Path
+    name: str
+    recipe: Record
+    """The resolved recipe."""
+    log: logging.Logger
+    start_step: int
+    """Step of the checkpoint that the run resumes; 0 for a new run. Trackers continue its run."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the run resumes a checkpoint."""
+        return self.start_step > 0
+
+    def files(self) -> RunFiles:
+        """Return the reader of files that are written after `start_step`."""
+        return RunFiles(self.run_dir, self.start_step)
+
+    def facts(self) -> Record:
+        """Return the recipe, and the versions of the code."""
+        return {**self.recipe, "code": code_version()}
+
+
+def start_trackers(run: TrackedRun) -> list[Sink]:
+    """Start the trackers that the recipe sets.
 
     Raises:
-        ConfigError: TensorBoard or Trackio is asked for and not installed.
+        ConfigError: A tracker cannot be used, for example because its package is not installed.
     """
-    trackers: list[Sink] = []
-    files = partial(RunFiles, run_dir, start_step)
-    resumed = start_step > 0
-    if config.page:
-        trackers.append(BackgroundSink(PAGE, partial(PageSink, run_dir), log))
-    if config.wandb != "disabled":
-        close_s = ARTIFACTS_TIMEOUT_S if config.artifacts else CLOSE_TIMEOUT_S
-        run_id = _wandb_run_id(run_dir, resumed)
-        models = WholeModels(run_dir, config.artifacts)  # what is there now belongs to the past
-        # Imported on first use: the import takes 0.4 s of CPU time.
-        from torchmm.training.tracking import wandb_tracker  # noqa: PLC0415
-
-        start_wandb = lambda: wandb_tracker.WandbTracker(  # noqa: E731
-            wandb_tracker.WandbRun(
-                config.wandb, config.wandb_project, run_dir, name, run_id, _told(recipe),
-                finish_s=close_s / 2,
-            ),
-            files(), models, log,
-        )  # fmt: skip
-        trackers.append(BackgroundSink("Weights & Biases", start_wandb, log, close_s))
-    if config.tensorboard:
-        writer = partial(
-            tensorboard_writer(),
-            str(run_dir / "tensorboard"),
-            purge_step=start_step + 1 if resumed else None,  # what is repeated replaces itself
-        )
-        start_tensorboard = lambda: TensorBoardTracker(  # noqa: E731
-            writer(), {"recipe": _as_text(recipe), "code": _as_text(code_version())}, files()
-        )
-        trackers.append(BackgroundSink("TensorBoard", start_tensorboard, log))
-    if config.trackio:
-        start = trackio_start()
-        start_trackio = lambda: TrackioTracker(  # noqa: E731
-            start, config.wandb_project, name, _told(recipe), resumed
-        )
-        trackers.append(BackgroundSink("Trackio", start_trackio, log))
-    return trackers
-
-
-def _wandb_run_id(run_dir: Path, resumed: bool) -> str:
-    """Return the id of the Weights & Biases run and store it in the run directory.
-
-    A resumed run continues the run of the stored id. The steps that it repeats are logged with the
-    same numbers; Weights & Biases keeps the first.
-    """
-    file = run_dir / "wandb_run_id"
-    if not resumed or not file.is_file():
-        file.write_text(secrets.token_hex(4) + "\n")
-    return file.read_text().strip()
-
-
-def _told(recipe: Record) -> Record:
-    """The resolved recipe, and what computes it."""
-    return {**recipe, "code": code_version()}
-
-
-def _as_text(told: Record) -> str:
-    """As TOML, which has no null."""
-    return tomli_w.dumps(_without_null(told))
-
-
-def _without_null(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_null(v) for key, v in value.items() if v is not None}
-    if isinstance(value, (list, tuple)):
-        return [_without_null(v) for v in value if v is not None]
-    return value
+    entries = [*TRACKERS, *find_entries("trackers")]
+    return [entry.load()(run) for entry in entries if entry.is_used(run.config)]
 
 
 class BackgroundSink:

@@ -1,92 +1,99 @@
-"""A run in Weights & Biases: figures in groups, a table of held-out samples, pictures, artifacts.
+"""A run in Weights & Biases: metrics in groups, a table of held-out samples, pictures, artifacts.
 
-Whether W&B can be reached is found out by one HTTP request *before* its first `init`; if not, the
-run is recorded offline, to be uploaded later with `wandb sync`. Rejected: falling back to offline
-after a failed online `init`, which can hang as well.
+One HTTP request before the first `init` checks that the server can be reached. If not, the run is
+recorded offline, and `wandb sync` can upload it later. Rejected: falling back to offline after a
+failed online `init`, because a failed `init` can hang as well.
 """
 
 from __future__ import annotations
 
-import logging
+import secrets
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import wandb
 
 from torchmm.training.checkpoint.manifest import step_of
 from torchmm.training.tracking.figures import Record, grouped
-from torchmm.training.tracking.run_files import RunFiles, Sample, WholeModels
+from torchmm.training.tracking.run_files import Sample, WholeModels
+from torchmm.training.tracking.trackers import CLOSE_TIMEOUT_S, BackgroundSink, TrackedRun
 
+ARTIFACTS_TIMEOUT_S = 3600.0
+"""Time limit of closing if checkpoints or exports are uploaded, which may be large."""
 PROBE_TIMEOUT_S = 5.0
 COLUMNS: list[str | int] = ["step", "sample", "picture", "prompt", "should be", "written"]
 
 
-class WandbRun(NamedTuple):
-    """Which run, and what is told of it once.
+def start_wandb(run: TrackedRun) -> BackgroundSink:
+    """Start the tracker of Weights & Biases."""
+    close_s = ARTIFACTS_TIMEOUT_S if run.config.artifacts else CLOSE_TIMEOUT_S
+    run_id = _read_run_id(run.run_dir, run.is_resumed)
+    # Created before training starts: existing checkpoints and exports are not uploaded.
+    models = WholeModels(run.run_dir, run.config.artifacts)
+    start = partial(WandbTracker, run, run_id, models, finish_s=close_s / 2)
+    return BackgroundSink("Weights & Biases", start, run.log, close_s)
 
-    Attributes:
-        mode: "online" or "offline".
-        config: the resolved recipe, and what computes it.
-        finish_s: how long sending what is left may take at the end.
+
+def _read_run_id(run_dir: Path, is_resumed: bool) -> str:
+    """Return the id of the Weights & Biases run and store it in the run directory.
+
+    A resumed run continues the run of the stored id. The steps that it repeats are logged with the
+    same numbers; Weights & Biases keeps the first.
     """
-
-    mode: str
-    project: str
-    run_dir: Path
-    name: str
-    run_id: str
-    config: Record
-    finish_s: float
+    file = run_dir / "wandb_run_id"
+    if not is_resumed or not file.is_file():
+        file.write_text(secrets.token_hex(4) + "\n")
+    return file.read_text().strip()
 
 
 class WandbTracker:
     """A Weights & Biases run; its files are in `wandb/` of the run directory.
 
     Args:
-        files: of the run.
-        models: that become artifacts.
+        run: Run to show.
+        run_id: Id of the run in Weights & Biases.
+        models: Checkpoints and exports that become artifacts.
+        finish_s: Time limit of the last upload, in seconds.
     """
 
-    def __init__(
-        self, told: WandbRun, files: RunFiles, models: WholeModels, log: logging.Logger
-    ) -> None:
-        """Connect; may block for the service's `init_timeout`."""
-        self._name = told.name
-        self._log = log
-        self._files = files
+    def __init__(self, run: TrackedRun, run_id: str, models: WholeModels, finish_s: float) -> None:
+        """Connect; may block for the `init_timeout` of the service."""
+        self._name = run.name
+        self._log = run.log
+        self._files = run.files()
         self._models = models
         settings = wandb.Settings(
             init_timeout=30,
-            finish_timeout=told.finish_s,
+            finish_timeout=finish_s,
             console="off",
             silent=True,
             disable_git=True,  # of the working directory, which need not be that of the code
         )
         base_url = str(wandb.setup().settings.base_url)  # from environment or settings file
-        mode = told.mode
+        mode = run.config.wandb
         if mode == "online" and not _answers(base_url):
-            log.warning(
+            run.log.warning(
                 "Weights & Biases at %s cannot be reached; recording offline, upload later with "
                 "wandb sync %s",
                 base_url,
-                told.run_dir / "wandb" / "offline-run-*",
+                run.run_dir / "wandb" / "offline-run-*",
             )
             mode = "offline"
         self._run = wandb.init(
-            project=told.project,
-            name=told.name,
-            id=told.run_id,
+            project=run.config.wandb_project,
+            name=run.name,
+            id=run_id,
             resume="allow",  # continue the run of this identity if there is one
-            dir=str(told.run_dir),
-            config=dict(told.config),
+            dir=str(run.run_dir),
+            config=dict(run.facts()),
             mode="offline" if mode == "offline" else "online",
             settings=settings,
         )
         if mode == "online":
-            log.info("Weights & Biases run: %s", self._run.url)
+            run.log.info("Weights & Biases run: %s", self._run.url)
 
     def emit(self, record: Record) -> None:
         """Log one step, and what is new since the one before."""

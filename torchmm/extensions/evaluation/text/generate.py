@@ -35,16 +35,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
+from torchmm.common.batch import EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.log import worked
 from torchmm.common.module_names import LLM
 from torchmm.extensions.evaluation.text.sampling import Chooser, Sampling
+from torchmm.models.layers.token_cache import grown_row, next_row
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
 
@@ -181,41 +182,4 @@ def _joined(parts: Sequence[EncoderInputs]) -> EncoderInputs:
             for part, start in zip(parts, accumulate(counts, initial=0), strict=False)
             for image in part.blank
         ],
-    )
-
-
-def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
-    """A row of the next token of each prompt, behind a row of whole prompts or of such tokens."""
-    prompts = len(tokens_B)
-    if row.cu_seqlens[-1] == prompts and not row.encoders:  # a token of each already
-        return replace(row, input_ids_T=tokens_B, position_ids=row.position_ids + 1)
-    last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
-    positions_B = torch.stack(last) + 1  # the same in all three of those that have three
-    return Microbatch(
-        input_ids_T=tokens_B,
-        targets_T=torch.full_like(tokens_B, IGNORE_TARGET),
-        position_ids=positions_B.expand(*row.position_ids.shape[:-1], prompts),
-        cu_seqlens=list(range(prompts + 1)),
-        encoders={},
-        meta=MicrobatchMeta((), prompts),
-        target_positions_L=tokens_B[:0],
-    )
-
-
-def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
-    """Return a prompt with more tokens, to be computed again as a whole."""
-    positions = row.position_ids
-    following_N = positions.amax() + 1 + torch.arange(len(tokens_N), device=positions.device)
-    following = following_N.expand(*positions.shape[:-1], -1)
-    # Generated tokens are targets of the tokens before them: some models see prompts both ways.
-    ignored = torch.full_like(row.targets_T[:1], IGNORE_TARGET)
-    length = row.input_ids_T.numel() + len(tokens_N)
-    return replace(
-        row,
-        input_ids_T=torch.cat([row.input_ids_T, tokens_N]),
-        targets_T=torch.cat([row.targets_T[:-1], tokens_N, ignored]),
-        target_positions_L=None,  # type: ignore[arg-type]  # to be found again
-        position_ids=torch.cat([positions, following], dim=-1),
-        cu_seqlens=[0, length],
-        meta=replace(row.meta, tokens=length),
     )

@@ -1,7 +1,7 @@
-"""Writes the page of a run, and that of several runs side by side.
+"""Writes the page of a run, and the page that compares runs.
 
-While a run trains its page is renewed in a thread of rank 0, at most every `RENEWED_S` seconds, and
-once more when STATUS.json says how the run ended. A page that cannot be written is a warning.
+During training, a thread of rank 0 renews the page at most every `RENEWED_S` seconds. The page is
+written once more after STATUS.json has the final state. A page that cannot be written is a warning.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchmm.common.files import replace_atomically
+from torchmm.common.log import working
 from torchmm.extensions.reports.page.contents import RunContents, read_run
 from torchmm.extensions.reports.page.sections import (
     charts_of,
@@ -31,6 +32,7 @@ from torchmm.extensions.reports.page.sections import (
     skipped_of,
     warnings_of,
 )
+from torchmm.training.tracking.trackers import BackgroundSink, TrackedRun
 
 PAGE = "index.html"
 RENEWED_S = 30.0
@@ -117,8 +119,13 @@ def _anchor(heading: str) -> str:
     return heading.lower().replace(" ", "-")
 
 
+def start_page(run: TrackedRun) -> BackgroundSink:
+    """Start the thread that renews the page of a run."""
+    return BackgroundSink(PAGE, lambda: PageSink(run.run_dir), run.log)
+
+
 class PageSink:
-    """Renews the page of a run while it trains; runs in a thread (`BackgroundSink`)."""
+    """Renews the page of a run during training."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -135,14 +142,20 @@ class PageSink:
         self._next_s = end_s + max(RENEWED_S, 100 * (end_s - begin_s))
 
     def close(self) -> None:
-        """Nothing: `write_last_page` comes when the status is known."""
+        """Do nothing: `write_last_page` writes the page with the final status."""
 
 
 def write_last_page(run_dir: Path) -> None:
-    """When a run has ended; where that cannot be, it is said."""
+    """Write the page of a run that has ended."""
+    with working("writing the run's page"):
+        try_write_page(run_dir)
+
+
+def try_write_page(run_dir: Path) -> None:
+    """Write the page of a run, or log a warning if that fails."""
     try:
         write_run_page(run_dir)
     except FileNotFoundError:
-        return  # it ended before its first step
+        return  # the run ended before its first step
     except OSError as error:
         logger.warning("cannot write %s: %s", run_dir / PAGE, error)

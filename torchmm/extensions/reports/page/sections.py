@@ -15,13 +15,12 @@ from typing import Any
 import tomli_w
 
 from torchmm.extensions.reports.page.contents import (
-    SAMPLES_FOLDER,
-    GeneratedText,
     RunContents,
     slowest_ranks,
     thinned,
 )
 from torchmm.recipe.read import changed_values, dotted_values
+from torchmm.training.tracking.run_directory import SAMPLES_FOLDER, GeneratedSample
 
 SHOWN_RANKS = 8
 SHOWN_SAMPLES = 24
@@ -181,7 +180,7 @@ def samples_of(run: RunContents) -> str:
     return f'{told}<div class="cards">{"".join(cards)}</div>{rest}'
 
 
-def _sample(run: RunContents, entries: Sequence[GeneratedText]) -> str:
+def _sample(run: RunContents, entries: Sequence[GeneratedSample]) -> str:
     shown = [*entries[:1], *entries[1:][-SHOWN_STEPS + 1 :]]
     rows = "".join(
         f'<tr class="{"right" if entry.is_right else ""}"><th>{entry.step:,}</th>'

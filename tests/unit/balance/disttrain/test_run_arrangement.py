@@ -1,0 +1,114 @@
+"""Arrangements of a run: those of its forecast, and recipe keys that they do not support."""
+
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from fuzz.data import make_data
+from fuzz.draw import merged
+from fuzz.recipes import complete
+from recipe_problems import problems_of
+
+from torchmm.balance.disttrain.arrangement import reordered
+from torchmm.balance.forecasts.first_microbatches import first_microbatches
+from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.image_shares import ImageBalance
+from torchmm.balance.run_costs import simulated_profile
+from torchmm.planning.resolved import resolve
+from torchmm.recipe.read import load_recipe
+from torchmm.training.data_build import build_arrangements
+from torchmm.training.model_build import build_unfilled_model, cut_model
+
+LLM = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 8,
+}
+MODEL = {
+    "llm": {"config": LLM},
+    "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
+}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("data")
+    make_data(directory)
+    return directory
+
+
+def read(data: Path, folder: Path, parallel: dict, own: dict):
+    table = {"model": MODEL, "training": {"sequence_length": 64, "global_batch_size": 12}}
+    table |= {"parallel": parallel, "simulation": {"device": "cpu"}}
+    table = merged(complete(table, "images", data, folder, steps=1), {"data": own})
+    (folder / "recipe.toml").write_text(tomli_w.dumps(table))
+    return load_recipe(folder / "recipe.toml", [], 4).recipe
+
+
+def test_run_and_forecast_arrange_alike(data, tmp_path):
+    """The segments of the LLM are open, and replicas have different samples."""
+    parallel = {"pipeline": 2, "schedule": "searched", "search": {"evaluations": 50}}
+    recipe = read(data, tmp_path, parallel, {"reorder": "intra"})
+    run = resolve(recipe, 4)
+    model, tokenizer = build_unfilled_model(run)
+    cut = cut_model(run, model, tokenizer, CPU)
+    modules = [module.describe() for module in model.modality_modules()]
+    reorder, balance = build_arrangements(run, modules, cut, CPU)
+    assert balance is None
+
+    forecaster = Forecaster(recipe, 4, simulated_profile(recipe))
+    assert forecaster.forecast().step.plan.graph.layout == cut.layout
+    arranged = reordered(reorder, forecaster.sample.packs)
+    assert forecaster.workload.microbatches in arranged
+    # Sequences have moved, so that the test is not trivial.
+    natural = first_microbatches(recipe, forecaster.model, run.shares)
+    assert arranged != natural and len(arranged) == 2
+
+
+def test_run_balances_images_by_recipe(data, tmp_path):
+    recipe = read(data, tmp_path, {}, {"reorder": "none", "balance": "images"})
+    run = resolve(recipe, 4)
+    model, tokenizer = build_unfilled_model(run)
+    cut = cut_model(run, model, tokenizer, CPU)
+    modules = [module.describe() for module in model.modality_modules()]
+    reorder, balance = build_arrangements(run, modules, cut, CPU)
+    assert reorder is None and isinstance(balance, ImageBalance)
+    assert balance.names == ["vision"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--parallel.pipeline 2", "parallel.pipeline = 2 is not supported"),
+        (
+            "--parallel.placement colocated --parallel.schedule optimus",
+            'use "interleaved"',
+        ),
+        ("--parallel.llm.context 2", "parallel.llm.context = 2 is not supported"),
+        (
+            "--data.producers.addresses ['localhost:7411']",
+            "not supported with data.producers",
+        ),
+    ],
+)
+def test_balanced_images_reject_keys(data, tmp_path, arguments, text):
+    read(data, tmp_path, {}, {})
+    file = tmp_path / "recipe.toml"
+    found = problems_of(file, "--data.balance", "images", *arguments.split())
+    assert [p for p in found if "data.balance" in p and text in p], found

@@ -1,0 +1,179 @@
+"""Causal LMs that no table lists: what passes the proof, and that the proof notices what is
+wrong."""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from counting import count_flops
+from model_cases import LLMS, build, microbatch
+from transformers import CONFIG_MAPPING
+
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.common.errors import ConfigError
+from torchmm.costs.flops import microbatch_flops
+from torchmm.extensions.auto_models import unlisted
+from torchmm.extensions.auto_models.llms import copy_config
+from torchmm.extensions.auto_models.unlisted import prove
+from torchmm.models.families.forms import layer_kind
+from torchmm.models.layered import WeightFiles
+from torchmm.models.layers import attention
+from torchmm.models.llm import LlmModule
+from torchmm.models.registry import LLM_FILES, build_model
+from torchmm.parallel.tensor.apply import tensor_problems
+from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
+
+ROOT = Path(__file__).parents[4]
+SIZES = {k: v for k, v in LLMS["llama"].items() if k != "model_type"}
+
+
+def load_script():
+    path = ROOT / "scripts" / "unlisted_models.py"
+    spec = importlib.util.spec_from_file_location("unlisted_models", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def refusal(model_type: str, **settings: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prove(CONFIG_MAPPING[model_type](**settings), LLM_FILES)
+    return "; ".join(caught.value.problems)
+
+
+def test_an_unlisted_llm_trains_and_says_so(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    unlisted._adopt.cache_clear()
+    config = ModelConfig(llm=LlmConfig(config={"model_type": "olmo", **SIZES}))
+    model = build(config)
+    model(microbatch([5, 9])).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    (said,) = [
+        record.message for record in caplog.records if "'olmo' is not listed" in record.message
+    ]
+    assert "Tensor parallelism was not compared" in said
+    (problem,) = tensor_problems(model.llm, 2)
+    assert "type of 'llm' is not listed" in problem
+    caplog.clear()
+    build_model(config, FreezeConfig())
+    assert not caplog.records  # once per process
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "persimmon"])
+def test_parts_with_other_names_are_found(model_type: str) -> None:
+    """Embeddings, layers, norm and head are called otherwise than Llama's."""
+    assert prove(CONFIG_MAPPING[model_type](), LLM_FILES).worst < 1e-5
+
+
+def test_a_copy_shows_every_kind_of_layer() -> None:
+    kinds = ["full_attention" if i == 10 else "sliding_attention" for i in range(14)]
+    config = CONFIG_MAPPING["olmo3"](num_hidden_layers=14, layer_types=kinds)
+    small = copy_config(config)
+    assert small.layer_types == kinds[:11]
+    assert (small.hidden_size, small.sliding_window) == (32, 4)
+    late = ["full_attention" if i == 29 else "sliding_attention" for i in range(30)]
+    config = CONFIG_MAPPING["olmo3"](num_hidden_layers=30, layer_types=late)
+    with pytest.raises(ConfigError, match=r"24 small layers does not show .*full_attention"):
+        copy_config(config)
+
+
+def test_sizes_make_no_kinds_of_layers() -> None:
+    family = prove(CONFIG_MAPPING["olmo"](**SIZES), LLM_FILES).family
+    kinds = set()
+    for size in (32, 64):
+        config = CONFIG_MAPPING["olmo"](**{**SIZES, "hidden_size": size})
+        with torch.device("meta"):
+            model = LlmModule(config, family, torch.float32, LLM_FILES)
+        kinds |= {layer_kind(layer) for layer in model.layers}
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt2", "parts with weights besides embeddings, layers, one norm and head: wpe"),
+        ("bert", "are not beside its embeddings"),
+        ("stablelm", "of samples packed, whole differs by"),  # attention ignores the segments
+        ("nanochat", "a stage per layer differs by"),  # norms what enters its first layer
+        ("gemma3n_text", "altup_projections"),
+        ("mamba", "num_attention_heads"),
+    ],
+)
+def test_what_is_not_proven_is_refused_by_name(model_type: str, reason: str) -> None:
+    assert reason in refusal(model_type)
+
+
+def test_a_recipe_with_such_a_type_hears_what_it_has_and_what_is_near() -> None:
+    config = ModelConfig(llm=LlmConfig(config={"model_type": "jamba"}))
+    with pytest.raises(ConfigError) as caught:
+        build_model(config, FreezeConfig())
+    (problem,) = caught.value.problems
+    assert "'jamba' is not listed" in problem
+    assert "state-space (Mamba) layers" in problem
+    assert "nearest listed one is" in problem
+
+
+@pytest.mark.parametrize("broken", ["segments", "window"])
+def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
+    right = attention._attend_segments
+
+    def wrong(query, key, value, s, scale, rules):
+        if broken == "segments":
+            s = attention.Segments.from_starts([0, len(query)], query.device)
+        elif rules.window:
+            rules = rules._replace(window=rules.window + 1)
+        return right(query, key, value, s, scale, rules)
+
+    monkeypatch.setattr(attention, "_attend_segments", wrong)
+    assert "comparisons with Hugging Face's own model fail" in refusal("olmo3")
+
+
+def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
+    right = unlisted._whole_results
+
+    def wrong(ours, batch):
+        results = right(ours, batch)
+        results["gradient of model.layers.1.mlp.up_proj.weight"] *= 1.0001
+        return results
+
+    monkeypatch.setattr(unlisted, "_whole_results", wrong)
+    assert "gradient of model.layers.1.mlp.up_proj.weight of samples" in refusal("olmo")
+
+
+def test_files_with_other_names_are_refused_only_where_they_are_read() -> None:
+    config = CONFIG_MAPPING["minimax_m2"]()
+    assert "missing for 'llm'" in prove(config, LLM_FILES).unreadable
+    unlisted.adopt(config, LLM_FILES)
+    with pytest.raises(ConfigError, match="its files cannot be read"):
+        unlisted.adopt(config, WeightFiles(**{**vars(LLM_FILES), "source": "somewhere"}))
+    assert prove(CONFIG_MAPPING["olmo"](), LLM_FILES).unreadable == ""
+
+
+@pytest.mark.campaign
+def test_all_causal_lms_of_transformers() -> None:
+    """The page lists those that pass; their cost model counts what torch does."""
+    script = load_script()
+    outcomes = script.survey(script.LLMS, script.causal_lms())
+    page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
+    assert script.written(script.LLMS, page) == script.section(script.LLMS, outcomes).strip()
+    wrong = {}
+    for name, outcome in outcomes.items():
+        if outcome.proof:
+            found, counted = flops_of(name, outcome.proof.family)
+            if abs(found / counted - 1) > 0.01:
+                wrong[name] = found / counted
+    # As docs/reference/models.md says, where the reasons are.
+    shares = {name: round(share, 2) for name, share in wrong.items()}
+    assert shares == {"jetmoe": 0.73, "mimo_v2_flash": 1.03, "moshi": 0.82}
+
+
+def flops_of(model_type: str, family) -> tuple[float, float]:
+    """Of a forward: by the cost model, and by torch's counter."""
+    llm = LlmModule(copy_config(CONFIG_MAPPING[model_type]()), family, torch.float32, LLM_FILES)
+    batch = microbatch([20, 33])
+    counted, _ = count_flops(lambda: llm(batch, {}))
+    meta = MicrobatchMeta((SampleMeta("s", 0, 20), SampleMeta("s", 1, 33)), 53)
+    return microbatch_flops([llm.describe()], meta, batch.target_count)["llm"].forward, counted

@@ -1,0 +1,257 @@
+"""Image encoders that no table lists: what passes the proof, and that the proof notices what is
+wrong."""
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from counting import count_flops
+from model_cases import LLMS, build, microbatch
+from PIL import Image
+from transformers import CONFIG_MAPPING, PreTrainedModel, ViTForImageClassification
+from transformers.models.vit import modeling_vit
+
+from torchmm.common.batch import EncoderInputs, ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.errors import ConfigError
+from torchmm.costs.flops import microbatch_flops
+from torchmm.data.media.images import ImagePreprocessor
+from torchmm.extensions.auto_models import unlisted
+from torchmm.extensions.auto_models.encoders import StructuralFamily, copy_config
+from torchmm.extensions.auto_models.unlisted import Proof, prove_encoder
+from torchmm.models.encoders import EncoderModule, EncoderSpec
+from torchmm.models.hf.load import load_weights
+from torchmm.models.registry import TOWER_FILES, build_model
+from torchmm.parallel.tensor.apply import tensor_problems
+from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
+
+ROOT = Path(__file__).parents[4]
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def load_script() -> ModuleType:
+    path = ROOT / "scripts" / "unlisted_models.py"
+    spec = importlib.util.spec_from_file_location("unlisted_models", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+REGISTERS = {k: v for k, v in TINY.items() if k != "intermediate_size"}
+
+
+def pair(model_type: str, sizes: dict = TINY, **section: object) -> ModelConfig:
+    encoder = EncoderConfig(config={"model_type": model_type, **sizes}, **section)  # type: ignore[arg-type]
+    return ModelConfig(llm=LlmConfig(config=LLMS["qwen2"]), encoders={"eye": encoder})
+
+
+def proof(model_type: str, **settings: object) -> Proof[StructuralFamily]:
+    return prove_encoder(CONFIG_MAPPING[model_type](**settings), TOWER_FILES, "ViTImageProcessor")
+
+
+def refusal(model_type: str, **settings: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        proof(model_type, **settings)
+    return "; ".join(caught.value.problems)
+
+
+def test_an_unlisted_encoder_trains_and_says_so(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    unlisted._adopt_encoder.cache_clear()
+    model = build(pair("vit"))
+    images = EncoderInputs(torch.randn(2, 3, 16, 16), [(1, 4, 4)] * 2, torch.arange(3, 35))
+    batch = microbatch([40], {"eye": images}, images.positions_K)
+    model.llm(batch, model.encode(batch)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    (said,) = [r.message for r in caplog.records if "'vit' is not listed" in r.message]
+    assert "Tensor parallelism was not compared" in said
+    (problem,) = tensor_problems(model.encoders["eye"], 2)  # type: ignore[arg-type]
+    assert "type of 'eye' is not listed" in problem
+    caplog.clear()
+    build_model(pair("vit"), FreezeConfig())
+    assert not caplog.records  # once per process
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokens", "final_norm"),
+    [
+        ("deit", 2, "layernorm"),
+        ("dinov2_with_registers", 5, "layernorm"),
+        ("ijepa", 0, "layernorm"),
+        ("altclip_vision_model", 1, ""),  # `AutoModel` does not know it; layers insist on a mask
+        ("git_vision_model", 1, "vision_model.post_layernorm"),  # all of it in a part of its own
+    ],
+)
+def test_parts_are_found_by_what_a_forward_does(
+    model_type: str, tokens: int, final_norm: str
+) -> None:
+    found = proof(model_type)
+    assert found.worst < 1e-5
+    assert not found.unreadable
+    assert found.family.form.tokens_before == tokens
+    assert found.family.form.final_norm == final_norm
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("beit", {}, "layers are given more than hidden states: ['resolution']"),
+        ("vit_mae", {}, "for 2 images of 16 patches"),  # leaves patches out
+        ("yolos", {"image_size": [64, 64]}, "layer 1 is given something else"),
+        ("yolos", {}, "is not a square"),
+        ("sam_vision_model", {}, "no module of its own is before the layers"),
+        ("mobilevit", {}, "no list of layers"),
+        ("timm_wrapper", {}, "no images of a fixed size"),
+    ],
+)
+def test_what_is_not_proven_is_refused_by_name(model_type: str, settings, reason: str) -> None:
+    assert reason in refusal(model_type, **settings)
+
+
+def test_layers_that_mix_images_are_noticed(monkeypatch) -> None:
+    right = modeling_vit.ViTLayer.forward
+
+    def mixing(self, hidden_states, attention_mask=None, **kwargs):
+        return right(self, hidden_states) + hidden_states.mean(0)
+
+    monkeypatch.setattr(modeling_vit.ViTLayer, "forward", mixing)
+    assert "of images together" in refusal("vit")
+
+
+def test_positions_that_depend_on_the_batch_are_noticed(monkeypatch) -> None:
+    right = modeling_vit.ViTEmbeddings.forward
+
+    def counting(self, pixel_values, **kwargs):
+        places = torch.arange(len(pixel_values), dtype=pixel_values.dtype)
+        return right(self, pixel_values, **kwargs) + places[:, None, None]
+
+    monkeypatch.setattr(modeling_vit.ViTEmbeddings, "forward", counting)
+    assert "pixels of patch 0 change positions" in refusal("vit")
+
+
+@pytest.mark.parametrize("broken", ["layer", "order", "class token"])
+def test_mistakes_of_ours_are_noticed(broken: str, monkeypatch) -> None:
+    run_layer, finish = StructuralFamily.run_layer, StructuralFamily.finish
+
+    def skipping(self, tower, index, layer, hidden, context):
+        return hidden if index == 1 else run_layer(self, tower, index, layer, hidden, context)
+
+    def turned(self, tower, hidden, *others):
+        return finish(self, tower, hidden.flip(0), *others)
+
+    def early(self, tower, hidden, *others):
+        return finish(self, tower, hidden.roll(1, dims=1), *others)
+
+    if broken == "layer":
+        monkeypatch.setattr(StructuralFamily, "run_layer", skipping)
+    else:
+        monkeypatch.setattr(StructuralFamily, "finish", turned if broken == "order" else early)
+    assert "comparisons with Hugging Face's own model fail" in refusal("vit")
+
+
+def test_a_mistake_in_one_gradient_is_noticed(monkeypatch) -> None:
+    right = unlisted._stage_features
+
+    def wrong(ours, inputs):
+        results = right(ours, inputs)
+        results["gradient of layers.1.mlp.fc1.weight"] *= 1.0001
+        return results
+
+    monkeypatch.setattr(unlisted, "_stage_features", wrong)
+    assert "gradient of layers.1.mlp.fc1.weight of images" in refusal("vit")
+
+
+def test_files_of_a_model_with_a_head_are_read(tmp_path: Path) -> None:
+    """Those of transformers' own classes, under the names that they wrote in earlier versions."""
+    plain = ViTForImageClassification(CONFIG_MAPPING["vit"](**TINY))
+    plain.save_pretrained(tmp_path)
+    names = json.dumps(sorted(path.name for path in tmp_path.iterdir()))
+    assert "model.safetensors" in names
+    section = EncoderConfig(source=str(tmp_path))
+    config = ModelConfig(llm=LlmConfig(config=LLMS["qwen2"]), encoders={"eye": section})
+    model = build(config)
+    load_weights(model)
+    expected = plain.vit.state_dict()
+    found = model.encoders["eye"].tower.state_dict()
+    assert len(found) > 40
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("model_type", ["vit", "deit", "chinese_clip_vision_model"])
+def test_its_image_processor_gives_what_it_reads(model_type: str) -> None:
+    spec = build_model(pair(model_type), FreezeConfig()).image_specs()["eye"]
+    pixels = ImagePreprocessor(spec).pixels(Image.new("RGB", (70, 40), "red"))
+    assert pixels.shape == (3, 16, 16)
+
+
+def test_a_type_without_a_processor_is_told_to_name_one() -> None:
+    with pytest.raises(ConfigError, match="image_processor_type"):
+        build_model(pair("dinov2_with_registers", REGISTERS), FreezeConfig())
+    named = {"image_processor_type": "ViTImageProcessor"}
+    model = build_model(pair("dinov2_with_registers", REGISTERS, processor=named), FreezeConfig())
+    assert model.image_specs()["eye"].processor_class == "ViTImageProcessor"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "mechanism"),
+    [
+        ("swin", "biases by distance, stages of several widths, attention in windows"),
+        ("convnext", "stages of several widths, convolutional stages"),
+        ("timm_wrapper", "a network of another library (timm)"),
+    ],
+)
+def test_a_recipe_hears_what_such_a_type_has_and_what_was_found(
+    model_type: str, mechanism: str
+) -> None:
+    encoder = EncoderConfig(config={"model_type": model_type})
+    config = ModelConfig(llm=LlmConfig(config=LLMS["qwen2"]), encoders={"eye": encoder})
+    with pytest.raises(ConfigError) as caught:
+        build_model(config, FreezeConfig())
+    problem = caught.value.problems[-1]
+    assert f"model_type {model_type!r} is not supported; it has {mechanism}" in problem
+    assert "did not pass for a tower of ViT's form" in problem
+
+
+def test_a_recipe_hears_what_a_composite_has_and_what_is_near() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_model(ModelConfig(config={"model_type": "blip-2"}), FreezeConfig())
+    (problem,) = caught.value.problems
+    assert "it has a Q-Former, attention to an encoder; nearest by its parts: 'llava'" in problem
+
+
+@pytest.mark.campaign
+def test_all_image_encoders_of_transformers() -> None:
+    """The page lists those that pass; their cost model counts what torch does."""
+    script = load_script()
+    kind = script.ENCODERS
+    outcomes = script.survey(kind, script.image_encoders())
+    page = (ROOT / "docs" / "reference" / "unlisted_models.md").read_text()
+    assert script.written(kind, page) == script.section(kind, outcomes).strip()
+    for name, outcome in outcomes.items():
+        if outcome.proof:
+            found, counted = flops_of(name, outcome.proof.family)
+            assert found == pytest.approx(counted, rel=0.01), name
+
+
+def flops_of(model_type: str, family: StructuralFamily) -> tuple[float, float]:
+    """Of a forward: by the cost model, and by torch's counter."""
+    config = copy_config(CONFIG_MAPPING[model_type]())
+    spec = EncoderSpec("eye", family, config, "", {}, None, 24, torch.float32)
+    encoder = EncoderModule(spec, TOWER_FILES)
+    assert isinstance(encoder.tower, PreTrainedModel)
+    inputs = EncoderInputs(torch.randn(2, 3, 16, 16), [(1, 4, 4)] * 2, torch.empty(0))
+    counted, _ = count_flops(lambda: encoder(inputs))
+    images = (ImageMeta(16, 16, 16, 16),) * 2
+    meta = MicrobatchMeta((SampleMeta("s", 0, 40, images, "eye"),), 40)
+    return microbatch_flops([encoder.describe()], meta)["eye"].forward, counted

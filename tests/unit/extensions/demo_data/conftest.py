@@ -1,0 +1,5 @@
+"""Fixtures of data tests."""
+
+from data_fixtures import quiet_datasets
+
+__all__ = ["quiet_datasets"]

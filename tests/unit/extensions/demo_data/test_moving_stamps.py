@@ -1,0 +1,99 @@
+"""Clips made of stamps move as their captions say, and stay on their side of the split."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from data_cases import encode, write_parquet
+from PIL import Image
+
+from torchmm.common.errors import DataError
+from torchmm.common.generated import GeneratedMeta, GeneratorSpec
+from torchmm.data.media.images import decode_frames
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.extensions.demo_data import manifest, moving_stamps
+from torchmm.extensions.demo_data.parquet import split_of
+from torchmm.extensions.generation.images import DiffusionImages
+from torchmm.recipe.data_section import SourceConfig
+
+OPTIONS = {"source": {}, "frames": 5, "size_px": 32}
+MAX_PIXELS = 10_000
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Clips of 40 black rectangles."""
+    rows = [
+        {
+            "image": {"bytes": encode(Image.new("RGB", (20, 10 + i % 7)), "PNG"), "path": None},
+            "text": f"Number {i}.",
+            "file": f"{i}.png",
+        }
+        for i in range(40)
+    ]
+    write_parquet(tmp_path / "tuxpaint_stamps" / "train", rows)
+    manifest.record(tmp_path, "tuxpaint_stamps", [], "GPL-2", {"options": {}, "counts": {}})
+    moving_stamps.prepare(tmp_path, tmp_path, OPTIONS)
+    return tmp_path
+
+
+def clips(prepared, split):
+    source = open_map_source(
+        SourceConfig(path=str(prepared / "moving_stamps"), split=split, generate="clip")
+    )
+    return [source.read(i) for i in range(len(source))]
+
+
+def path_of(clip: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Centre (x, y) and area of what is dark, in every frame."""
+    centres, areas = [], []
+    for frame in decode_frames(clip, MAX_PIXELS, OPTIONS["frames"]):
+        y, x = np.nonzero(np.asarray(frame.convert("L")) < 128)
+        centres.append((x.mean(), y.mean()))
+        areas.append(len(x))
+    return np.asarray(centres), np.asarray(areas)
+
+
+def test_stamps_move_as_the_caption_says(prepared):
+    seen = set()
+    for record in [*clips(prepared, "train"), *clips(prepared, "validation")]:
+        centres, areas = path_of(record.columns["clip"])
+        (right, down), larger = centres[-1] - centres[0], areas[-1] / areas[0]
+        words = record.columns["text"].partition(". ")[2]
+        seen.add(words)
+        wanted = {
+            "It moves to the right.": right > 5,
+            "It moves to the left.": right < -5,
+            "It moves up.": down < -5,
+            "It moves down.": down > 5,
+            "It grows.": larger > 4,
+            "It shrinks.": larger < 0.25,
+        }
+        assert [said for said, moved in wanted.items() if moved] == [words]
+    assert len(seen) == len(moving_stamps.MOTIONS)
+
+
+def test_every_stamp_has_two_motions_on_its_side_of_the_split(prepared):
+    for split in ("train", "validation"):
+        files = [record.columns["file"] for record in clips(prepared, split)]
+        assert files and {files.count(file) for file in files} == {2}
+        assert {split_of(file) for file in files} == {split}
+        texts = [record.columns["text"] for record in clips(prepared, split)]
+        assert len(set(texts)) == len(texts)
+
+
+def test_a_generator_sees_all_frames(prepared):
+    targets = DiffusionImages(GeneratorSpec(16, 8, frames=3), 0, MAX_PIXELS)
+    data = clips(prepared, "train")[0].columns["clip"]
+    meta = GeneratedMeta(targets.grid(data), targets.context(4))
+    assert meta.grid_thw == (3, 2, 2)
+    decoded = targets.decode(data, meta, 4, ("s", 0, 0, 0)).patches_PV.reshape(3, -1)
+    assert len({frame.tobytes() for frame in decoded}) == 3
+    assert io.BytesIO(data).read(4) == b"\x89PNG"
+
+
+def test_stamps_come_first(tmp_path):
+    with pytest.raises(DataError, match="prepare tuxpaint_stamps too"):
+        moving_stamps.prepare(tmp_path, tmp_path, OPTIONS)

@@ -1,0 +1,60 @@
+"""Printed times: what is held out, what pictures show, and that they are the same every time."""
+
+import io
+
+import pytest
+from PIL import Image, ImageChops
+
+from torchmm.common.files import read_prepared
+from torchmm.data.media.images import to_rgb
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.extensions.demo_data import printed_times, tokenizer
+from torchmm.recipe.data_section import SourceConfig
+
+OPTIONS = {"times": {"train": 60, "validation": 20}}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    output = tmp_path_factory.mktemp("times")
+    printed_times.prepare(output, output, OPTIONS)
+    return output
+
+
+def rows(prepared, split):
+    source = open_map_source(SourceConfig(path=str(prepared / "printed_times"), split=split))
+    return [source.read(number).columns for number in range(len(source))]
+
+
+def test_held_out_times_are_never_shown(prepared):
+    texts = {split: [row["text"] for row in rows(prepared, split)] for split in OPTIONS["times"]}
+    assert {split: len(set(found)) for split, found in texts.items()} == OPTIONS["times"]
+    for split, found in texts.items():
+        assert {printed_times.held_out(time) for time in found} == {split != "train"}
+    every = [f"{hour:02}:{minute:02}" for hour in range(24) for minute in range(60)]
+    shown = [time for time in every if not printed_times.held_out(time)]
+    assert {time[:2] for time in shown} == {time[:2] for time in every}
+    assert {time[3:] for time in shown} == {time[3:] for time in every}
+
+
+def test_what_is_printed_is_inside_the_picture(prepared):
+    side = printed_times.SIDE_PX
+    ground = Image.new("RGB", (side, side), (printed_times.GROUND,) * 3)
+    for row in rows(prepared, "train"):
+        picture = to_rgb(Image.open(io.BytesIO(row["image"]["bytes"])))
+        assert picture.size == (side, side)
+        left, top, right, bottom = ImageChops.difference(picture, ground).getbbox()
+        assert left > 0 and top > 0 and right < side and bottom < side, row["text"]
+        assert bottom - top > side // 2, "both lines"
+
+
+def test_pictures_are_the_same_every_time(prepared, tmp_path):
+    printed_times.prepare(tmp_path, tmp_path, OPTIONS)
+    first, again = (read_prepared(path)["printed_times"] for path in (prepared, tmp_path))
+    assert first == again
+
+
+def test_a_vocabulary_of_bytes_alone_has_a_token_for_each_letter():
+    found = tokenizer.train(["14:37"] * 100, tokenizer.ONLY_BYTES)
+    assert len(found) == tokenizer.ONLY_BYTES
+    assert len(found("14:37", add_special_tokens=False)["input_ids"]) == len("14:37")

@@ -1,0 +1,91 @@
+"""Sets of captioned clips: what moves as said, and what is held out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from data_cases import encode, write_parquet
+from PIL import Image
+
+from torchmm.common.errors import DataError
+from torchmm.data.media.clip_files import write_clip
+from torchmm.data.media.video import Clip
+from torchmm.data.sources.local_and_hub import open_map_source
+from torchmm.extensions.demo_data import manifest, video_captions
+from torchmm.extensions.demo_data.parquet import split_of
+from torchmm.extensions.demo_data.video_captions import CLIPS, PATHS, Film, _film_rows, _Shown
+from torchmm.recipe.data_section import SourceConfig
+
+OPTIONS = {"fps": 4, "frames": 4, "size_px": 32}
+
+
+def first_and_last(data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    clip = Clip(data, 10_000)
+    assert clip.frames == 4 and clip.duration_s == pytest.approx(1.0, abs=0.01)
+    first, last = clip.decode([0, 3])
+    return np.asarray(first.convert("L")), np.asarray(last.convert("L"))
+
+
+def test_stamps_move_in_files_of_every_kind(tmp_path) -> None:
+    rows = [
+        {
+            "image": {"bytes": encode(Image.new("RGB", (20, 14 + i % 5)), "PNG"), "path": None},
+            "text": f"Number {i}.",
+            "file": f"{i}.png",
+        }
+        for i in range(30)
+    ]
+    with pytest.raises(DataError, match="tuxpaint_stamps is missing"):
+        video_captions.prepare_stamps(tmp_path, tmp_path, OPTIONS)
+    write_parquet(tmp_path / "tuxpaint_stamps" / "train", rows)
+    manifest.record(tmp_path, "tuxpaint_stamps", [], "GPL-2", {"options": {}, "counts": {}})
+    video_captions.prepare_stamps(tmp_path, tmp_path, {"source": {}, **OPTIONS})
+    kinds, moved = set(), set()
+    for split in ("train", "validation"):
+        source = open_map_source(SourceConfig(path=str(tmp_path / "stamp_videos"), split=split))
+        for i in range(len(source)):
+            row = source.read(i).columns
+            assert split_of(row["file"]) == split
+            kinds.add(row["video"][:4])
+            dark = [np.nonzero(frame < 128) for frame in first_and_last(row["video"])]
+            (y0, x0), (y1, x1) = [tuple(axis.mean() for axis in frame) for frame in dark]
+            words = row["text"].split(". ")[1]
+            moved.add(words)
+            right, down, area = x1 - x0, y1 - y0, len(dark[1][0]) / len(dark[0][0])
+            found = {
+                "It moves to the right.": right > 4,
+                "It moves to the left.": right < -4,
+                "It moves up.": down < -4,
+                "It moves down.": down > 4,
+                "It grows.": area > 2,
+                "It shrinks.": area < 0.5,
+            }
+            assert found[words] and sum(found.values()) == 1
+    assert len(kinds) == 3 and len(moved) == 6
+
+
+def test_sections_wander_over_films_and_the_end_is_held_out() -> None:
+    # Gray grows to the right, and with time; ten seconds.
+    x = np.linspace(0, 100, 64)
+    frames = [
+        Image.fromarray(np.broadcast_to(x + 2 * t, (48, 64)).astype(np.uint8)) for t in range(50)
+    ]
+    shown = _Shown.of(write_clip(frames, 5))
+    assert shown.duration_s == pytest.approx(10.0)
+    film = Film("film.mp4", "Gray.")
+    rows = {split: list(_film_rows(film, shown, split, OPTIONS)) for split in CLIPS}
+    assert [len(part) for part in rows.values()] == list(CLIPS.values())
+    starts = {s: [float(r["file"].split()[2]) for r in part] for s, part in rows.items()}
+    assert max(starts["train"]) <= 6.5 and 7.5 <= min(starts["validation"]) <= 9.0
+    for row in rows["train"][: len(PATHS)]:
+        first, last = first_and_last(row["video"])
+        brighter = float(last.mean()) - float(first.mean())
+        spread = float(np.ptp(last.mean(axis=0))) / float(np.ptp(first.mean(axis=0)))
+        if "right" in row["text"]:
+            assert brighter > 25
+        elif "left" in row["text"]:
+            assert brighter < -25
+        else:
+            assert abs(brighter) < 20
+        assert ("closer" in row["text"]) == (spread < 0.6)
+        assert ("away" in row["text"]) == (spread > 1.7)

@@ -1,0 +1,78 @@
+"""TensorBoard event files, read back, and the calls of Trackio."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tracked_run import finished_run, record, recorder
+
+from torchmm.common.errors import ConfigError
+from torchmm.training.tracking.run_files import code_version
+
+
+def test_event_files_of_tensorboard_have_it_all(tmp_path: Path) -> None:
+    finished_run(tmp_path, page=False, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    tags = events.Tags()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
+    assert set(tags["images"]) == {"validation/sample 0", "pipeline/timeline"}
+    assert [e.step for e in events.Images("pipeline/timeline")] == [2]
+    (samples,) = events.Tensors("validation/samples/text_summary")
+    assert b"| boats[3] | Say. | A \\| boat. | written 2 |" in samples.tensor_proto.string_val[0]
+    (recipe,) = events.Tensors("recipe/text_summary")
+    assert b"steps = 20" in recipe.tensor_proto.string_val[0]
+    (code,) = events.Tensors("code/text_summary")
+    assert code_version()["torch"].encode() in code.tensor_proto.string_val[0]
+
+
+def test_steps_that_a_resumed_run_repeats_replace_themselves(tmp_path: Path) -> None:
+    for start, loss in ((0, 1.0), (2, 9.0)):
+        made = recorder(tmp_path, start_step=start, page=False, tensorboard=True)
+        for step in range(start + 1, start + 4):
+            made.record(record(step, loss))
+        made.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert found == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0), (5, 9.0)]
+
+
+def test_tensorboard_shows_late_scores(tmp_path: Path) -> None:
+    made = recorder(tmp_path, page=False, tensorboard=True)
+    made.record(record(2))
+    made.add_scores({"task/exact_match": 0.25})
+    made.add_scores({"task/exact_match": 0.5})
+    made.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [(e.step, e.value) for e in events.Scalars("validation/task/exact_match")]
+    assert shown == [(2, 0.25), (2, 0.5)]
+    assert [e.step for e in events.Scalars("train/loss")] == [2]
+
+
+def test_trackio_gets_figures_in_groups_and_goes_on(tmp_path: Path, monkeypatch) -> None:
+    calls: list = []
+
+    class Run:
+        def log(self, values, step):
+            calls.append((step, values))
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(**told):
+        calls.append(told)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    made = recorder(tmp_path, start_step=3, page=False, trackio=True)
+    made.record(record(4))
+    made.close()
+    assert calls[0]["resume"] == "allow" and calls[0]["config"]["code"] == code_version()
+    assert calls[1][0] == 4 and calls[1][1]["train/loss"] == 2.5 and calls[2:] == ["finished"]
+
+
+def test_trackio_that_is_not_installed_is_named(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ConfigError, match=r"pip install trackio"):
+        recorder(tmp_path, page=False, trackio=True)

@@ -1,0 +1,162 @@
+"""Extensions are optional: the core and the other extensions work after an extension is deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_structure import (
+    CORE_IMPORTS,
+    EXTENSION_IMPORTS,
+    PROGRAMS,
+    ROOT,
+    extension_of,
+    own_imports,
+    short,
+)
+from tiny_recipe import QUICKSTART, arguments
+
+EXTENSIONS = [
+    "balance",
+    *sorted(f.parent.name for f in (ROOT / "torchmm/extensions").glob("*/__init__.py")),
+]
+CORE_TESTS = (
+    "common",
+    "recipe",
+    "models",
+    "data",
+    "parallel",
+    "pipelining",
+    "costs",
+    "planning",
+    "training",
+)
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("torchmm"):
+            print(f"{name}: {error}")
+"""
+"""Program that imports modules and prints those that need a deleted module."""
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
+
+
+def core_imports() -> dict[str, list[str]]:
+    """Map each extension to the lines of `core_imports.txt` that name it."""
+    found: dict[str, list[str]] = {}
+    for line in CORE_IMPORTS.read_text().splitlines():
+        found.setdefault(extension_of(line.split()[1]) or "", []).append(line)
+    return found
+
+
+def dependents(extension: str) -> set[str]:
+    """Return the extensions that import an extension, directly or through another one."""
+    found: set[str] = set()
+    remaining = {extension}
+    while remaining:
+        remaining = {name for name, needed in EXTENSION_IMPORTS.items() if needed & remaining}
+        remaining -= found
+        found |= remaining
+    return found
+
+
+def test_dependents_follow_declared_imports():
+    assert dependents("balance") == {"reports"}
+    assert "reports" in dependents("async_tp")
+    assert dependents("reports") == set()
+
+
+def copy_repository(target: Path, *deleted: str) -> Path:
+    """Copy the tracked files, and delete extensions with their tests from the copy."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in filter(None, listing.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    for extension in deleted:
+        folder = extension if extension == "balance" else f"extensions/{extension}"
+        shutil.rmtree(target / "torchmm" / folder)
+        shutil.rmtree(target / "tests/unit" / folder, ignore_errors=True)
+    return target
+
+
+def run_python(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with the package of the copy."""
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def train_losses(copy: Path, run_dir: Path, data: Path) -> list[float]:
+    """Train two steps in one process and return the losses."""
+    command = arguments(run_dir, data, training__steps=2)
+    command[command.index(str(QUICKSTART))] = str(copy / QUICKSTART.relative_to(ROOT))
+    result = run_python(copy, "train.py", *command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory, real_data) -> list[float]:
+    """Losses with all extensions installed."""
+    found = train_losses(ROOT, tmp_path_factory.mktemp("complete") / "run", real_data)
+    assert len(found) == 2
+    return found
+
+
+def independent_modules(copy: Path, extension: str) -> list[str]:
+    """Return all modules other than dependents, and than commands that import the extension."""
+    found = []
+    for file in sorted((copy / "torchmm").rglob("*.py")):
+        original = ROOT / file.relative_to(copy)
+        name = ".".join(file.relative_to(copy).with_suffix("").parts).removesuffix(".__init__")
+        is_program = name.startswith("torchmm.commands.") or short(original) in PROGRAMS
+        needs = extension in {extension_of(each) for each in own_imports(original)}
+        if name.endswith("__main__") or (is_program and needs):
+            continue
+        if extension_of(name) not in dependents(extension):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_core_works_without_extension(extension, tmp_path, losses, real_data):
+    if lines := core_imports().get(extension):
+        pytest.skip(f"{CORE_IMPORTS.name} has {len(lines)} imports of {extension}")
+    copy = copy_repository(tmp_path / "copy", extension)
+    result = run_python(copy, "-c", IMPORT_ALL, *independent_modules(copy, extension))
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    assert train_losses(copy, tmp_path / "run", real_data) == losses
+
+
+def test_deleted_module_fails_imports(tmp_path):
+    """Negative control: modules of the core are not optional."""
+    copy = copy_repository(tmp_path / "copy", "reports")
+    (copy / "torchmm/recipe/section.py").unlink()
+    result = run_python(copy, "-c", IMPORT_ALL, "torchmm.recipe.recipe")
+    assert "torchmm.recipe.recipe: No module named 'torchmm.recipe.section'" in result.stdout
+
+
+def test_core_tests_pass_without_extensions(tmp_path, real_data):
+    if lines := sum(map(len, core_imports().values())):
+        pytest.skip(f"{CORE_IMPORTS.name} has {lines} imports of extensions")
+    copy = copy_repository(tmp_path / "copy", *EXTENSIONS)
+    (copy / "data").symlink_to(real_data.resolve())
+    folders = [f"tests/unit/{name}" for name in CORE_TESTS]
+    result = run_python(copy, "-m", "pytest", "-q", "-m", "not campaign", *folders)
+    assert result.returncode == 0, result.stdout[-20_000:]

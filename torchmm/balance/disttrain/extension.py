@@ -1,0 +1,13 @@
+"""Entries of reordering and balanced images in the tables of the core."""
+
+from torchmm.common.extensions import Entries, Entry
+
+ENTRIES: Entries = {
+    "recipe_checks": [
+        Entry("balance", "torchmm.balance.disttrain.checks:check_balance"),
+    ],
+    "step_arrangements": [
+        Entry("data.reorder", "torchmm.balance.disttrain.arrangement:run_arrangement"),
+        Entry("data.balance", "torchmm.balance.disttrain.arrangement:run_balance"),
+    ],
+}

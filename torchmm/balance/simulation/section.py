@@ -1,0 +1,326 @@
+"""`[simulation]`: the cluster of a simulated step, and statistics instead of data.
+
+`torchmm.balance.simulation.workload` samples microbatches with these statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isqrt
+from typing import Any, NamedTuple
+
+from pydantic import Field, field_validator
+
+from torchmm.recipe.section import Section
+
+Range = list[int]
+"""Least and most; any whole number between them is equally likely."""
+NO_SIZE: list = []
+"""Value of a key that is missing, or has several."""
+
+
+def as_range(value: Any) -> Any:
+    """A number stands for a range of nothing else."""
+    return [value, value] if type(value) is int else value
+
+
+class SimulatedSize(Section):
+    """How large images are."""
+
+    patches: Range | None = None
+    """Patches the encoder processes per image: a number, or least and most."""
+    tokens: int | None = Field(default=None, ge=0)
+    """Tokens an image takes in the LLM's sequence, where `patches` is a number; default: one for
+    every `patches_per_token`."""
+    rows: Range | None = None
+    """Instead of `patches`: rows of patches, a number, or least and most."""
+    columns: Range | None = None
+    """The same of columns; both are drawn apart."""
+
+    _numbers = field_validator("patches", "rows", "columns", mode="before")(as_range)
+
+
+class SimulatedImageSize(SimulatedSize):
+    """One of the sizes of a mixture."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of images of this size, relative to the other sizes' weights."""
+
+
+class SimulatedImages(SimulatedSize):
+    """Size of the images one encoder reads; NAME is the encoder's."""
+
+    patches_per_token: int = Field(default=1, ge=1)
+    """Patches that become a token. Rows and columns are multiples of its root."""
+    sizes: list[SimulatedImageSize] = Field(default=[])
+    """Instead of one size: several, each for some of the images."""
+
+
+class SimulatedGrid(Section):
+    """One of the sizes of a mixture."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of images or clips of this size, relative to the other sizes' weights."""
+    rows: Range
+    """Rows of patches of one frame: a number, or least and most."""
+    columns: Range
+    """The same of columns; both are drawn apart."""
+
+    _numbers = field_validator("rows", "columns", mode="before")(as_range)
+
+
+class SimulatedGeneration(Section):
+    """Size of the images or clips that the generator draws."""
+
+    rows: Range | None = None
+    """Rows of patches of one frame: a number, or least and most."""
+    columns: Range | None = None
+    """The same of columns; both are drawn apart."""
+    sizes: list[SimulatedGrid] = Field(default=[])
+    """Instead of one size: several, each for some of the images or clips."""
+    frames: Range = Field(default=[1, 1])
+    """Frames (as the generator sees them) of a clip: least and most; 1 is an image."""
+    frames_per_sequence: int | None = Field(default=None, ge=1)
+    """Most frames of all clips of a sequence together; default: no limit."""
+    context_tokens: int = Field(default=128, ge=1)
+    """Most tokens of the LLM that an image or clip is drawn from."""
+
+    _numbers = field_validator("rows", "columns", mode="before")(as_range)
+
+
+class SimulatedSequences(Section):
+    """One kind of packed sequences; a mixture has several [[simulation.sequences]] tables."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of sequences of this kind, relative to the other kinds' weights."""
+    samples: int = Field(default=1, ge=1)
+    """Samples of about equal length in a sequence; attention stays within each of them.
+    `data.packing` = "balanced" packs them into other sequences."""
+    encoder: str | None = None
+    """Encoder that reads the images; default: the only one in [simulation.images]."""
+    images: Range = Field(default=[0, 0])
+    """Images to be read per sequence: least and most."""
+    generated: Range = Field(default=[0, 0])
+    """Images or clips to be drawn per sequence: least and most."""
+    tokens: Range | None = None
+    """Tokens per sequence, images included: least and most; default: all of
+    `training.sequence_length`. What images leave is text."""
+
+
+class SimulationConfig(Section):
+    """A step that is simulated, not run (`scripts/simulate.py`): on which devices, with which data.
+
+    A recipe that only describes statistics of its data needs no [data] and no tokenizer.
+    """
+
+    device: str = "h100"
+    """Device of the table in `torchmm/costs/devices.py`."""
+    trials: str = ""
+    """File of trial runs of the modules (`scripts/profile_modules.py`), whose times orchestration
+    uses instead of the cost model's; "": none."""
+    gpus: int = Field(default=1, ge=1)
+    """Number of devices; pipeline x replicate x shard x tensor."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the microbatches."""
+    images: dict[str, SimulatedImages] = Field(default={})
+    """Size, or sizes, of images by encoder."""
+    generated: SimulatedGeneration | None = None
+    """Size, or sizes, of what the generator draws."""
+    sequences: list[SimulatedSequences] = Field(default=[])
+    """Mixture of packed sequences; none: `training.sequence_length` tokens of text."""
+
+    @property
+    def describes_samples(self) -> bool:
+        """Whether the section has a mixture of sequences."""
+        return bool(self.sequences)
+
+
+class Contradiction(NamedTuple):
+    """Values of the section that do not fit each other."""
+
+    key: str
+    value: Any
+    text: str
+    """What is wrong, and a remedy."""
+
+
+class Sides(NamedTuple):
+    """Least and most rows and columns; both sides are multiples of `step`."""
+
+    rows: Range
+    columns: Range
+    step: int = 1
+
+    @property
+    def most(self) -> int:
+        """Patches of the largest."""
+        return self.rows[1] * self.columns[1]
+
+    @property
+    def varies(self) -> bool:
+        """Whether there are several sizes."""
+        return self.rows[0] < self.rows[1] or self.columns[0] < self.columns[1]
+
+
+def image_sizes(images: SimulatedImages) -> list[SimulatedSize]:
+    """The sizes that an encoder's images have."""
+    return list(images.sizes) or [images]
+
+
+def drawn_sizes(drawn: SimulatedGeneration) -> list[SimulatedGrid | SimulatedGeneration]:
+    """The sizes that what is drawn has."""
+    return [*drawn.sizes] or [drawn]
+
+
+def sides_of(size: SimulatedSize | SimulatedGrid | SimulatedGeneration, step: int = 1) -> Sides:
+    """Of an image; one that has but a number of patches is a row of them."""
+    if isinstance(size, SimulatedSize) and size.patches is not None:
+        return Sides([1, 1], size.patches)
+    assert size.rows is not None and size.columns is not None
+    return Sides(size.rows, size.columns, step)
+
+
+def side_step(patches_per_token: int) -> int:
+    """What rows and columns are multiples of."""
+    return isqrt(patches_per_token)
+
+
+def tokens_of(size: SimulatedSize, patches: int, patches_per_token: int) -> int:
+    """Of an image in the LLM's sequence."""
+    return size.tokens if size.tokens is not None else patches // patches_per_token
+
+
+def most_tokens(images: SimulatedImages) -> int:
+    """Of an encoder's largest image."""
+    each = images.patches_per_token
+    sizes = image_sizes(images)
+    return max(tokens_of(s, sides_of(s, side_step(each)).most, each) for s in sizes)
+
+
+def sizes_vary(images: SimulatedImages) -> bool:
+    """Whether an encoder's images differ in patches."""
+    sides = [sides_of(size) for size in image_sizes(images)]
+    return len({own.most for own in sides}) > 1 or any(own.varies for own in sides)
+
+
+def encoder_of(config: SimulationConfig, kind: SimulatedSequences) -> str | None:
+    """Encoder that reads the images of a kind of sequences; None if that is not clear."""
+    return kind.encoder or (next(iter(config.images)) if len(config.images) == 1 else None)
+
+
+def contradictions(config: SimulationConfig, sequence_length: int) -> Iterator[Contradiction]:
+    """What keeps sequences of `sequence_length` tokens from being drawn; keys as in a recipe."""
+    wrong = list(_wrong_sizes(config))
+    yield from wrong
+    if wrong:
+        return
+    for index, kind in enumerate(config.sequences):
+        key = f"simulation.sequences[{index}]"
+        ranges = {
+            f"{key}.images": kind.images,
+            f"{key}.generated": kind.generated,
+            f"{key}.tokens": kind.tokens or [1, 1],
+        }
+        wrong = list(_wrong(ranges))
+        yield from wrong
+        if not wrong:
+            yield from _in_sequence(config, kind, key, sequence_length)
+
+
+def _wrong_sizes(config: SimulationConfig) -> Iterator[Contradiction]:
+    """What is wrong with the sizes of images that are read or drawn."""
+    for name, images in config.images.items():
+        key = f"simulation.images.{name}"
+        own = (images.patches, images.tokens, images.rows, images.columns)
+        if images.sizes and any(value is not None for value in own):
+            yield Contradiction(f"{key}.sizes", NO_SIZE, "has a size beside it; remove one of both")
+            continue
+        step = side_step(images.patches_per_token)
+        for index, size in enumerate(image_sizes(images)):
+            place = f"{key}.sizes[{index}]" if images.sizes else key
+            yield from _wrong_size(place, size, step)
+            if size.patches is None and step**2 != images.patches_per_token:
+                text = "is no square, so it does not say what rows and columns are multiples of"
+                yield Contradiction(f"{key}.patches_per_token", images.patches_per_token, text)
+    drawn = config.generated
+    if drawn is None:
+        return
+    key = "simulation.generated"
+    yield from _wrong({f"{key}.frames": drawn.frames}, least=1)
+    if drawn.sizes and (drawn.rows is not None or drawn.columns is not None):
+        yield Contradiction(f"{key}.sizes", NO_SIZE, "has a size beside it; remove one of both")
+        return
+    for index, grid in enumerate(drawn_sizes(drawn)):
+        place = f"{key}.sizes[{index}]" if drawn.sizes else key
+        yield from _wrong_sides(place, {"rows": grid.rows, "columns": grid.columns})
+
+
+def _wrong_size(key: str, size: SimulatedSize, step: int) -> Iterator[Contradiction]:
+    """What is wrong with a size of images that are read."""
+    sides = {"rows": size.rows, "columns": size.columns}
+    given = [name for name, side in sides.items() if side is not None]
+    if size.patches is None:
+        yield from _wrong_sides(key, sides, step, instead=", or patches")
+    elif given:
+        text = f"are not needed beside patches = {size.patches}; remove one of both"
+        yield Contradiction(f"{key}.{given[0]}", sides[given[0]], text)
+    else:
+        yield from _wrong_sides(key, {"patches": size.patches})
+    if size.tokens is not None and len(set(size.patches or ())) != 1:
+        text = "holds for images of one number of patches; set patches_per_token instead"
+        yield Contradiction(f"{key}.tokens", size.tokens, text)
+
+
+def _wrong_sides(
+    key: str, sides: Mapping[str, Range | None], step: int = 1, instead: str = ""
+) -> Iterator[Contradiction]:
+    """What is wrong with numbers of patches, each a number or least and most."""
+    if missing := [name for name, side in sides.items() if side is None]:
+        text = f"of unknown size; add {' and '.join(missing)}{instead}"
+        yield Contradiction(key, NO_SIZE, text)
+        return
+    for name, side in sides.items():
+        numbers = side or []
+        wrong = list(_wrong({f"{key}.{name}": numbers}, least=1))
+        yield from wrong
+        if not wrong and any(number % step for number in numbers):
+            text = f"must be multiples of {step}, the root of patches_per_token"
+            yield Contradiction(f"{key}.{name}", side, text)
+
+
+def _wrong(ranges: dict[str, Range], least: int = 0) -> Iterator[Contradiction]:
+    for key, numbers in ranges.items():
+        if len(numbers) != 2 or not least <= numbers[0] <= numbers[1]:
+            text = f"must be two numbers, least and most, from {least} on"
+            yield Contradiction(key, numbers, text)
+
+
+def _in_sequence(
+    config: SimulationConfig, kind: SimulatedSequences, key: str, sequence_length: int
+) -> Iterator[Contradiction]:
+    encoder = encoder_of(config, kind)
+    size = config.images.get(encoder) if encoder else None
+    shortest, longest = kind.tokens or [sequence_length, sequence_length]
+    if kind.images[1] and size is None:
+        text = f"are of unknown size; add [simulation.images.{encoder or 'NAME'}]"
+        if encoder is None and config.images:
+            text = f"whose? set encoder to one of {', '.join(config.images)}"
+        yield Contradiction(f"{key}.images", kind.images, text)
+    elif size is not None and kind.images[1] * most_tokens(size) > shortest:
+        needed = kind.images[1] * most_tokens(size)
+        text = f"take up to {needed} tokens, more than the {shortest} of a sequence; lower them"
+        yield Contradiction(f"{key}.images", kind.images, text)
+    if longest > sequence_length or shortest < kind.samples:
+        text = f"must be between samples = {kind.samples} and sequence_length = {sequence_length}"
+        yield Contradiction(f"{key}.tokens", [shortest, longest], text)
+    drawn = config.generated
+    if drawn is None:
+        if kind.generated[1]:
+            text = "are of unknown size; add [simulation.generated]"
+            yield Contradiction(f"{key}.generated", kind.generated, text)
+        return
+    frames = kind.generated[1] * drawn.frames[0]
+    most = drawn.frames_per_sequence
+    if most is not None and frames > most:
+        text = f"have at least {frames} frames, but frames_per_sequence = {most}; lower or raise it"
+        yield Contradiction(f"{key}.generated", kind.generated, text)

@@ -1,0 +1,158 @@
+"""Images and clips that the generator generates from held-out text.
+
+Generation starts from noise and takes a fixed number of steps. Each step is a forward plan through
+the complete model, so it works in every layout. Rejected: keeping the hidden states of the LLM
+between the steps; texts are short, and one code path serves training and generation.
+
+Shape legend: P patches of all images, V values of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.batch import Microbatch
+from torchmm.common.generated import GeneratorInputs, GeneratorSpec
+from torchmm.common.log import worked
+from torchmm.common.module_names import GENERATOR
+from torchmm.data.loader import StepBatch
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.training.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What the model drew for one text, and what it should have drawn; frames of a clip."""
+
+    context_ids: list[int]
+    """Tokens it was drawn from, without placeholders of images that were read."""
+    truth: list[Image.Image]
+    drawn: list[Image.Image]
+
+    def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """What it was drawn from, in words."""
+        return str(tokenizer.decode(self.context_ids, skip_special_tokens=True))
+
+
+def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Microbatch]:
+    """Microbatches with `count` images to be drawn in all, or as many as there are."""
+    left = count
+    for microbatch in (m for batch in batches for m in batch.microbatches):
+        if left == 0:
+            return
+        inputs = microbatch.generator
+        if inputs is None:
+            continue
+        images = len(inputs.grids_thw)
+        if images > left:
+            inputs = inputs.select(range(left))
+            images = left
+            microbatch = with_inputs(microbatch, inputs)  # noqa: PLW2901
+        left -= images
+        yield microbatch
+
+
+def with_inputs(microbatch: Microbatch, inputs: GeneratorInputs) -> Microbatch:
+    """The microbatch with (only the first of) its images to be drawn; metadata agree."""
+    left = len(inputs.grids_thw)
+    samples = []
+    for sample in microbatch.meta.samples:
+        samples.append(replace(sample, generated=sample.generated[:left]))
+        left -= len(samples[-1].generated)
+    meta = replace(microbatch.meta, samples=tuple(samples))
+    return replace(microbatch, generator=inputs, meta=meta)
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def draw_samples(
+    pipeline: Pipeline,
+    microbatches: Iterable[Microbatch],
+    spec: GeneratorSpec,
+    mesh: ParallelMesh,
+    steps: int,
+) -> list[Drawing]:
+    """Draws all images of all microbatches; all ranks must pass the same ones.
+
+    Args:
+        microbatches: from `held_out_drawings`; their noise is what drawing starts from.
+        spec: the generator's.
+        steps: from noise to image, of equal length (Euler's method).
+    """
+    drawings = []
+    for microbatch in microbatches:
+        pixels_PV = draw(pipeline, microbatch, mesh, steps)
+        drawings += _drawings(microbatch, pixels_PV.cpu(), spec)
+    return drawings
+
+
+@torch.no_grad()
+def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: int) -> Tensor:
+    """float32 (P, V) pixels, from the noise of the microbatch's images; on every rank."""
+    moved = microbatch.to(mesh.device)
+    inputs = moved.generator
+    assert inputs is not None
+    source = mesh.global_rank(pipeline=pipeline.last_rank(GENERATOR))
+    x_PV = inputs.drawn_noise_PV.clone()
+    pixels_PX = torch.empty(inputs.patches_PV.shape, device=x_PV.device)
+    images = len(inputs.grids_thw)
+    of_latents = inputs.latent_values > 0
+    for step in worked("drawing", range(steps, 0, -1), steps, "steps from noise"):
+        # At time t an input is (1 - t) pixels + t noise: with both equal to x, it is x at any t.
+        times = [step / steps] * images
+        now = replace(inputs, patches_PV=x_PV, noise_PV=x_PV, times=times, encoded=of_latents)
+        shown = replace(moved, generator=now)
+        if of_latents and step == 1:
+            x_PV = _from_rank(source, pipeline.finished(shown), pixels_PX)
+        else:
+            x_PV = x_PV - _from_rank(source, pipeline.velocities(shown), x_PV) / steps
+    return x_PV
+
+
+def _from_rank(source: int, found: Tensor | None, like: Tensor) -> Tensor:
+    """What one rank has found, on all of them."""
+    values = torch.empty_like(like) if found is None else found
+    dist.broadcast(values, src=source)
+    return values
+
+
+def _drawings(microbatch: Microbatch, pixels_PV: Tensor, spec: GeneratorSpec) -> list[Drawing]:
+    assert microbatch.generator is not None
+    inputs = microbatch.generator.values()
+    sizes = [prod(grid) for grid in inputs.grids_thw]
+    read = torch.zeros(len(microbatch.input_ids_T), dtype=torch.bool)
+    for encoder in microbatch.encoders.values():
+        read[encoder.positions_K] = True
+    drawings = []
+    for positions, truth, drawn, grid in zip(
+        inputs.context_positions_K.split(inputs.contexts),
+        inputs.patches_PV.split(sizes),
+        pixels_PV.split(sizes),
+        inputs.grids_thw,
+        strict=True,
+    ):
+        words = positions[~read[positions]]
+        ids = microbatch.input_ids_T[words].tolist()
+        shown = (to_frames(patches, grid, spec.patch_size_px) for patches in (truth, drawn))
+        drawings.append(Drawing(ids, *shown))
+    return drawings
+
+
+def to_frames(
+    patches_PV: Tensor, grid_thw: tuple[int, int, int], patch_size_px: int
+) -> list[Image.Image]:
+    """RGB frames from patches with values in [-1, 1]; others are clipped."""
+    frames, rows, columns = grid_thw
+    patch = patch_size_px
+    blocks = patches_PV.view(frames, rows, columns, 3, patch, patch).permute(0, 1, 4, 2, 5, 3)
+    pixels = blocks.reshape(frames, rows * patch, columns * patch, 3)
+    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return [Image.fromarray(frame.numpy()) for frame in levels]

@@ -1,0 +1,140 @@
+"""Generated text and images of held-out samples during training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from torchmm.common.files import replace_atomically
+from torchmm.data.loader import Loader
+from torchmm.extensions.evaluation.drawings import draw_samples, held_out_drawings
+from torchmm.extensions.evaluation.pictures import keep_thumbnail, plot_captions, plot_pictures
+from torchmm.extensions.evaluation.samples import (
+    GeneratedText,
+    generate_samples,
+    held_out_prompts,
+    scored_sources,
+    source_scores,
+    with_references,
+)
+from torchmm.extensions.evaluation.scores import score
+from torchmm.training.data_build import build_data
+from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.hooks.validation import validated_weights
+from torchmm.training.tracking.figures import StepRecord
+from torchmm.training.tracking.run_directory import (
+    DRAWINGS_FOLDER,
+    SAMPLES_FILE,
+    SAMPLES_FOLDER,
+)
+
+
+class SampleHook(Hook):
+    """Generates text and images for held-out samples every `validation.interval` steps.
+
+    Text is written to samples.json and captions.png, and its scores are added to the record. Images
+    are written to drawings/.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._config = self.recipe.validation
+
+    def after_step(self, done: StepDone) -> None:
+        """Generate text and images if they are due."""
+        step = done.record.step
+        if self.parts.held_out is None or not self.is_due(step, self._config.interval):
+            return
+        with self.training.health.phase(step, "validation"), validated_weights(self.parts):
+            self.parts.model.eval()
+            if self._config.samples:
+                done.record = self._add_scores(done.record, self._generate_texts(step))
+            if self._config.drawings:
+                self._generate_images(step)
+            self.parts.model.train()
+
+    def _add_scores(self, record: StepRecord, texts: list[GeneratedText]) -> StepRecord:
+        """Return the record with the scores of generated text."""
+        scores = source_scores(texts, self.recipe.data.validation)
+        record = replace(record, scores=scores or None)
+        if any(text.duration_ms for text in texts):
+            rate = score("word_error_rate", [text.answer for text in texts])
+            record = replace(record, word_error_rate=rate)
+        return record
+
+    def _loader(self) -> Loader:
+        """Return a loader of held-out samples. All ranks load and decode the same samples."""
+        parts = self.parts
+        return build_data(
+            parts.run,
+            parts.model,
+            parts.tokenizer,
+            parts.mesh,
+            validation=True,
+            for_prompts=True,
+            samples=parts.held_out,
+        )
+
+    def _generate_images(self, step: int) -> None:
+        """Generate images for held-out texts and plot them next to the reference images."""
+        parts = self.parts
+        spec = parts.model.generator_spec()
+        assert spec is not None
+        prompts = held_out_drawings(self._loader(), self._config.drawings)
+        steps = self._config.denoising_steps
+        drawn = draw_samples(parts.pipeline, prompts, spec, parts.mesh, steps)
+        if parts.mesh.rank == 0 and drawn:
+            directory = parts.run_dir / DRAWINGS_FOLDER
+            directory.mkdir(exist_ok=True)
+            title = f"drawn after step {step} (and the held-out images themselves)"
+            shown = [(d.truth, d.drawn, d.text(parts.tokenizer)) for d in drawn]
+            plot_pictures(shown, title, directory / f"step-{step}.png")
+
+    def _generate_texts(self, step: int) -> list[GeneratedText]:
+        """Return text generated for held-out samples; rank 0 writes samples.json, captions.png."""
+        parts = self.parts
+        loader = self._loader()
+        held_out = self.recipe.data.validation
+        prompts = held_out_prompts(loader, self._config.samples, scored_sources(held_out))
+        training = self.recipe.training
+        texts = generate_samples(
+            parts.pipeline,
+            prompts,
+            parts.tokenizer,
+            parts.mesh,
+            self._config.max_new_tokens,
+            row_tokens=training.sequence_length * training.microbatch_size,
+        )
+        texts = with_references(texts, loader)
+        if parts.mesh.rank > 0 or not texts:
+            return texts
+        pictures = [loader.images(text.source, text.index)[:1] for text in texts]
+        names = [
+            keep_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
+            for t, images in zip(texts, pictures, strict=True)
+        ]
+        self._append_samples(
+            step,
+            [
+                {"step": step, **asdict(text), "picture": name}
+                for text, name in zip(texts, names, strict=True)
+            ],
+        )
+        shown = [
+            (image, text.generated, text.truth)
+            for text, images in zip(texts, pictures, strict=True)
+            for image in images
+        ]
+        if shown:
+            title = f"held-out images after step {step}"
+            plot_captions(shown, title, parts.run_dir / "captions.png")
+        return texts
+
+    def _append_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Add samples to samples.json and remove samples of this and later steps."""
+        file = self.parts.run_dir / SAMPLES_FILE
+        earlier = json.loads(file.read_text()) if file.exists() else []
+        kept = [s for s in earlier if s["step"] < step]
+        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
+        replace_atomically(file, text.encode())

@@ -1,0 +1,88 @@
+"""Values that a recipe leaves open, chosen before ranks meet.
+
+All ranks choose alike: from the recipe, the number of ranks and the first step of the data. Each
+choice is an entry of the table "recipe_choices" (`torchmm.common.extensions`):
+
+    sizes          (recipe, world_size) -> Recipe                    `parallel.orchestrate`
+    arrangement    (run, model) -> Resolved                          "auto" in [data]
+    segments       (run, model, tokenizer, shares, device) -> ParallelConfig
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.extensions import find_entry, load_entry
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.planning.resolved import Resolved
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
+
+
+def choose_sizes(recipe: Recipe, world_size: int) -> Recipe:
+    """Return the recipe with parallel sizes for `parallel.orchestrate`.
+
+    Raises:
+        ConfigError: No sizes fit the ranks or the memory of the devices.
+    """
+    if not recipe.parallel.orchestrate:
+        return recipe
+    chosen: Recipe = load_entry("recipe_choices", "sizes")(recipe, world_size)
+    return chosen
+
+
+def choose_arrangement(run: Resolved, model: MultimodalModel) -> Resolved:
+    """Return the run with values for `data.reorder` = "auto" and `data.balance` = "auto".
+
+    The value is "none" if no installed extension chooses.
+
+    Args:
+        run: Recipe with resolved sizes.
+        model: Model of the recipe on the meta device.
+
+    Raises:
+        DataError: The samples of the first step cannot be read.
+    """
+    data = run.recipe.data
+    keys = [key for key in ("reorder", "balance") if getattr(data, key) == "auto"]
+    if not keys:
+        return run
+    if (entry := find_entry("recipe_choices", "arrangement")) is not None:
+        chosen: Resolved = entry.load()(run, model)
+        return chosen
+    natural = data.model_copy(update=dict.fromkeys(keys, "none"))
+    reasons = {f"data.{key}": 'none (the extension "balance" is not installed)' for key in keys}
+    run = run.with_recipe(run.recipe.model_copy(update={"data": natural}))
+    return replace(run, choices={**run.choices, **reasons})
+
+
+def choose_segments(
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    shares: Sequence[list[MicrobatchMeta]],
+    device: torch.device,
+) -> ParallelConfig:
+    """Return [parallel] with stages per module for a schedule that chooses them.
+
+    Args:
+        run: Recipe with resolved sizes.
+        model: Model of the recipe on the meta device.
+        tokenizer: Tokenizer of the model.
+        shares: Microbatches of the first step, by share of the global batch.
+        device: Device of the run.
+
+    Raises:
+        ConfigError: A module has fewer layers than ranks.
+    """
+    parallel = run.recipe.parallel
+    entry = find_entry("recipe_choices", "segments")
+    if entry is None or not entry.is_used(parallel):
+        return parallel
+    chosen: ParallelConfig = entry.load()(run, model, tokenizer, shares, device)
+    return chosen

@@ -1,0 +1,153 @@
+"""The data of a run: its sources, and the loader of this rank.
+
+Extensions arrange the sequences of a global batch and the images of its microbatches among ranks.
+Their functions are entries of the table "step_arrangements" (`torchmm.common.extensions`) with the
+names "data.reorder" and "data.balance". Parameters: run, modules, parallel, layout, device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.extensions import load_entry
+from torchmm.common.layers import ModuleDescription
+from torchmm.common.log import working
+from torchmm.common.row_slices import Reads
+from torchmm.data.loader import Loader, build_loader
+from torchmm.data.samples import SampleSet, find_samples
+from torchmm.data.shared_reader import ReaderAddress
+from torchmm.data.sources.open import Samples
+from torchmm.data.steps.step_packs import Arrange, Balance
+from torchmm.models.multimodal import MultimodalModel
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.planning.resolved import Resolved
+from torchmm.planning.run_length import estimate_pass_steps, length_lines
+from torchmm.training.model_build import ModelCut
+
+
+class OpenData(NamedTuple):
+    """The sources of a run."""
+
+    training: SampleSet
+    held_out: SampleSet | None
+    """Validation samples. None without validation."""
+
+
+class Arrangements(NamedTuple):
+    """Functions that arrange a step among data-parallel ranks."""
+
+    reorder: Arrange | None = None
+    """Arranges the sequences of a global batch. If None, they keep their order."""
+    balance: Balance | None = None
+    """Assigns images to ranks. If None, each rank encodes its own images."""
+
+
+@working("opening the data")
+def open_data(
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    streams: ReaderAddress | None = None,
+) -> OpenData:
+    """Open the sources of the run and measure their samples. Needs no weights.
+
+    Args:
+        run: Resolved recipe.
+        model: Model of the run.
+        tokenizer: Tokenizer of the model.
+        streams: Process that reads the streams of this host. If None, this process reads them.
+
+    Raises:
+        ConfigError, DataError: A source cannot be read, or has no samples.
+    """
+    recipe = run.recipe
+    specs = model.sample_specs(tokenizer)
+    find = partial(find_samples, recipe.data, recipe.training, streams=streams, **specs)
+    held_out = None
+    if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
+        held_out = find(validation=True)
+    return OpenData(find(), held_out)
+
+
+def log_data(
+    run: Resolved, model: MultimodalModel, samples: SampleSet, logger: logging.Logger
+) -> None:
+    """Log the sources, passes over the data and disk space, and problems of the run length."""
+    logger.info("%s\n%s (`torchmm inspect` shows them)", *samples.digest())
+    is_known = isinstance(samples, Samples) and not samples.streamed
+    pass_steps = estimate_pass_steps(samples, run.recipe) if is_known else None
+    for label, text in length_lines(run.recipe, model, pass_steps).items():
+        is_warning = label.startswith("warning")
+        logger.log(logging.WARNING if is_warning else logging.INFO, "%s: %s", label, text)
+
+
+def build_arrangements(
+    run: Resolved,
+    modules: Sequence[ModuleDescription],
+    cut: ModelCut,
+    device: torch.device,
+) -> Arrangements:
+    """Return the functions that `data.reorder` and `data.balance` request."""
+    data = run.recipe.data
+    reorder = balance = None
+    if data.is_reordered:
+        reorder = load_entry("step_arrangements", "data.reorder")(run, modules, *cut, device)
+    if data.balance == "images":
+        balance = load_entry("step_arrangements", "data.balance")(run, modules, *cut, device)
+    return Arrangements(reorder, balance)
+
+
+def build_data(  # noqa: PLR0913 - what a run consists of
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: ParallelMesh,
+    *,
+    state: dict | None = None,
+    validation: bool = False,
+    for_prompts: bool = False,
+    arrangements: Arrangements | None = None,
+    samples: SampleSet | None = None,
+    reads: Reads | None = None,
+) -> Loader:
+    """Return the loader of training or validation samples of this rank.
+
+    Args:
+        run: Resolved recipe.
+        model: Model of the run.
+        tokenizer: Tokenizer of the model.
+        mesh: Mesh of the run.
+        state: Position in the data from which to continue.
+        validation: Whether to load validation samples. This process decodes them.
+        for_prompts: Whether all ranks load the same samples, one sequence per microbatch.
+        arrangements: Arrangements of a step. If None, there is none.
+        samples: Samples of the same sources, if they are open.
+        reads: Images that this rank decodes. If None, it decodes all images of its share.
+    """
+    data = run.recipe.data
+    training = run.recipe.training
+    if validation:
+        data = data.model_copy(update={"workers": 0})
+    if for_prompts:
+        training = training.model_copy(update={"microbatch_size": 1})
+    arrangements = arrangements or Arrangements()
+    return build_loader(
+        data,
+        training,
+        data_parallel_rank=0 if for_prompts else mesh.data_parallel_rank,
+        data_parallel_size=1 if for_prompts else mesh.data_parallel_size,
+        state=state,
+        validation=validation,
+        arrange=arrangements.reorder,
+        balance=arrangements.balance,
+        resume_changed=run.recipe.checkpoint.resume_changed_data,
+        samples=samples,
+        reads=reads,
+        **model.sample_specs(tokenizer),
+    )

@@ -1,0 +1,191 @@
+"""The model of a run: built on the meta device, split into stages, parallelized, initialized.
+
+`build_unfilled_model` and `cut_model` need no process group, so that all problems with the model
+are reported before ranks meet. `fill_model` then allocates only the parameters of this rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import NamedTuple
+
+import datasets
+import torch
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.dtypes import DTYPES
+from torchmm.common.errors import ConfigError
+from torchmm.common.log import working
+from torchmm.common.module_names import LLM
+from torchmm.data.media.medium import open_media
+from torchmm.data.tokenizer import load_tokenizer
+from torchmm.extensions.low_precision.float8 import apply_float8, float8_problems
+from torchmm.extensions.low_precision.forms import block_problems
+from torchmm.models.hf.adapter_files import load_adapters
+from torchmm.models.hf.load import load_weights
+from torchmm.models.initialize import init_weights
+from torchmm.models.multimodal import MultimodalModel, materialize
+from torchmm.parallel.apply import model_problems, parallelize
+from torchmm.parallel.compilation import Compilation
+from torchmm.parallel.context import cut_problems
+from torchmm.parallel.exchange import data_parallel_exchange
+from torchmm.parallel.mesh import ParallelMesh, encoder_meshes
+from torchmm.pipelining.plan.graph import StageLayout
+from torchmm.pipelining.run.cut import cut_for_rank
+from torchmm.planning.choices import choose_segments
+from torchmm.planning.executions import module_executions
+from torchmm.planning.first_step import first_step
+from torchmm.planning.resolved import Resolved, recipe_model
+from torchmm.planning.step import plan_layout
+from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.training.pipeline import Pipeline
+
+
+class ModelCut(NamedTuple):
+    """Stages of a model. They are equal on all ranks."""
+
+    parallel: ParallelConfig
+    """[parallel] with the segments that the recipe leaves open."""
+    layout: StageLayout
+
+
+def build_unfilled_model(run: Resolved) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
+    """Return the model on the meta device and its tokenizer. Needs no process group.
+
+    Raises:
+        ConfigError: All problems with the model and the tokenizer of the recipe.
+    """
+    _quiet_libraries()
+    recipe = run.recipe
+    problems: list[str] = []
+    if not recipe.data.sources and not recipe.data.validation:
+        problems.append("data.sources: nothing to train on; the recipe only describes a simulation")
+    model = tokenizer = None
+    try:
+        model = recipe_model(recipe, DTYPES[recipe.training.parameter_dtype])
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        tokenizer = load_tokenizer(recipe.model)
+    except ConfigError as error:
+        problems += error.problems
+    if model is None or tokenizer is None or problems:
+        raise ConfigError(problems)
+    dtype = DTYPES[recipe.training.parameter_dtype]
+    wide = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype != dtype]
+    if wide:  # FSDP2 has one dtype for all trained parameters of a layer
+        raise ConfigError(
+            f'training.parameter_dtype = "{recipe.training.parameter_dtype}": Hugging Face keeps '
+            f'{wide[0]} in float32; freeze the module, or use "float32"'
+        )
+    specs = model.sample_specs(tokenizer)  # raises if they do not fit each other
+    for spec in specs["image_specs"].values():
+        open_media(spec, recipe.data.max_image_pixels)
+    return model, tokenizer
+
+
+@working("reading sizes of the first samples, and cutting the model")
+def cut_model(
+    run: Resolved,
+    model: MultimodalModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+) -> ModelCut:
+    """Check the model against the parallelism of the recipe and return its stages.
+
+    Needs no process group. `torchmm.recipe.check` has checked the recipe alone. This function
+    checks what depends on the model, such as attention heads, experts and tied weights.
+
+    Args:
+        run: Resolved recipe.
+        model: Complete model on the meta device.
+        tokenizer: Tokenizer of the model.
+        device: Device of the run.
+
+    Raises:
+        ConfigError: All reasons why the model cannot be parallelized.
+        DataError: The samples of the first step cannot be read.
+    """
+    recipe = run.recipe
+    modules = list(model.modality_modules())
+    descriptions = [module.describe() for module in modules]
+    executions = module_executions(run, descriptions, device.type)
+    tensor = {name: execution.tensor for name, execution in executions.items()}
+    problems = model_problems(
+        model, recipe.parallel, tensor, recipe.training.attention, recipe.compile, device
+    )
+    if recipe.optimizer.state_dtype == "int8":
+        for module in descriptions:
+            problems += block_problems(module, executions[module.name].tensor)
+    problems += float8_problems(modules, recipe.float8, device, tensor)
+    if problems:
+        raise ConfigError(problems)
+    # A resumed run reads the first step too, so that its stages are those of the run before.
+    shares = first_step(recipe, model, tokenizer, run.shares) if run.is_cut else []
+    shares = shares or [[MicrobatchMeta((), recipe.training.sequence_length)]]
+    parallel = choose_segments(run, model, tokenizer, shares, device)
+    microbatches = [meta for share in shares for meta in share]
+    layout = plan_layout(parallel, descriptions, microbatches, run.units or None)
+    stops = [stage.stop for stage in layout.stages if stage.module == LLM]
+    if problems := cut_problems(model.llm, parallel.context, stops[:-1]):
+        raise ConfigError(problems)
+    return ModelCut(parallel, layout)
+
+
+class FilledModel(NamedTuple):
+    """A model on this rank, ready to run."""
+
+    pipeline: Pipeline
+    compilation: Compilation
+    """Compiled layers."""
+
+
+@working("cutting and filling the model")
+def fill_model(
+    run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
+) -> FilledModel:
+    """Parallelize the stages of this rank, then allocate and load their parameters. Collective."""
+    recipe = run.recipe
+    training = recipe.training
+    dtype = DTYPES[training.dtype]
+    descriptions = [module.describe() for module in model.modality_modules()]
+    encoders = [module.name for module in descriptions if module.kind == "encoder"]
+    stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
+    for module in model.all_stages():
+        apply_float8(module, recipe.float8)
+    compilation = parallelize(
+        model,
+        mesh,
+        recipe.parallel,
+        recipe.activation_checkpoint,
+        recipe.compile,
+        dtype,
+        training.microbatch_size * training.sequence_length,
+        meshes=encoder_meshes(recipe.parallel, mesh, encoders),
+    )
+    materialize(model, mesh.device)
+    sources = {name: a.source for name, a in recipe.adapters.items() if a.source is not None}
+    filled = load_weights(model) | load_adapters(model, sources)
+    init_weights(model, training.seed, skip=filled)
+    exchange = data_parallel_exchange(mesh) if recipe.data.balance == "images" else None
+    pipeline = Pipeline(
+        model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype, exchange
+    )
+    return FilledModel(pipeline, compilation)
+
+
+def _quiet_libraries() -> None:
+    """Disable harmless messages of libraries that every rank would repeat."""
+    # Nothing is done in place to the result of a module.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # Norms over a 2-D mesh are reduced one dimension after the other: one scalar per step.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # The replacement of this collective does not exist in the oldest supported torch.
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor. is deprecated")
+    datasets.disable_progress_bars()
+    # Images are prepared by Pillow; torchvision is not needed.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,65 @@
+"""Preparation of ranks before a run computes anything: measurements, kernels and random numbers."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from torchmm.common.dtypes import DTYPES
+from torchmm.common.errors import ConfigError
+from torchmm.common.log import working
+from torchmm.common.processes import keep_freed_memory
+from torchmm.common.rng import seed_everything
+from torchmm.parallel.attention_kernels import use_kernels
+from torchmm.parallel.gather import gather_texts
+from torchmm.parallel.health.preflight import check_ranks
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.planning.resolved import Resolved
+
+
+@working("measuring the ranks")
+def prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> None:
+    """Measure ranks and their network, select kernels and seed random numbers. Collective."""
+    training = run.recipe.training
+    check_ranks(mesh, DTYPES[training.dtype], run.recipe.parallel.preflight, logger)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
+    logger.info(use_kernels(training.attention, mesh.device))
+    seed_rank(run, mesh)
+    if training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def seed_rank(run: Resolved, mesh: ParallelMesh, *step: int) -> None:
+    """Seed the random numbers of this rank, optionally for the steps after a checkpoint.
+
+    Ranks of one tensor-parallel group have equal samples and an equal place in the pipeline. They
+    have equal random numbers, because they must share dropout masks.
+    """
+    stream = [mesh.data_parallel_rank]
+    if mesh.pipeline_size > 1:
+        stream.append(mesh.pipeline_rank // mesh.mirrors)
+    seed_everything(run.recipe.training.seed, *stream, *step)
+
+
+def compare_choices(run: Resolved, logger: logging.Logger) -> None:
+    """Log the values that were chosen for "auto". Collective.
+
+    Raises:
+        ConfigError: Ranks chose different values.
+    """
+    data = run.recipe.data
+    of_ranks = gather_texts(f'data.reorder = "{data.reorder}", data.balance = "{data.balance}"')
+    if len(set(of_ranks)) > 1:
+        found = "; ".join(dict.fromkeys(of_ranks))
+        raise ConfigError(
+            f'data.reorder, data.balance: ranks chose different values for "auto" '
+            f"({found}); set both keys"
+        )
+    if run.shares > 1:
+        for key, text in run.choices.items():
+            logger.info("%s = auto: %s", key, text)
