@@ -187,10 +187,12 @@ def _tell_what_is_another(
     logger: logging.Logger,
 ) -> None:
     if manifest["recipe_sha256"] != facts["recipe_sha256"]:
-        # Checkpoints of older versions hold the digest alone.
-        changed = changes(manifest.get("recipe") or {}, facts["recipe"])
-        what = f": {'; '.join(changed)}" if manifest.get("recipe") else ", which it does not hold"
-        logger.warning("%s was saved under another recipe%s", path, what)
+        # The digest also depends on the order of keys. Old checkpoints have the digest only.
+        saved = manifest.get("recipe")
+        changed = changes(saved or {}, facts["recipe"])
+        what = f": {'; '.join(changed)}" if saved else ", which it does not hold"
+        if changed or not saved:
+            logger.warning("%s was saved under another recipe%s", path, what)
     if not has_rng:
         logger.warning(
             "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "
