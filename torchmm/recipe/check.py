@@ -12,7 +12,7 @@ from glob import glob
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.extensions import find_entries, find_entry
+from torchmm.common.extensions import NOT_INSTALLED, find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
     check_adapters,
@@ -303,7 +303,7 @@ def _check_entry(
 ) -> Problems:
     """Yield a problem if no installed extension has the entry that a value requires."""
     if find_entry(table, name) is None:
-        yield Problem(key, value, f'the extension "{extension}" is not installed')
+        yield Problem(key, value, NOT_INSTALLED.format(extension))
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
