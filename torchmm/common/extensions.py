@@ -16,6 +16,9 @@ Tables (the module that reads a table describes its entries):
     run_ends          functions that run after training        `torchmm.training.run`
     schedules         schedules that need a cost model         `torchmm.planning.step`
     planners          planners of training steps               `torchmm.training.planners.table`
+    optimizers        optimizers by name                       `torchmm.training.optimizers`
+    parallel_styles   tensor-parallel styles with overlap      `torchmm.parallel.tensor.apply`
+    model_converters  replacements of parts of a model         `torchmm.planning.converters`
     recipe_choices    values that recipes leave open           `torchmm.planning.choices`
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`
     plan_checks       checks of plans                          `torchmm.pipelining.checks.validate`
@@ -25,6 +28,8 @@ Tables (the module that reads a table describes its entries):
     source_formats    formats of data sources                  `torchmm.data.sources.formats`
     sample_services   processes that prepare samples           `torchmm.data.samples`
     checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
+    generators        generators and their images              `torchmm.models.registry`, `data`
+    model_fallbacks   families of models that no table lists   `torchmm.models.registry`
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+from torchmm.common.errors import ConfigError
 
 FOLDERS = ("torchmm.balance", "torchmm.extensions")
 
@@ -57,6 +64,8 @@ class Entry(NamedTuple):
         return getattr(import_module(module), name)
 
 
+NOT_INSTALLED = 'the extension "{}" is not installed; use a complete installation of torchmm'
+"""Error message for recipes that need an extension without a folder."""
 Entries = Mapping[str, Sequence[Entry]]
 """Type of `ENTRIES` in an extension: entries by table."""
 
@@ -109,3 +118,21 @@ def load_entry(table: str, name: str) -> Any:
     if entry is None:
         raise LookupError(f'no installed extension has the entry "{name}" in table "{table}"')
     return entry.load()
+
+
+def require_entry(table: str, name: str, extension: str, key: str) -> Entry:
+    """Return the entry of this name in a table.
+
+    Args:
+        table: Table.
+        name: Name of the entry.
+        extension: Extension that has the entry.
+        key: Recipe key that needs the entry, for the error message.
+
+    Raises:
+        ConfigError: The extension is not installed.
+    """
+    entry = find_entry(table, name)
+    if entry is None:
+        raise ConfigError(f"{key}: {NOT_INSTALLED.format(extension)}")
+    return entry

@@ -32,7 +32,7 @@ from torchmm.common.row_slices import (
     slice_meta,
     slice_row,
 )
-from torchmm.extensions.generation.generator import GeneratorModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
 from torchmm.models.layers.shared_rows import RowRanks

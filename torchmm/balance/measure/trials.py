@@ -49,16 +49,15 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import keep_freed_memory
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.sizes import pack_sizes
-from torchmm.extensions.async_tp.choice import choose_overlap
-from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
-from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel, choose_overlap
 from torchmm.planning.executions import recompute_mode
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
@@ -215,7 +214,7 @@ class _Case:
             parallel = recipe.parallel
             overlap = None
             has_slices = "sequence" in module.tensor_parallel_plan().values()
-            if parallel.async_tensor_parallel and has_slices and module.overlaps:
+            if has_slices:
                 tokens = recipe.training.sequence_length
                 overlap = choose_overlap(module, mesh["tensor"], parallel, dtype, tokens)
             apply_tensor_parallel(module, mesh["tensor"], parallel.sequence_parallel, overlap)
@@ -271,7 +270,7 @@ def _forward_of(
         return lambda: (module(images),)
     if isinstance(module, GeneratorModule):
         drawn = generator_inputs(module, pack, device)
-        shape = sum(drawn.contexts), module.spec.llm_hidden_size
+        shape = sum(drawn.contexts), module.llm_hidden_size
         context_KD = torch.randn(shape, device=device, dtype=dtype, requires_grad=arrives)
         return lambda: (module(drawn, context_KD),)
     assert isinstance(module, LlmModule)
