@@ -127,7 +127,7 @@ def require_entry(table: str, name: str, extension: str, key: str) -> Entry:
         table: Table.
         name: Name of the entry.
         extension: Extension that has the entry.
-        key: Recipe key that needs the entry, for the error message.
+        key: Key of the recipe that needs the entry, for the error message.
 
     Raises:
         ConfigError: The extension is not installed.
