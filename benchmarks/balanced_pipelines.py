@@ -34,13 +34,13 @@ from support.harness import (
 from support.workloads import QUICK, Workload, add_options, measured_records, select_workloads
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.first_microbatches import heaviest
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.image_shares import ImageBalance, balanced_metas, balanced_shares
 from torchmm.balance.search import search
 from torchmm.balance.search.result import Candidate, fits
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
-from torchmm.planning.first_step import heaviest
 
 WORKLOADS = (
     Workload("recipes/papers/pipeweaver_vlm_s", 8),

@@ -61,7 +61,7 @@ from support.sleepers import (
     message_rows,
 )
 
-from torchmm.balance.schedules import PLANNERS
+from torchmm.balance.schedules import OPTIMUS_SCHEDULE
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -71,7 +71,7 @@ from torchmm.pipelining.schedules.layouts import megatron_balanced_layout, megat
 from torchmm.pipelining.view.timeline import uniform_timeline
 from torchmm.recipe.parallel_section import ParallelConfig
 
-OPTIMUS, FLOAT = PLANNERS["optimus"], torch.float32
+OPTIMUS, FLOAT = OPTIMUS_SCHEDULE, torch.float32
 CHAIN, COARSE, FINE = "balanced chain", "coarse", "filled"
 UNFILLED, FRONT = "not filled", "tower in stage 0"
 PATIENCE_S = 20

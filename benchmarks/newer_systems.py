@@ -31,16 +31,17 @@ import torch
 from support.harness import Row, describe_machine, make_parser, report
 
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.first_microbatches import Workload
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
 from torchmm.balance.pipeweaver.order_search.search import Budget, search
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
+from torchmm.balance.step_plans import searched_costs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ComputeOrder
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.planning.first_step import Workload
-from torchmm.planning.step import searched_costs, step_graph
+from torchmm.planning.step import step_graph
 from torchmm.recipe.read import load_recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes" / "papers"

@@ -48,8 +48,10 @@ from support.models.pipeline_model import IMAGE_TOKENS, SEED, Size, load_steps, 
 from support.models.stock_pipeline import StockProgram
 from support.ranks import Comparison, Program, Stopwatch, print_choices, run_ranks
 
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.balance.rates import ActionKind, scaled
-from torchmm.balance.schedules import PLANNERS
+from torchmm.balance.schedules import SEARCHED_SCHEDULE
+from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
@@ -61,7 +63,7 @@ from torchmm.pipelining.schedules.classic import interleaved_1f1b
 from torchmm.pipelining.schedules.layouts import megatron_layout
 from torchmm.pipelining.schedules.separated import separated
 from torchmm.planning.step import plan_layout
-from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 
 SEARCHED, MEGATRON, SEPARATED, STOCK = (
     "searched", "1F1B", "static separated", "stock, interleaved",
@@ -124,7 +126,10 @@ class PlannedProgram(OurProgram):
         rates: Mapping[ActionKind, float],
     ) -> None:
         super().__init__(name, model, steps, choice, mesh)
-        self.plans = [self.pipeline.plan_training(step, factors=rates) for step in steps]
+        self.plans = [
+            plan_pipeline_step(self.pipeline, [m.task_meta for m in step], factors=rates)
+            for step in steps
+        ]
 
     def plan(self, index: int) -> PipelinePlan:
         return self.plans[index]
@@ -135,7 +140,7 @@ def searched_s(costs: Costs, choice: SearchedChoice) -> float:
     config, rates = choice.config(), costs.rates(choice)
 
     def order(graph: StageGraph, flops: Callable[[Action], float]) -> ComputeOrder:
-        return PLANNERS["searched"].plan(config, graph, scaled(flops, graph, rates))[1]
+        return SEARCHED_SCHEDULE.plan(config, graph, scaled(flops, graph, rates))[1]
 
     layout = plan_layout(config, costs.descriptions, costs.metas)
     return costs.makespan_s(layout, choice.parts, order, rates)
@@ -263,7 +268,7 @@ class SleepSearched(sleepers.Choice):
         search = SearchConfig(evaluations=self.evaluations)
         config = ParallelConfig(pipeline=sleepers.RANKS, schedule="searched", search=search)
         seconds = sleepers.durations(graph, work, index)
-        return Planned(*PLANNERS["searched"].plan(config, graph, seconds))
+        return Planned(*SEARCHED_SCHEDULE.plan(config, graph, seconds))
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ def _learn(options: argparse.Namespace) -> Profile:
     with loading():
         from torchmm.balance.costs.calibration import Observed, RecordedStep, learn, observe
         from torchmm.balance.costs.profiles import load_profile
+        from torchmm.balance.run_costs import run_costs
         from torchmm.pipelining.view.records import read_content, read_records
-        from torchmm.planning.executions import run_costs
         from torchmm.planning.resolved import recipe_model, resolve
 
     profile, model = load_profile(options.profile), recipe_model(recipe)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.planning.executions import simulated_profile
+from torchmm.balance.run_costs import simulated_profile
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.training_section import UPDATE_PORTION
 

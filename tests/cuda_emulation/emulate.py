@@ -25,6 +25,7 @@ import torch
 from defects import DEFECTS
 from fakecuda.flash import as_one
 
+from torchmm.balance import step_plans
 from torchmm.balance.optimus.ahead import Ahead
 from torchmm.extensions.low_precision import compact
 from torchmm.models.layers import loss
@@ -32,7 +33,6 @@ from torchmm.parallel import compilation
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.health import preflight
 from torchmm.pipelining.run.step_state import StepState
-from torchmm.planning import step as planning_step
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.trainer import Trainer
 
@@ -127,7 +127,7 @@ def offload_all() -> None:
         }
         return types.SimpleNamespace(plan=replace(plan, recompute=every))
 
-    planning_step.tune_layers = tuned
+    step_plans.tune_layers = tuned
 
 
 def trace_only() -> None:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from tuned_limits import half_way
 
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PeerError
@@ -396,7 +397,9 @@ def _compare(
     share = batch[mesh.data_parallel_rank :: mesh.data_parallel_size]
     targets = sum(m.target_count for m in batch)
     tuning = half_way(pipeline, [m.meta for m in share], kinds=["encoder"]) if case.tight else None
-    plan = change(pipeline.plan_training(share, reduces_early=True, tuning=tuning))  # as on CUDA
+    metas = [m.task_meta for m in share]
+    plan = plan_pipeline_step(pipeline, metas, reduces_early=True, tuning=tuning)  # as on CUDA
+    plan = change(plan)
     counter = CountPeak(held_in_a_step(model, share))
     with counter if case.tight else nullcontext():
         result = pipeline.run(plan, share, loss_scale=1 / targets)

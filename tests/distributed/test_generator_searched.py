@@ -14,6 +14,7 @@ from test_generator_equality import WEIGHTS, GeneratorReference, Shape, a_model,
 from test_schedule_equality import _gradient_problems
 from tuned_limits import half_way
 
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.common.batch import Microbatch
 from torchmm.parallel.apply import parallelize
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, start_process_group
@@ -82,7 +83,8 @@ class Searching:
             for kind in (ActionType.F, ActionType.B)
         }
         tuning = half_way(self.pipeline, [m.meta for m in batch], factors) if seed % 2 else None
-        plan = self.pipeline.plan_training(batch, factors=factors, tuning=tuning)
+        metas = [m.task_meta for m in batch]
+        plan = plan_pipeline_step(self.pipeline, metas, factors=factors, tuning=tuning)
         self.model.zero_grad(set_to_none=True)
         step = TrainStep(self.pipeline, self.mesh, weights)
         outcome = step.run(plan, batch, reference.targets, reference.images)

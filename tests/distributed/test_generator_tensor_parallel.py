@@ -22,7 +22,7 @@ from torchmm.common.generated import GeneratedMeta, GeneratorInputs
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import Execution
 from torchmm.costs.sizes import generator_sizes
-from torchmm.extensions.generation.generator import GeneratorModule
+from torchmm.extensions.generation.generator import DitModule
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
@@ -112,7 +112,7 @@ def a_model(activation: str, freeze: tuple[str, ...] = ()) -> MultimodalModel:
     return build_model(config, FreezeConfig(modules=list(freeze)))
 
 
-def a_generator(activation: str) -> GeneratorModule:
+def a_generator(activation: str) -> DitModule:
     generator = a_model(activation).generator
     assert generator is not None
     return generator
@@ -173,7 +173,7 @@ def error(found: Tensor, wanted: Tensor, scale: float) -> float:
     return (found - wanted).norm().item() / (size if size > 1e-6 * scale else scale)
 
 
-def a_context(generator: GeneratorModule, tokens: int) -> Tensor:
+def a_context(generator: DitModule, tokens: int) -> Tensor:
     draw = torch.Generator().manual_seed(7)
     return torch.randn(tokens, generator.spec.llm_hidden_size, generator=draw).requires_grad_()
 
@@ -214,7 +214,7 @@ def kept_by_layers() -> dict[bool, tuple[float, float, float]]:
     return found
 
 
-def left_for_backward(generator: GeneratorModule, inputs: GeneratorInputs) -> float:
+def left_for_backward(generator: DitModule, inputs: GeneratorInputs) -> float:
     """Bytes of all that autograd saves, beside parameters."""
     weights = (p.to_local() if isinstance(p, DTensor) else p for p in generator.parameters())
     known = {p.untyped_storage().data_ptr() for p in weights}

@@ -14,6 +14,7 @@ from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, batch_of, build_searched
 from tuned_limits import half_way
 
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -54,7 +55,8 @@ def compare(layout: dict[str, int], composite: str = "") -> tuple[list[str], int
         tuning = None
         if seed % 2:
             tuning = half_way(of.pipeline, [m.meta for m in share], factors)
-        plan = of.pipeline.plan_training(share, factors=factors, tuning=tuning)
+        metas = [m.task_meta for m in share]
+        plan = plan_pipeline_step(of.pipeline, metas, factors=factors, tuning=tuning)
         outcome = of.step.run(plan, share, targets)
         tuned += bool(outcome.plan.recompute)
         loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]

@@ -7,8 +7,8 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -19,13 +19,15 @@ from searched_cases import CPU, Searched, batch_of, build_searched
 
 from torchmm.balance.pipeweaver.background import work
 from torchmm.balance.pipeweaver.background.process import PlanningProcess
-from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.order_search.remembered import RememberedOrders
+from torchmm.balance.pipeweaver.planners import BackgroundPlanner
 from torchmm.common import processes
 from torchmm.common.batch import Microbatch
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.planning.planned_step import PlannedStep
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.planners.sharing import digest_of
 from torchmm.training.planners.static import StaticPlanner
@@ -85,7 +87,7 @@ def run(of: Searched, start: type | None) -> list:
     """Losses and gradients of all steps, to the bit."""
     PLANNED.clear()
     processes.BESIDE_FROM_MS = 1e9 if start is None else 1e-9
-    planner = StaticPlanner(
+    planner = BackgroundPlanner(
         of.pipeline, None, of.mesh, logging.getLogger("shared"), in_background=True,
         steps=STEPS, start=start or PlanningProcess,
     )  # fmt: skip
@@ -142,15 +144,10 @@ def test_where_a_plan_is_made_changes_no_bit(schedule):
     assert run_distributed(compare, 4, schedule) == [[]] * 4
 
 
-def planner_of(of: Searched) -> StaticPlanner:
-    logger = logging.getLogger("shared")
-    return StaticPlanner(of.pipeline, None, of.mesh, logger, in_background=True, steps=9)
-
-
 def plan_error(
     of: Searched, share: list[Microbatch], change: Callable[[StaticPlanner], None]
 ) -> str:
-    planner = planner_of(of)
+    planner = StaticPlanner(of.pipeline, of.mesh)
     change(planner)
     try:
         planner.plan(1, share)
@@ -168,10 +165,9 @@ def disagree() -> list[str]:
     rank = of.mesh.rank
 
     def fail(planner: StaticPlanner) -> None:
-        if planner._leader is not None and of.mesh.data_parallel_rank == 1:
-            setup = planner._leader.setup
-            config = setup.config.model_copy(update={"schedule": "of another world"})
-            planner._leader.setup = replace(setup, config=config)
+        if planner._shared.leads and of.mesh.data_parallel_rank == 1:
+            config = of.pipeline.config.model_copy(update={"schedule": "of another world"})
+            planner._pipeline = SimpleNamespace(**{**vars(of.pipeline), "config": config})
 
     other = of.share(batch_of(2)) if rank == 3 else share
     return [
@@ -198,7 +194,7 @@ def own_programs() -> list[str]:
     start_process_group(ParallelConfig(backend="gloo", timeout_s=60), CPU)
     of = build_searched({"pipeline": 4, "schedule": "separated"})
     share = of.share(batch_of(1))
-    plan, _ = planner_of(of).plan(1, share)
+    plan, _ = StaticPlanner(of.pipeline, of.mesh).plan(1, share)
     whole: PipelinePlan = of.pipeline.plan_training(share)
     rank = of.mesh.pipeline_rank
     wrong = []

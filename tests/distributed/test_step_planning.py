@@ -11,15 +11,16 @@ from searched_cases import CPU, Searched, batch_of, build_searched
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.pipeweaver.background.process import PlanningProcessError
-from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
-from torchmm.balance.schedules import PLANNERS
+from torchmm.balance.schedules import SEARCHED_SCHEDULE
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.planner import PlanStatistics
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -59,7 +60,7 @@ class FakeProcess:
 
 def reversed_microbatches(graph: StageGraph, config: ParallelConfig) -> list:
     """An order that nobody would plan: all forwards of the last microbatch first."""
-    found = PLANNERS["searched"].plan(config, graph, lambda action: 1.0)[1]
+    found = SEARCHED_SCHEDULE.plan(config, graph, lambda action: 1.0)[1]
     last = graph.microbatches - 1
     return [[a._replace(microbatch=last - a.microbatch) for a in row] for row in found]
 

@@ -18,6 +18,7 @@ from pipeline_cases import gradient_errors, shared_losses
 from support.allocations import CountPeak, held_in_a_step
 from tuned_limits import half_way
 
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.common.batch import Microbatch
 from torchmm.common.dtypes import ByteValues
 from torchmm.models.initialize import init_weights
@@ -109,7 +110,8 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
         tuning = half_way(pipeline, [m.meta for m in share])
         model.zero_grad(set_to_none=True)
         with CountPeak(held_in_a_step(model, share)) as counter:
-            outcome = step.run(pipeline.plan_training(share, tuning=tuning), share, targets)
+            plan = plan_pipeline_step(pipeline, [m.task_meta for m in share], tuning=tuning)
+        outcome = step.run(plan, share, targets)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         peak, limit = counter.peak_bytes + 8 * trained, tuning.memory_limit_bytes
         if pipeline.sharding == "none" and peak > limit:

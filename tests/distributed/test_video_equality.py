@@ -15,6 +15,7 @@ from meshes import mesh_for
 from pipeline_cases import gradient_errors, shared_losses
 from searched_cases import CPU, Searched, filled
 
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.common.batch import (
     IGNORE_TARGET,
     EncoderInputs,
@@ -158,7 +159,7 @@ def compare() -> list[str]:
                 for kind in (ActionType.F, ActionType.B)
             }
             of.model.zero_grad(set_to_none=True)
-            plan = of.pipeline.plan_training(batch, factors=factors)
+            plan = plan_pipeline_step(of.pipeline, [m.task_meta for m in batch], factors=factors)
             outcome = of.step.run(plan, batch, targets)
             loss = of.mesh.sum_over_data([outcome.loss.item() * of.mesh.pipeline_size])[0]
             wanted = sum(shared_losses(of.alone, [batch], targets)[0]) / targets

@@ -7,6 +7,7 @@ from support.memory_needs import memory_needs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.balance.rates import ActionKind
 from torchmm.common.batch import MicrobatchMeta
@@ -30,6 +31,8 @@ def half_way(
     executions = {module.name: Execution() for module in modules}
     costs = CostModel(load_profile("cpu"), "float32", executions)
     tuning = LayerTuning(costs, names, 0, pipeline.sharding == "layer")
-    needs = memory_needs(pipeline.plan(metas, factors=factors), modules, metas, tuning)
+    needs = memory_needs(
+        plan_pipeline_step(pipeline, metas, factors=factors), modules, metas, tuning
+    )
     least, most = (max(each) for each in zip(*needs, strict=True))
     return replace(tuning, memory_limit_bytes=(least + most) // 2)

@@ -14,8 +14,9 @@ from fuzz.models import source_of
 from fuzz.refusals import page
 from fuzz.shrink import shrink
 from fuzz.wording import names_a_key, refusal
+from torchmm.balance.section import SearchConfig
 from torchmm.recipe.model_section import AdapterConfig
-from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig, SearchConfig
+from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig
 from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CompileConfig,

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from itertools import pairwise
 from math import prod
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
+from torchmm.common.errors import ConfigError
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
@@ -777,6 +779,13 @@ def make_inputs(family: str) -> EncoderInputs:
         for sound in sounds:
             sound[99::100, 2 * 8 :] = 0  # nothing is behind a whole window
     return EncoderInputs(pixels, grids, torch.empty(0))
+
+
+def problems_of_model(section: dict) -> list[str]:
+    """Return the problems of a `[model]` that is rejected."""
+    with pytest.raises(ConfigError) as raised:
+        build_model(ModelConfig.model_validate(section), FreezeConfig())
+    return raised.value.problems
 
 
 def build(config: ModelConfig, freeze: tuple[str, ...] = (), seed: int = 0) -> MultimodalModel:

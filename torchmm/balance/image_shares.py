@@ -9,7 +9,7 @@ the rank that trains on an image is as idle as any other rank, it encodes the im
 no features travel if all ranks have the same images.
 
 Images that a generator learns are padded to the largest image of the rank
-(`torchmm.extensions.generation.generator`). The work of a rank is then the number of images times
+(`torchmm.models.generator`). The work of a rank is then the number of images times
 the cost of the largest one. In the order of decreasing cost, each rank gets consecutive images up
 to a limit. The smallest feasible limit is optimal.
 """

@@ -1,8 +1,7 @@
-"""Planners by the names that recipes use: like schedules, but they also decide which replica of a
-stage runs which task.
+"""The schedules "optimus" and "searched", which need costs, as entries of the table "schedules".
 
-`torchmm.pipelining.schedules.names` has orders that follow from the graph alone. What needs costs
-and the balance package is here: a planner gets durations and returns the graph with its choices.
+Schedules of the core depend only on the graph of a step (`torchmm.pipelining.schedules.names`).
+These schedules also select the replica that runs each task, by the durations of tasks.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from torchmm.balance.pipeweaver.order_search.remembered import RememberedOrders
 from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
 from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
 from torchmm.balance.pipeweaver.recomputation.tuning import Tuner
+from torchmm.balance.section import SearchConfig
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -41,23 +41,14 @@ from torchmm.pipelining.schedules.layouts import (
     megatron_layout,
     separated_layout,
 )
-from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
-from torchmm.recipe.schedules import registered
+from torchmm.planning.step import PlannedSchedule
+from torchmm.recipe.parallel_section import ParallelConfig
 
 EVALUATIONS = 4000
 """Orders tried for a step, where neither the recipe nor the time of a step says how many: a few
 seconds for the largest steps of PipeWeaver."""
 MOST_ASSIGNMENTS = 256
 """Of encoder tasks to pipelines, tried for each of Optimus' candidates."""
-
-
-class Planner(NamedTuple):
-    """What a name stands for."""
-
-    layout: Callable[[ParallelConfig, Sequence[ModuleLayers]], StageLayout]
-    """Cuts the modules as the recipe's section says."""
-    plan: Callable[[ParallelConfig, StageGraph, Durations], tuple[StageGraph, ComputeOrder]]
-    """The step's graph with replicas chosen, and the order of every rank."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +127,9 @@ def layout_searched(config: ParallelConfig, modules: Sequence[ModuleLayers]) -> 
     Raises:
         ValueError: a module has fewer layers than stages.
     """
-    if config.search.stages == "megatron":
+    if SearchConfig.of(config).stages == "megatron":
         return megatron_layout(modules, config.pipeline, config.virtual_stages)
-    if config.search.stages == "balanced":
+    if SearchConfig.of(config).stages == "balanced":
         return megatron_balanced_layout(modules, config.pipeline, config.virtual_stages)
     segments = {module.name: config.segments(module.name) for module in modules}
     return separated_layout(modules, config.pipeline, segments)
@@ -177,7 +168,7 @@ def step_search(
     """A step to be searched: what runs, the process beside them and forecasts search alike.
 
     Args:
-        costs: `torchmm.planning.step.searched_costs`.
+        costs: `torchmm.balance.step_plans.searched_costs`.
         least_gain: see `StepSearch`.
         tuner: of the step, where layers are tuned. If no order is found that fits then, ranks may
             use what the separated schedule would.
@@ -203,7 +194,7 @@ def search_by_costs(
     that of the device.
 
     Args:
-        costs: `torchmm.planning.step.searched_costs`, in runs and forecasts alike.
+        costs: `torchmm.balance.step_plans.searched_costs`, in runs and forecasts alike.
         budget: None: the recipe's.
         tuner: see `step_search`.
 
@@ -211,7 +202,7 @@ def search_by_costs(
         ValueError: nothing fits into memory.
         SimulationError: a cost is missing or no number.
     """
-    section = config.search
+    section = SearchConfig.of(config)
     step = step_search(graph, costs, tuner=tuner)
     return step.search(budget or search_budget(section), search_settings(section))
 
@@ -261,7 +252,7 @@ def optimus_orders(
     """The best after each candidate that was simulated (`bubble_choices`); the last is the best.
 
     Args:
-        costs: `torchmm.planning.step.searched_costs`.
+        costs: `torchmm.balance.step_plans.searched_costs`.
         sharding: as the plan will be lowered.
         evaluations: of each candidate, at most; None: the recipe's. Candidates need few.
         tuner: of the step, where layers are tuned.
@@ -284,7 +275,7 @@ def optimus_orders(
 
 
 def _assignments(config: ParallelConfig, evaluations: int | None) -> int:
-    given = (MOST_ASSIGNMENTS, config.search.evaluations, evaluations)
+    given = (MOST_ASSIGNMENTS, SearchConfig.of(config).evaluations, evaluations)
     return min(most for most in given if most is not None)
 
 
@@ -406,7 +397,7 @@ def improve_order(
     def seen(best_ms: float, make: Callable[[], SearchedOrder]) -> bool:
         return improvements.seen(best_ms, lambda: searched_order(graph, make()))
 
-    section = config.search
+    section = SearchConfig.of(config)
     settings = search_settings(section, search.workers, search.remembered.starts(step.dispatcher))
     found = step.search(search_budget(section, improvements.seconds_left()), settings, seen)
     if found.segments is not None:
@@ -430,10 +421,5 @@ def plan_by_search(
     return graph, search_by_costs(config, graph, replace(costs, kept_bytes=kept)).order
 
 
-PLANNERS: dict[str, Planner] = registered(
-    {
-        "optimus": Planner(layout_optimus, plan_optimus),
-        "searched": Planner(layout_searched, plan_by_search),
-    },
-    planned=True,
-)
+OPTIMUS_SCHEDULE = PlannedSchedule(layout_optimus, plan_optimus)
+SEARCHED_SCHEDULE = PlannedSchedule(layout_searched, plan_by_search)

@@ -83,9 +83,9 @@ def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> in
     result, cluster = _search(
         recipe, options.gpus, options.device, options.placement, options.budget_s
     )
+    from torchmm.balance.forecasts.first_microbatches import describe_samples
     from torchmm.balance.search.report import certificate, result_tables
     from torchmm.balance.search.result import find_best
-    from torchmm.planning.first_step import describe_samples
 
     best = find_best(result, cluster.devices)
     console = make_console(width=170)
@@ -150,7 +150,9 @@ def _search(
     placement: Sequence[str],
     budget_s: float | None,
 ) -> tuple[SearchResult, Cluster]:
-    devices = recipe.simulation.gpus if gpus is None else gpus
+    from torchmm.balance.simulation.section import SimulationConfig
+
+    devices = SimulationConfig.of(recipe).gpus if gpus is None else gpus
     if devices < 1:
         raise ConfigError(f"--gpus = {devices} is not positive; use 1 or more")
     budget_s = default_budget_s(devices) if budget_s is None else budget_s
@@ -160,12 +162,12 @@ def _search(
         from torchmm.balance.costs.profiles import load_profile
         from torchmm.balance.search.search import search_plans
 
-    device = device or recipe.simulation.device
+    device = device or SimulationConfig.of(recipe).device
     try:
         profile = load_profile(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    simulation = recipe.simulation.model_copy(update={"device": device})
+    simulation = SimulationConfig.of(recipe).model_copy(update={"device": device})
     recipe = recipe.model_copy(update={"simulation": simulation})
     methods = [method for name in placement for method in PLACEMENTS.get(name, (name,))]
     name = f"planning {devices} devices"

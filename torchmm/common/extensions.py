@@ -4,6 +4,8 @@ An extension is `torchmm/balance` or a folder in `torchmm/extensions`. Its modul
 a constant `ENTRIES`, which maps names of tables to entries. The core finds the entries here, so
 that it does not import extensions, and works without the folders of extensions that a run does not
 use. `extension.py` must import quickly: targets are strings that are imported when they are used.
+It may have a constant `REQUIRES` with dotted names of extensions that its entries import. If one of
+them is not installed, the extension counts as not installed.
 
 Tables (the module that reads a table describes its entries):
 
@@ -12,6 +14,7 @@ Tables (the module that reads a table describes its entries):
     hooks             hooks of the training loop               `torchmm.training.hooks.table`
     trackers          trackers of metrics                      `torchmm.training.tracking.trackers`
     run_ends          functions that run after training        `torchmm.training.run`
+    schedules         schedules that need a cost model         `torchmm.planning.step`
     planners          planners of training steps               `torchmm.training.planners.table`
     recipe_choices    values that recipes leave open           `torchmm.planning.choices`
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`
@@ -22,6 +25,8 @@ Tables (the module that reads a table describes its entries):
     source_formats    formats of data sources                  `torchmm.data.sources.formats`
     sample_services   processes that prepare samples           `torchmm.data.samples`
     checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
+    generators        generators and their images              `torchmm.models.registry`, `data`
+    model_fallbacks   families of models that no table lists   `torchmm.models.registry`
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+
+from torchmm.common.errors import ConfigError
 
 FOLDERS = ("torchmm.balance", "torchmm.extensions")
 
@@ -54,6 +61,8 @@ class Entry(NamedTuple):
         return getattr(import_module(module), name)
 
 
+NOT_INSTALLED = 'the extension "{}" is not installed; use a complete installation of torchmm'
+"""Error message for recipes that need an extension without a folder."""
 Entries = Mapping[str, Sequence[Entry]]
 """Type of `ENTRIES` in an extension: entries by table."""
 
@@ -68,7 +77,15 @@ def extension_names() -> tuple[str, ...]:
             continue
         inner = pkgutil.iter_modules(spec.submodule_search_locations, f"{folder}.")
         names += [folder, *(module.name for module in inner if module.ispkg)]
-    return tuple(name for name in names if find_spec(f"{name}.extension") is not None)
+    return tuple(name for name in names if _is_installed(name))
+
+
+def _is_installed(name: str) -> bool:
+    """Return True if a folder is an extension and has the extensions that it requires."""
+    if find_spec(f"{name}.extension") is None:
+        return False
+    required = getattr(import_module(f"{name}.extension"), "REQUIRES", ())
+    return all(find_spec(other) is not None for other in required)
 
 
 @cache
@@ -98,3 +115,21 @@ def load_entry(table: str, name: str) -> Any:
     if entry is None:
         raise LookupError(f'no installed extension has the entry "{name}" in table "{table}"')
     return entry.load()
+
+
+def require_entry(table: str, name: str, extension: str, key: str) -> Entry:
+    """Return the entry of this name in a table.
+
+    Args:
+        table: Table.
+        name: Name of the entry.
+        extension: Extension that has the entry.
+        key: Recipe key that needs the entry, for the error message.
+
+    Raises:
+        ConfigError: The extension is not installed.
+    """
+    entry = find_entry(table, name)
+    if entry is None:
+        raise ConfigError(f"{key}: {NOT_INSTALLED.format(extension)}")
+    return entry

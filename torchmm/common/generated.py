@@ -45,9 +45,16 @@ class GeneratedMeta:
         return prod(self.grid_thw)
 
 
+DUMMY = GeneratedMeta((1, 1, 1), 1)
+"""The smallest image. It stands in for the images of a microbatch without any."""
+
+
 @dataclass(frozen=True)
 class GeneratorSpec:
-    """How a generator wants its images; made by `torchmm.models`, followed by `torchmm.data`."""
+    """Sizes, noise and times of the images that a generator is trained on.
+
+    `torchmm.models` creates it, and `torchmm.data` prepares images accordingly.
+    """
 
     size_px: int
     """Rows and columns of pixels of every frame."""

@@ -37,6 +37,7 @@ from torchmm.data.items import (
 )
 from torchmm.data.layouts.questions import references_of
 from torchmm.data.layouts.sample import Record
+from torchmm.data.media.generated import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import places_in_rows
 from torchmm.data.media.tiles import Tile
@@ -58,7 +59,6 @@ from torchmm.data.sources.reader import (
     SampleReader,
     data_of,
 )
-from torchmm.extensions.generation.images import DecodedDrawing, DrawingPreprocessor, Key
 
 
 @dataclass

@@ -20,9 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from torchmm.common.batch import ImageSpec, Marks, Microbatch, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.text import TextConventions, Token
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.layers.experts import expert_parts, stacked_weights
 from torchmm.models.llm import LlmModule
@@ -198,8 +198,8 @@ class MultimodalModel(nn.Module):
         return {e.name: e.image_spec() for e in self.encoder_modules()}
 
     def generator_spec(self) -> GeneratorSpec | None:
-        """How data has to prepare the images that are drawn; None without a generator."""
-        return self.generator.spec.images if self.generator else None
+        """Return how data prepares images to generate, or None without a generator."""
+        return self.generator.images if self.generator else None
 
     def text_spec(self, tokenizer: PreTrainedTokenizerBase) -> TextSpec:
         """How data has to prepare text.

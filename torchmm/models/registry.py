@@ -1,9 +1,17 @@
-"""From the recipe's `[model]`, `[freeze]` and `[adapters]` to a model on the meta device."""
+"""From the recipe's `[model]`, `[freeze]` and `[adapters]` to a model on the meta device.
+
+Extensions add models with entries of these tables:
+
+- "generators": "module" is a function of the section `[model.generator]`, the hidden size of the
+  LLM and the dtype of parameters. It returns a `GeneratorModule` on the current default device.
+- "model_fallbacks": "llm" and "encoder" return the family of a model type that no table lists, from
+  its config, the names in its weight files and, for encoders, the settings of the image processor.
+  They raise `ConfigError` if the model does not have a supported form.
+"""
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,11 +25,9 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
-from torchmm.common.errors import ConfigError, install_command
+from torchmm.common.errors import ConfigError
+from torchmm.common.extensions import NOT_INSTALLED, find_entry, require_entry
 from torchmm.common.tiles import TileSpec
-from torchmm.extensions.auto_models.encoders import known_processor
-from torchmm.extensions.auto_models.unlisted import adopt, adopt_encoder
-from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.parts import PAIR_PROCESSOR, EncoderPart, Unlisted
@@ -33,6 +39,7 @@ from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import Tiling
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.hf.config_checks import setting_problems
 from torchmm.models.hf.config_values import build_checked, value_problems
@@ -254,14 +261,24 @@ def _build_llm(
 
 
 def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
-    """The family of a causal LM that the table does not have, if a proof finds it to be one."""
+    """Return the family of a causal LM that the table does not list.
+
+    Raises:
+        ConfigError: The extension for such models rejects it or is not installed.
+    """
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
             f"[model.llm] {config.model_type!r} is no causal LM of transformers "
             f"{transformers.__version__}; listed: {', '.join(LLM_FAMILIES)}"
         )
+    entry = find_entry("model_fallbacks", "llm")
+    if entry is None:
+        raise ConfigError(
+            f"[model.llm] model_type {config.model_type!r} is not listed, and "
+            f"{NOT_INSTALLED.format('auto_models')}; listed: {', '.join(LLM_FAMILIES)}"
+        )
     try:
-        return adopt(config, files)
+        return entry.load()(config, files)
     except ConfigError as error:
         has = mechanisms(config)
         also = f"It has {', '.join(has)}. " if has else ""
@@ -279,17 +296,10 @@ def _build_generator(
 ) -> GeneratorModule | None:
     if section is None:
         return None
-    if importlib.util.find_spec("diffusers") is None:
-        raise ConfigError(
-            "[model.generator] needs diffusers, which is not installed; "
-            f"{install_command('generation')}"
-        )
-    from torchmm.extensions.generation.families.build import build_generator  # noqa: PLC0415 - optional
-
+    entry = require_entry("generators", "module", "generation", "model.generator")
+    build = entry.load()
     return build_checked(
-        "model.generator",
-        section,
-        lambda given: _described(build_generator(given, hidden_size, dtype)),
+        "model.generator", section, lambda given: _described(build(given, hidden_size, dtype))
     )
 
 
@@ -330,12 +340,20 @@ def _build_encoder(
 
 
 def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
-    """The family of a tower that the table does not have, if a proof finds it to be one of ViT's
-    form."""
+    """Return the family of an encoder that the table does not list.
+
+    Raises:
+        ConfigError: The extension for such models rejects it or is not installed.
+    """
     files = replace(TOWER_FILES, source=section.place)
+    entry = find_entry("model_fallbacks", "encoder")
+    if entry is None:
+        raise ConfigError(
+            f"{_unsupported(key, config, ENCODER_FAMILIES)}; {NOT_INSTALLED.format('auto_models')}"
+        )
     try:
         settings = {**_read_settings(section.place), **(section.processor or {})}
-        return adopt_encoder(config, files, known_processor(config, settings))
+        return entry.load()(config, files, settings)
     except ConfigError as error:
         raise ConfigError(
             f"{_unsupported(key, config, ENCODER_FAMILIES)}. A small copy of it did not pass for "

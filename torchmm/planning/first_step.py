@@ -1,158 +1,26 @@
-"""The microbatches of a run's first step, as far as planning knows them: sizes of samples.
-
-Drawn from `[simulation]` where a recipe has statistics there, otherwise read from its data, as a
-run reads them. Nothing is decoded. What is cut, chosen or forecast before a run begins rests on
-them.
-"""
+"""Sizes of the samples of the first step, and passes over the data. Nothing is decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
-from itertools import count as count_from
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.step_costs import Peers
-from torchmm.balance.simulation.workload import sample_microbatches
-from torchmm.common.batch import MicrobatchMeta, SampleMeta
-from torchmm.common.errors import ConfigError
-from torchmm.common.layers import ModuleDescription
-from torchmm.costs.flops import step_flops
-from torchmm.costs.sizes import module_tasks, text_tokens
-from torchmm.data.steps.balanced_packing import SEQUENCES, BalancedPacker
-from torchmm.data.tokenizer import load_tokenizer
+from torchmm.common.batch import MicrobatchMeta
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.simulation_section import sizes_vary
 
 if TYPE_CHECKING:
     from torchmm.data.samples import SampleSet
 
 
-class Workload(NamedTuple):
-    """Microbatches of the data-parallel rank with the most to compute.
-
-    If ranks run layers in lockstep, microbatch i is the one that takes longest among the
-    microbatches i of the slowest group.
-    """
-
-    microbatches: list[MicrobatchMeta]
-    mean_share: float
-    """FLOPs of the mean data-parallel rank as a fraction of those of `microbatches`, 0..1."""
-    peers: Peers = ()
-    """Microbatches of every rank of the group that runs layers in lockstep, rank by rank."""
-
-
-def first_microbatches(
-    recipe: Recipe, model: MultimodalModel, shares: int
-) -> list[list[MicrobatchMeta]]:
-    """The first step's, by share of the global batch: from statistics where the recipe has them."""
-    training = recipe.training
-    per_rank = training.global_batch_size // (shares * training.microbatch_size)
-    if not recipe.data.sources:
-        _check_sizes(recipe, model)
-        metas = simulated_microbatches(recipe, shares * per_rank)
-        return [metas[rank * per_rank :][:per_rank] for rank in range(shares)]
-    found = first_step(recipe, model, load_tokenizer(recipe.model), shares)
-    if not found:
-        raise ConfigError(
-            "data.sources: a streamed source does not know its samples' sizes; use [simulation]"
-        )
-    return found
-
-
-def describe_samples(recipe: Recipe) -> str:
-    """Return where the samples of a forecast come from."""
-    if recipe.data.sources:
-        return "first step of [[data.sources]]"
-    return "assumed, as [simulation] says; they are not your data"
-
-
-def simulated_microbatches(recipe: Recipe, count: int) -> list[MicrobatchMeta]:
-    """Return the first microbatches of a recipe whose data are statistics.
-
-    With `data.packing` = "balanced", the samples of the sequences are packed as the loader does.
-    """
-    size = recipe.training.microbatch_size
-    length = recipe.training.sequence_length
-    if recipe.data.packing == "best_fit":
-        return sample_microbatches(
-            recipe.simulation, count, sequence_length=length, microbatch_size=size
-        )
-    drawn = (
-        sample
-        for first in count_from(step=SEQUENCES)
-        for sequence in sample_microbatches(
-            recipe.simulation, SEQUENCES, sequence_length=length, first=first
-        )
-        for sample in sequence.samples
-    )
-    packed = balanced_sequences(drawn, length, recipe.data.max_tiles_per_sequence)
-    sequences = list(islice(packed, count * size))
-    return [
-        MicrobatchMeta(tuple(chain(*sequences[first : first + size])), size * length)
-        for first in range(0, count * size, size)
-    ]
-
-
-def balanced_sequences(
-    samples: Iterator[SampleMeta], sequence_length: int, max_tiles: int | None = None
-) -> Iterator[list[SampleMeta]]:
-    """Yield the samples of each sequence with `data.packing` = "balanced".
-
-    Args:
-        samples: Samples in the order in which they are drawn. The last ones are omitted if they do
-            not fill sequences.
-        sequence_length: Tokens of a sequence.
-        max_tiles: Maximum number of images and tiles of a sequence.
-    """
-    packer = BalancedPacker(sequence_length, max_tiles)
-    members: dict[int, list[SampleMeta]] = {}
-    while True:
-        missing = packer.missing_tokens
-        group = []
-        while missing > 0:
-            if (sample := next(samples, None)) is None:
-                return
-            group.append(sample)
-            missing -= sample.tokens
-        sizes = [(sample.tokens, sample.tiles, sample.patches) for sample in group]
-        packs = packer.fill(*np.array(sizes, np.int64).T).tolist()
-        for pack, sample in zip(packs, group, strict=True):
-            members.setdefault(pack, []).append(sample)
-        while packer.closed:
-            yield members.pop(packer.closed.popleft())
-
-
-def _check_sizes(recipe: Recipe, model: MultimodalModel) -> None:
-    """Images of many sizes need an encoder that reads them.
-
-    Raises:
-        ConfigError: an encoder brings all images to one size.
-    """
-    sizes = recipe.simulation.images
-    problems = [
-        f"simulation.images.{name}: sizes differ, but this encoder brings all images to one; "
-        "give a single number of patches"
-        for name, spec in model.image_specs().items()
-        if spec.inputs == "fixed" and name in sizes and sizes_vary(sizes[name])
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
 def first_step(
     recipe: Recipe, model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, shares: int
 ) -> list[list[MicrobatchMeta]]:
-    """Sizes of the first step's samples, by share of the global batch, of a recipe without training
-    data those of its validation data; nothing is decoded.
+    """Return the sizes of the samples of the first step by share of the global batch.
 
-    Empty where a streamed source does not know them.
+    Without training data, these are samples of the validation data. The result is empty if a
+    streamed source does not provide sizes.
     """
     # Late: the libraries of data take seconds to load, and statistics do without them.
     from torchmm.data.loader import build_loader  # noqa: PLC0415
@@ -211,59 +79,6 @@ def plan_passes(
 
 
 def one_by_one(recipe: Recipe) -> Recipe:
-    """The recipe with each pack as a microbatch of its own."""
+    """Return the recipe with one packed sequence per microbatch."""
     training = recipe.training.model_copy(update={"microbatch_size": 1})
     return recipe.model_copy(update={"training": training})
-
-
-def slowest_group(
-    modules: Sequence[ModuleDescription],
-    shares: Sequence[list[MicrobatchMeta]],
-    ranks: int,
-    model: CostModel,
-    graph: StageGraph,
-) -> Workload:
-    """Return the microbatches of the slowest group of ranks that run layers in lockstep.
-
-    A group takes the sum over its microbatches of the slowest rank, separately for every module in
-    forward and backward. Different groups only wait for each other at the end of a step.
-
-    Args:
-        modules: complete modules.
-        shares: microbatches of each share of the global batch.
-        ranks: shares of a group, which are consecutive.
-        model: costs of the modules.
-        graph: tasks of the microbatches of all shares, with complete modules as stages.
-    """
-    metas = [meta for share in shares for meta in share]
-    targets = [text_tokens(meta) for meta in metas]
-    by_name = {module.name: module for module in modules}
-    shape = len(shares) // ranks, ranks, len(shares[0])
-    rank_ms_GRM, flops_GRM = np.zeros((2, *shape))
-    group_ms_G = np.zeros(shape[0])
-    for stage in graph.layout.stages:
-        tasks = module_tasks(graph, by_name[stage.module], metas, targets)
-        arrives_N = tasks.gradient_arrives_N(graph, stage.index)
-        costs = model.stage_costs(
-            tasks.module, stage.start, stage.stop, tasks.sizes, arrives_N, tasks.useful
-        )
-        flops_GRM += np.asarray(sum(costs.flops)).reshape(shape)
-        for times in (costs.forward, costs.backward):
-            own_GRM = times.total_ms.reshape(shape)
-            rank_ms_GRM += own_GRM
-            group_ms_G += own_GRM.max(1).sum(1)
-    group = int(group_ms_G.argmax())
-    slowest_M = rank_ms_GRM[group].argmax(0)
-    peers = shares[group * ranks : (group + 1) * ranks]
-    longest = [peers[rank][index] for index, rank in enumerate(slowest_M)]
-    flops = sum(flops_GRM[group, rank, index] for index, rank in enumerate(slowest_M))
-    return Workload(longest, flops_GRM.sum() / len(shares) / flops if flops else 1.0, peers)
-
-
-def heaviest(
-    modules: Sequence[ModuleDescription], shares: Sequence[list[MicrobatchMeta]]
-) -> Workload:
-    """The share of the global batch with the most to compute, which others wait for."""
-    flops = [sum(step_flops(modules, share).tolist()) for share in shares]
-    most = max(flops)
-    return Workload(shares[flops.index(most)], sum(flops) / len(flops) / most if most else 1.0)

@@ -41,7 +41,7 @@ from torchmm.recipe.placement_sizes import (
     with_planned_keys_closed,
 )
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.simulation_section import contradictions
+from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
 
@@ -71,10 +71,10 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_module_names(recipe),
         *_check_frozen(recipe),
         *_check_data(recipe),
-        *_check_simulation(recipe),
         *_check_layout(recipe, world_size),
         *check_tensor(recipe),
         *check_pipeline(recipe),
+        *_check_planners(recipe),
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
@@ -199,7 +199,7 @@ def _check_frozen(recipe: Recipe) -> Problems:
 
 def _check_data(recipe: Recipe) -> Problems:
     data = recipe.data
-    if not data.sources and not recipe.simulation.sequences:
+    if not data.sources and not recipe.describes_samples:
         yield Problem("data.sources", [], "nothing to train on; add a [[data.sources]] table")
     yield from check_source_paths(recipe)
     for list_name, sources in (("sources", data.sources), ("validation", data.validation)):
@@ -352,22 +352,6 @@ def _check_stage(key: str, stage: StageConfig, names: list[str], before: int | N
         yield Problem(f"{key}.weights", stage.weights, text)
 
 
-def _check_simulation(recipe: Recipe) -> Problems:
-    simulation = recipe.simulation
-    encoders = recipe.model.encoder_names
-    also = ("training.sequence_length", "simulation")
-    for found in contradictions(simulation, recipe.training.sequence_length):
-        yield Problem(found.key, found.value, found.text, also)
-    for name in simulation.images:
-        if name not in encoders:
-            known = ", ".join(encoders) or "none"
-            text = f"is no encoder of the model{suggest(name, encoders)}; known: {known}"
-            yield Problem(f"simulation.images.{name}", NO_VALUE, text, ("model",))
-    if simulation.generated is not None and recipe.model.generator is None:
-        text = "the model has no generator; add [model.generator] or remove this section"
-        yield Problem("simulation.generated", NO_VALUE, text, ("model.generator",))
-
-
 def _check_address(key: str, address: str) -> Problems:
     if (secret := secret_in(address)) is not None:
         scheme, _, rest = address.partition("://")
@@ -467,6 +451,25 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     if not narrow and not optimizer.stochastic_rounding:
         text = f'has no use without {key} = "bfloat16"; set that or remove it'
         yield Problem("optimizer.stochastic_rounding", False, text, (key,))
+
+
+def _check_planners(recipe: Recipe) -> Problems:
+    """Yield values that need a schedule or planner of an extension that is not installed."""
+    parallel = recipe.parallel
+    schedule = find_schedule(parallel.schedule)
+    text = 'the extension "balance" is not installed'
+    is_planned = schedule is not None and schedule.planned
+    if is_planned and find_entry("schedules", parallel.schedule) is None:
+        yield Problem("parallel.schedule", parallel.schedule, text)
+    if parallel.replan_drift > 0 and find_entry("planners", "measuring") is None:
+        yield Problem("parallel.replan_drift", parallel.replan_drift, text)
+    if find_entry("planners", "tuned") is None:
+        checkpointing = recipe.activation_checkpoint
+        modes = {"mode": checkpointing.mode}
+        modes |= {f"modules.{name}": mode for name, mode in checkpointing.modules.items()}
+        for key, mode in modes.items():
+            if mode == "tuned":
+                yield Problem(f"activation_checkpoint.{key}", mode, text)
 
 
 def _check_memory_limit(recipe: Recipe) -> Problems:

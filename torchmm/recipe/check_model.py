@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from torchmm.common.extensions import find_entry
+from torchmm.common.extensions import NOT_INSTALLED, find_entry
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.recipe.data_section import unique_names
 from torchmm.recipe.explain import NO_VALUE, Problem, Problems, suggest
@@ -35,11 +35,11 @@ def check_model(recipe: Recipe) -> Problems:
         yield from _check_source("model", model)
     else:
         yield from _check_source("model.llm", model.llm)
-    if model.tokenizer_source is None and (recipe.data.sources or not recipe.simulation.sequences):
+    if model.tokenizer_source is None and (recipe.data.sources or not recipe.describes_samples):
         text = "is needed, as the model has no source to take one from; set a directory or id"
         yield Problem("model.tokenizer", NO_VALUE, text, ("model.llm.source", "model.source"))
     pinned = model.tokenizer_revision
-    yield from _check_revision(
+    yield from check_revision(
         "model.tokenizer_revision", pinned, "model.tokenizer", model.tokenizer
     )
     for name, encoder in model.encoders.items():
@@ -51,19 +51,19 @@ def check_model(recipe: Recipe) -> Problems:
 
 def _check_source(key: str, part: Any) -> Problems:
     """A module needs weights or sizes: `source`, `config` or both."""
-    yield from _check_revision(f"{key}.revision", part.revision, f"{key}.source", part.source)
+    yield from check_revision(f"{key}.revision", part.revision, f"{key}.source", part.source)
     if part.source is None and part.config is None:
         yield Problem(key, NO_VALUE, "has neither source nor config; set one of them")
     elif part.source is None and "model_type" not in part.config:
         text = 'is missing; name the Hugging Face model type, for example "llama"'
         yield Problem(f"{key}.config.model_type", NO_VALUE, text)
-    elif part.source is not None and _is_missing(part.source):
+    elif part.source is not None and is_missing_directory(part.source):
         text = "no such directory; prepare the model first or correct the path"
         yield Problem(f"{key}.source", part.source, text)
 
 
-def _check_revision(key: str, revision: str | None, of: str, source: str | None) -> Problems:
-    """A revision is one of something on the hub."""
+def check_revision(key: str, revision: str | None, of: str, source: str | None) -> Problems:
+    """Yield a problem if a revision is set for a source that is not on the hub."""
     if revision is not None and (source is None or Path(source).expanduser().exists()):
         found = "nothing" if source is None else "a local directory"
         yield Problem(key, revision, f"pins {found}; name a hub id, or remove it", (of,))
@@ -74,24 +74,26 @@ def is_path(source: str) -> bool:
     return source.startswith(("/", ".", "~")) or source.count("/") > 1
 
 
-def _is_missing(source: str) -> bool:
-    """Whether a source can only be a directory that does not exist."""
+def is_missing_directory(source: str) -> bool:
+    """Return True if a source can only be a directory and does not exist."""
     return is_path(source) and not Path(source).expanduser().is_dir()
 
 
 def check_generator(recipe: Recipe) -> Problems:
-    """Everything about `[model.generator]` and what needs it."""
+    """Yield problems of names and keys that need `[model.generator]`.
+
+    The extension that has generators checks the section.
+    """
     if GENERATOR in recipe.model.encoders:
         text = "is the name of the module after the LLM; give the encoder another name"
         yield Problem(f"model.encoders.{GENERATOR}", NO_VALUE, text)
     if recipe.model.generator is None:
-        yield from _check_without(recipe)
-    else:
-        yield from _check_section(recipe)
-        yield from _check_data(recipe)
+        yield from _check_without_generator(recipe)
+    elif find_entry("generators", "module") is None:
+        yield Problem(SECTION, NO_VALUE, NOT_INSTALLED.format("generation"))
 
 
-def _check_without(recipe: Recipe) -> Problems:
+def _check_without_generator(recipe: Recipe) -> Problems:
     for key, sources in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
         for index, source in enumerate(sources):
             if source.generate is not None:
@@ -101,45 +103,6 @@ def _check_without(recipe: Recipe) -> Problems:
     if recipe.validation.drawings:
         text = "the model has no generator; add [model.generator] or set it to 0"
         yield Problem("validation.drawings", recipe.validation.drawings, text, (SECTION,))
-
-
-def _check_section(recipe: Recipe) -> Problems:
-    section = recipe.model.generator
-    assert section is not None
-    yield from _check_revision(
-        f"{SECTION}.revision", section.revision, f"{SECTION}.source", section.source
-    )
-    if section.source is None and section.config is None:
-        yield Problem(SECTION, NO_VALUE, "has neither source nor config; set one of them")
-    elif section.source is None and "_class_name" not in (section.config or {}):
-        text = 'is missing; name the diffusers class, for example "PixArtTransformer2DModel"'
-        yield Problem(f"{SECTION}.config._class_name", NO_VALUE, text)
-    elif section.source is not None and _is_missing(section.source):
-        text = "no such directory; train a generator first or correct the path"
-        yield Problem(f"{SECTION}.source", section.source, text)
-    vae = section.vae
-    if vae is not None and vae.source is None and vae.config is None:
-        yield Problem(f"{SECTION}.vae", NO_VALUE, "has neither source nor config; set one of them")
-    elif vae is not None and vae.source and not Path(vae.source).expanduser().is_dir():
-        text = "no such directory; prepare the model first, fetch one, or correct the path"
-        yield Problem(f"{SECTION}.vae.source", vae.source, text)
-    if section.loss_weight == section.text_loss_weight == 0:
-        text = "and text_loss_weight are both 0, so nothing is learned; raise one of them"
-        yield Problem(f"{SECTION}.loss_weight", section.loss_weight, text)
-
-
-def _check_data(recipe: Recipe) -> Problems:
-    data = recipe.data
-    validation = recipe.validation
-    if data.sources and not any(source.generate for source in data.sources):
-        text = 'none says what to draw; set generate = "COLUMN" in a [[data.sources]] table'
-        yield Problem("data.sources", NO_VALUE, text, (SECTION,))
-    if validation.drawings and not any(source.generate for source in data.validation):
-        text = 'needs held-out images; set generate = "COLUMN" in a [[data.validation]] table'
-        yield Problem("validation.drawings", validation.drawings, text, ("data.validation",))
-    if validation.drawings and not validation.interval:
-        text = "are made at validations; set validation.interval"
-        yield Problem("validation.drawings", validation.drawings, text, ("validation.interval",))
 
 
 def check_adapters(recipe: Recipe) -> Problems:
@@ -191,7 +154,8 @@ def check_validation(recipe: Recipe) -> Problems:
             yield Problem(f"data.sources[{index}].scores", source.scores, text)
     generated = {"samples": validation.samples, "drawings": validation.drawings}
     for key, count in generated.items():
-        if count and find_entry("hooks", "generated_samples") is None:
+        is_used = count > 0 and validation.interval > 0
+        if is_used and find_entry("hooks", "generated_samples") is None:
             text = 'the extension "evaluation" is not installed; set it to 0'
             yield Problem(f"validation.{key}", count, text)
     yield from _check_best(recipe)

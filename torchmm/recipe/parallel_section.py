@@ -1,4 +1,4 @@
-"""`[parallel]`: how ranks share the work, sizes of single modules, and the search for schedules."""
+"""`[parallel]`: how ranks share the work, and sizes of single modules."""
 
 from __future__ import annotations
 
@@ -9,30 +9,8 @@ from pydantic import ConfigDict, Field
 
 from torchmm.common.module_names import LLM
 from torchmm.recipe.schedules import LlmSchedule, Placement, find_schedule
-from torchmm.recipe.section import Section
+from torchmm.recipe.section import Section, with_extensions
 from torchmm.recipe.sizes import AXES
-
-
-class SearchConfig(Section):
-    """How `schedule = "searched"` looks for the order of each step."""
-
-    stages: Literal["separated", "megatron", "balanced", "auto"] = "separated"
-    """How modules are cut. "separated": each into segments over all ranks; "megatron": whole
-    encoders in front of the LLM's first stage; "balanced": all layers in one chain of equally
-    costly stages; "auto": the one with the fastest first step according to the cost model."""
-    evaluations: int | None = Field(default=None, ge=1)
-    """Most orders tried for a step. Default: as many as `time_share` allows while the step before
-    trains; 4000 where a step is planned before it begins, and in forecasts."""
-    workers: int = Field(default=1, ge=1)
-    """Threads that search, on at most half of the machine's cores."""
-    background: bool = True
-    """Plan the next step, under any schedule, in a separate process while this one trains. If that
-    process has not finished in time, the best order so far is used; what is not searched is the
-    same wherever it is planned. If false, or where orders are searched with
-    `training.deterministic`, each step is planned before it begins, with all `evaluations`; runs
-    are then bit-identical."""
-    time_share: float = Field(default=0.8, gt=0, le=1)
-    """Share of a measured step that planning the next one may take."""
 
 
 class ModuleParallelConfig(Section):
@@ -65,6 +43,7 @@ class ModuleParallelConfig(Section):
     what makes the first step fastest in simulation."""
 
 
+@with_extensions
 class ParallelConfig(Section):
     """How ranks share the work. pipeline x replicate x shard x tensor = number of ranks."""
 
@@ -102,7 +81,6 @@ class ParallelConfig(Section):
     """Fraction of the LLM's actions in which tensor-parallel communication leaves ranks idle.
     "optimus" runs encoder layers in pieces (groups of kernels) during this communication, if the
     simulated step becomes shorter. Layers are then not compiled. 0: encoders never run there."""
-    search: SearchConfig = SearchConfig()
     replan_drift: float = Field(default=0.0, ge=0)
     """With a pipeline: relative difference between measured and planned times above which the next
     steps are planned with measured times, for example 0.1 for 10 %. Before that, plans use FLOPs,

@@ -18,7 +18,6 @@ from torchmm.recipe.model_section import (
 )
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.section import Section, with_extensions
-from torchmm.recipe.simulation_section import SimulationConfig
 from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -53,9 +52,26 @@ class Recipe(Section):
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
     float8: Float8Config = Float8Config()
-    simulation: SimulationConfig = SimulationConfig()
 
     @property
     def adapted_modules(self) -> set[str]:
         """Names of the modules with adapters, of which nothing else is trained."""
         return {module for adapter in self.adapters.values() for module in adapter.modules}
+
+    @property
+    def describes_samples(self) -> bool:
+        """Whether a section describes samples, so that the recipe needs no data and tokenizer."""
+        sections = (value for value in vars(self).values() if isinstance(value, Section))
+        return any(section.describes_samples for section in sections)
+
+    @property
+    def tuned_modules(self) -> frozenset[str]:
+        """Names of the modules for which plans select the layers that recompute."""
+        bounded = self.model.encoder_names if self.parallel.bounds_encoders else []
+        modes = {
+            name: self.activation_checkpoint.mode_of(
+                name, bounded=name in bounded, is_eager_on_cuda=False
+            )
+            for name in self.model.modality_modules
+        }
+        return frozenset(name for name, mode in modes.items() if mode == "tuned")

@@ -1,9 +1,8 @@
 """The schedules a recipe can name: one table of what each is, and needs.
 
-Pure data, so that recipes are checked without torch. The functions behind the names are registered
-against this table: orders that follow from the step's graph alone in
-`torchmm.pipelining.schedules.names`, planners, which also need costs, in
-`torchmm.balance.schedules`. A name without a function fails when those are imported.
+Pure data, so that recipes are checked without torch. `torchmm.pipelining.schedules.names` has the
+functions of schedules that depend only on the graph of a step. Extensions have the functions of
+schedules that need costs, as entries of the table "schedules" (`torchmm.planning.step`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Schedule(NamedTuple):
     placements: tuple[Placement, ...] = ("interleaved",)
     """Values of `parallel.placement` it can be used with."""
     planned: bool = False
-    """Whether it needs costs, and so a planner."""
+    """Whether the schedule needs costs, and so an extension with an entry of this name."""
     one_f_one_b: bool = False
     """Whether it is 1F1B, interleaved or not, over a chain of virtual stages."""
     virtual_stages: bool = True
@@ -66,13 +65,13 @@ def schedules_for(placement: Placement) -> tuple[str, ...]:
     return tuple(name for name, found in SCHEDULES.items() if placement in found.placements)
 
 
-def registered(functions: Mapping[str, T], *, planned: bool) -> dict[str, T]:
-    """The functions of all schedules that need a planner, or of all others, in the table's order.
+def registered(functions: Mapping[str, T]) -> dict[str, T]:
+    """Return the functions of all schedules that need no costs, in the order of `SCHEDULES`.
 
     Raises:
-        ValueError: one is missing, or the table does not have its name.
+        ValueError: A function is missing, or `SCHEDULES` does not have its name.
     """
-    names = [name for name, schedule in SCHEDULES.items() if schedule.planned == planned]
+    names = [name for name, schedule in SCHEDULES.items() if not schedule.planned]
     if set(functions) != set(names):
         raise ValueError(
             f"functions for the schedules {sorted(functions)}, the table has {sorted(names)}; "

@@ -23,6 +23,11 @@ class Section(BaseModel):
     named_tables: ClassVar[type[Section] | None] = None
     """Schema of freely named tables in addition to the section's own keys; None: there are none."""
 
+    @property
+    def describes_samples(self) -> bool:
+        """Whether the section describes samples, so that a recipe needs no data and tokenizer."""
+        return False
+
     @classmethod
     def of(cls, parent: Section) -> Self:
         """Return the section of this type that an extension added to `parent`.

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from torchmm.common.row_slices import (
     slice_meta,
     slice_row,
 )
-from torchmm.extensions.generation.generator import GeneratorModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import RouterBalance
 from torchmm.models.layers.shared_rows import RowRanks
@@ -61,7 +60,7 @@ from torchmm.pipelining.run.stage import (
     VelocityStage,
     make_stage,
 )
-from torchmm.planning.step import Choices, Purpose, plan_layout, plan_step, step_graph
+from torchmm.planning.step import Purpose, plan_layout, plan_step, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 
@@ -160,33 +159,24 @@ class Pipeline:
             return LayerSharding(module, self.config.gradient_reduction == "microbatch")
         return StepSharding(module)
 
-    def plan(
-        self,
-        metas: Sequence[MicrobatchMeta],
-        purpose: Purpose = "training",
-        **choices: Unpack[Choices],
-    ) -> PipelinePlan:
+    def plan(self, metas: Sequence[MicrobatchMeta], purpose: Purpose = "training") -> PipelinePlan:
         """Return the plan of a step with these microbatches.
 
         Raises:
-            PlanError: the schedule cannot run them, or they do not fit into memory.
+            PlanError: The schedule does not support the microbatches.
         """
-        if purpose == "training":
-            choices.setdefault("reduces_early", self.device.type == "cuda")
         return plan_step(
             self.layout,
             self.config,
             self.descriptions,
             metas,
-            specs=self._specs(metas),
+            specs=self.specs(metas),
             sharding=self.sharding,
             purpose=purpose,
-            **choices,
+            reduces_early=purpose == "training" and self.device.type == "cuda",
         )
 
-    def plan_training(
-        self, microbatches: Sequence[Microbatch], **choices: Unpack[Choices]
-    ) -> PipelinePlan:
+    def plan_training(self, microbatches: Sequence[Microbatch]) -> PipelinePlan:
         """Return the plan of a training step on these microbatches.
 
         The plan depends only on their sizes, which are known before the microbatches are decoded,
@@ -195,7 +185,7 @@ class Pipeline:
         Raises:
             PlanError: see `plan`.
         """
-        return self.plan([m.task_meta for m in microbatches], **choices)
+        return self.plan([m.task_meta for m in microbatches])
 
     def read_plan(self, numbers: np.ndarray, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
         """The plan of a training step that another process has encoded (`encode_plan`), with the
@@ -203,9 +193,10 @@ class Pipeline:
         graph = step_graph(self.layout, self.config, metas, self.sharding)
         plan = decode_plan(numbers, graph, lambda graph: {})
         tasks = own_tasks(plan, self._runtime.plan_rank)
-        return replace(plan, specs=self._specs(metas)(plan.graph, tasks=tasks))
+        return replace(plan, specs=self.specs(metas)(plan.graph, tasks=tasks))
 
-    def _specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[..., MessageSpecs]:
+    def specs(self, metas: Sequence[MicrobatchMeta]) -> Callable[..., MessageSpecs]:
+        """Return the function that computes the tensors of the messages of this rank."""
         own = [slice_meta(meta, *self._slice) for meta in metas]
         sizes = self.message_sizes
         return partial(message_specs, modules=sizes, microbatches=own, dtype=self.dtype)

@@ -23,6 +23,7 @@ from torchmm.balance.disttrain.arrangement import arrangement, image_balance, jo
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.image_shares import balanced_shares
 from torchmm.balance.pipeweaver.segments import chosen_segments
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.search.result import fits
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
@@ -30,7 +31,6 @@ from torchmm.common.module_names import LLM
 from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe

@@ -25,8 +25,8 @@ from support.papers.paper_cells import in_one_chain
 from support.ranks import Comparison, Program, Stopwatch, run_ranks
 from support.sleepers import LLM_LAYERS, RANKS, TOWER_LAYERS, ShardedSleeper, Work
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.run_costs import run_costs
 from torchmm.costs.sizes import pack_sizes
-from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import recipe_model, resolve
 
 PROFILE = Path(__file__).parents[2] / "results" / "profile_h200.json"

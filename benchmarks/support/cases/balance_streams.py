@@ -20,10 +20,10 @@ import numpy as np
 from documents import load_documents, truncate
 
 from support.workloads import Workload
+from torchmm.balance.forecasts.first_microbatches import balanced_sequences
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.data.steps.packing import pack_all
-from torchmm.planning.first_step import balanced_sequences
 from torchmm.recipe.recipe import Recipe
 
 SEED = 0

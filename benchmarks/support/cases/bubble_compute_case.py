@@ -28,8 +28,9 @@ from support.cases.pipeline_model_case import (
 )
 from support.models.pipeline_model import Size, load_steps
 from support.ranks import Stopwatch
+from torchmm.balance.pipeweaver.planners import plan_pipeline_step
 from torchmm.balance.rates import ActionKind, scaled
-from torchmm.balance.schedules import PLANNERS
+from torchmm.balance.schedules import OPTIMUS_SCHEDULE
 from torchmm.common.batch import Microbatch
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
@@ -104,7 +105,7 @@ class Beside(Choice):
         self, graph: StageGraph, rates: Mapping[ActionKind, float], flops: Callable
     ) -> tuple[StageGraph, ComputeOrder]:
         """The planned order of a step."""
-        return PLANNERS["optimus"].plan(self.config(), graph, scaled(flops, graph, rates))
+        return OPTIMUS_SCHEDULE.plan(self.config(), graph, scaled(flops, graph, rates))
 
     def __str__(self) -> str:
         return (
@@ -155,7 +156,8 @@ class Program(OurProgram):
         self.shared = any(len(stage.ranks) > 1 for stage in layout.stages)
 
     def plan(self, index: int) -> PipelinePlan:
-        plan = self.pipeline.plan_training(self.steps[index], factors=self.rates)
+        metas = [m.task_meta for m in self.steps[index]]
+        plan = plan_pipeline_step(self.pipeline, metas, factors=self.rates)
         return plan if self.fills else _unfilled(plan)
 
     def step(self, index: int) -> float:

@@ -25,6 +25,7 @@ from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
 from torchmm.balance.pipeweaver.recomputation.tuning import tune_layers
+from torchmm.balance.run_costs import layer_tuning
 from torchmm.balance.search.result import Candidate
 from torchmm.balance.search.search import search_plans
 from torchmm.balance.search.space import METHODS
@@ -35,7 +36,7 @@ from torchmm.common.processes import without_collection
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import Gathering
-from torchmm.planning.executions import layer_tuning, module_executions
+from torchmm.planning.executions import module_executions
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe
@@ -324,7 +325,7 @@ class Colocated(NamedTuple):
         with the new times, and the better of both is returned.
         """
         modules, metas = self.forecaster.modules, self.forecaster.workload.microbatches
-        tuning = layer_tuning(recipe, modules, self.model, layerwise=False)
+        tuning = layer_tuning(recipe, self.model, layerwise=False)
         found: list[tuple[SimulatedStep, float]] = []
         costs = self.costs
         for _ in range(ROUNDS):

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.run_costs import run_costs, simulated_profile
 from torchmm.common.files import replace_atomically
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.sizes import pack_sizes
-from torchmm.planning.executions import run_costs, simulated_profile
 from torchmm.recipe.read import load_recipe
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "papers" / "pipeweaver_vlm_s.toml"

@@ -23,17 +23,19 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.disttrain.arrangement import arrangement
 from torchmm.balance.disttrain.orchestration.search import UnitSizes
 from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.background.work import plan_before_step
+from torchmm.balance.run_costs import layer_tuning, run_costs
 from torchmm.balance.search.disaggregated import sized_recipe
+from torchmm.balance.step_plans import plan_costed_step
 from torchmm.common.batch import Arrangement, MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.files import Handover
 from torchmm.data.items import Item, microbatch_meta
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
-from torchmm.planning.executions import layer_tuning, run_costs
-from torchmm.planning.step import plan_step, step_graph
+from torchmm.planning.planned_step import PlannedStep
+from torchmm.planning.step import step_graph
 from torchmm.recipe.read import load_recipe
 from torchmm.training.pipeline import own_tasks
 from torchmm.training.planners.sharing import digest_of
@@ -77,7 +79,7 @@ def job() -> _Job:
         None,
         sizes,
         DTYPES[recipe.training.dtype],
-        layer_tuning(recipe, forecaster.modules, model, layerwise=False),
+        layer_tuning(recipe, model, layerwise=False),
         reduces_early=True,
     )
     packs = [[Item(0, 0, sample) for sample in pack.samples] for pack in forecaster.sample.packs]
@@ -116,7 +118,7 @@ def rows(repetitions: int) -> list[Row]:
         return reorder([microbatch_meta([pack], length) for pack in packs])
 
     def plan_all() -> object:
-        return plan_step(
+        return plan_costed_step(
             setup.layout, setup.config, setup.modules, metas,
             specs=lambda graph: message_specs(graph, setup.sizes, metas, setup.dtype),
             sharding="step", reduces_early=True, tuning=setup.tuning,

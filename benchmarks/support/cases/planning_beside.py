@@ -37,13 +37,14 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.pipeweaver.background.process import PlanningProcess
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup
 from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
+from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.planner import PlanStatistics, StepPlan
-from torchmm.recipe.parallel_section import ParallelConfig, SearchConfig
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.step import StepOutcome, TrainStep
 
 ON, REPLAY = "planning", "replay"

@@ -20,7 +20,7 @@ from torchmm.balance.disttrain.arrangement import arrangement
 from torchmm.balance.disttrain.reordering.groups import balance_groups
 from torchmm.balance.disttrain.reordering.slices import slice_items
 from torchmm.balance.forecasts.forecast import StepSample
-from torchmm.planning.executions import run_costs
+from torchmm.balance.run_costs import run_costs
 from torchmm.planning.resolved import resolve
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.read import load_recipe

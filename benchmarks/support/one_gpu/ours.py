@@ -25,6 +25,7 @@ from support.one_gpu.cases import Case
 from support.one_gpu.steps import Mark
 from torchmm.balance.costs.step_costs import slowest_update_ms
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -38,7 +39,6 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import Resolved, recipe_model, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import build, model_build

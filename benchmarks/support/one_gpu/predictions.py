@@ -21,6 +21,7 @@ from torchmm.balance.costs.calibration import fit_profile
 from torchmm.balance.costs.profiles import load_profile, save_profile
 from torchmm.balance.measure.operators import machine, measure
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -34,7 +35,6 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.run.stage import make_stage
-from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import Resolved, recipe_model, resolve
 from torchmm.planning.step import plan_layout, plan_step
 

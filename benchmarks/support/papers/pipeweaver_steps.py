@@ -23,6 +23,7 @@ from torchmm.balance.pipeweaver.order_search.search import Budget, Settings, sea
 from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, Tuner
 from torchmm.balance.pipeweaver.segments import leaves_segments_open, with_segments
+from torchmm.balance.simulation.section import SimulatedSequences
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.balance.step_costs import PlanCosts
@@ -39,7 +40,6 @@ from torchmm.planning.executions import module_executions
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
-from torchmm.recipe.simulation_section import SimulatedSequences
 
 ROOT = Path(__file__).parents[3]
 SEED = 0

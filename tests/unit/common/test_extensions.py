@@ -27,6 +27,10 @@ def folder(tmp_path, monkeypatch):
         ("probes/one/__init__.py", ""),
         ("probes/one/extension.py", EXTENSION),
         ("probes/plain/__init__.py", ""),
+        ("probes/two/__init__.py", ""),
+        ("probes/two/extension.py", 'REQUIRES = ("probes.plain",)\nENTRIES = {}'),
+        ("probes/three/__init__.py", ""),
+        ("probes/three/extension.py", 'REQUIRES = ("probes.missing",)\nENTRIES = {}'),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -43,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("folder")
 def test_entries_of_installed_extensions_are_found():
-    assert extension_names() == ("probes.one",)
+    assert extension_names() == ("probes.one", "probes.two")
     (entry,) = find_entries("hooks")
     assert entry.name == "probe" and entry.load() == pytest.approx(3.14159, 1e-5)
     assert find_entries("planners") == ()

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from generator_cases import PIXART, VAE
-from model_cases import COMPOSITES, ENCODERS, LLMS
+from model_cases import COMPOSITES, ENCODERS, LLMS, problems_of_model
 
 from torchmm.common.errors import ConfigError
 from torchmm.data.media.medium import open_media
@@ -12,12 +11,6 @@ from torchmm.models.hf.config import load_config
 from torchmm.models.hf.config_values import value_problems
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, ModelConfig
-
-
-def problems_of(section: dict) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        build_model(ModelConfig.model_validate(section), FreezeConfig())
-    return raised.value.problems
 
 
 @pytest.mark.parametrize(
@@ -45,7 +38,7 @@ def problems_of(section: dict) -> list[str]:
     ],
 )
 def test_llm_config_wrong_value_names_key(name, value):
-    (problem,) = problems_of({"llm": {"config": {**LLMS["llama"], name: value}}})
+    (problem,) = problems_of_model({"llm": {"config": {**LLMS["llama"], name: value}}})
     assert "[model.llm] config" in problem
     assert name in problem
 
@@ -62,7 +55,7 @@ def test_llm_config_wrong_value_names_key(name, value):
 )
 def test_llm_config_wrong_rope_names_key(rope, key):
     config = {**LLMS["llama"], "rope_parameters": rope}
-    assert key in " ".join(problems_of({"llm": {"config": config}}))
+    assert key in " ".join(problems_of_model({"llm": {"config": config}}))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +71,7 @@ def test_llm_config_wrong_rope_names_key(rope, key):
 def test_encoder_config_wrong_value_names_key(family, name, value):
     config = {**ENCODERS[family], name: value}
     section = {"llm": {"config": LLMS["llama"]}, "encoders": {"eye": {"config": config}}}
-    (problem,) = problems_of(section)
+    (problem,) = problems_of_model(section)
     assert problem.startswith("[model.encoders.eye] config")
     assert name in problem
 
@@ -93,35 +86,8 @@ def test_encoder_config_wrong_value_names_key(family, name, value):
 )
 def test_composite_config_wrong_value_names_key(part, name, value):
     config = {**COMPOSITES["llava"], part: {**COMPOSITES["llava"][part], name: value}}
-    (problem,) = problems_of({"config": config})
+    (problem,) = problems_of_model({"config": config})
     assert f"[model] config: {part}.{name}" in problem
-
-
-@pytest.mark.parametrize(
-    ("generator", "vae", "key"),
-    [
-        ({"num_layers": -2}, None, "num_layers"),
-        ({"attention_head_dim": None}, None, "attention_head_dim"),
-        ({"sample_size": 10**12}, None, "sample_size"),
-        ({}, {"block_out_channels": None}, "block_out_channels"),
-        ({}, {"norm_num_groups": 0}, "norm_num_groups"),
-    ],
-)
-def test_generator_config_wrong_value_names_key(generator, vae, key):
-    sizes = {"sample_size": 8, "patch_size": 2} if vae else {}
-    section: dict = {"config": {**PIXART, **sizes, **generator}}
-    if vae:
-        section["vae"] = {"config": {**VAE, **vae}}
-    model = {"llm": {"config": LLMS["llama"]}, "generator": section}
-    (problem,) = problems_of(model)
-    assert key in problem
-
-
-def test_two_wrong_values_are_both_named():
-    generator = {"config": {**PIXART, "attention_head_dim": {}, "num_attention_heads": "x"}}
-    (problem,) = problems_of({"llm": {"config": LLMS["llama"]}, "generator": generator})
-    assert "attention_head_dim" in problem
-    assert "num_attention_heads" in problem
 
 
 @pytest.mark.parametrize(("name", "value"), [("image_mean", "nope"), ("resample", {})])
@@ -140,7 +106,7 @@ def test_processor_wrong_value_is_config_error(name, value):
 def test_processor_setting_out_of_range_names_key(name, value):
     encoder = {"config": ENCODERS["clip"], "processor": {name: value}}
     section = {"llm": {"config": LLMS["llama"]}, "encoders": {"eye": encoder}}
-    (problem,) = problems_of(section)
+    (problem,) = problems_of_model(section)
     assert problem.startswith("[model.encoders.eye] processor")
     assert name in problem
 

@@ -6,7 +6,7 @@ from model_cases import ENCODERS, LLMS, build, composite_config, pair_config
 from transformers import AutoConfig
 
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.auto_models.llms import own_logits
+from torchmm.models.families.llms.logits import own_logits
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.hf import pair_proof, pairs
 from torchmm.models.hf.export import export_hf

@@ -9,7 +9,6 @@ import torch
 from chat_templates import TEMPLATES, with_template
 from likeliest_text import as_prompt, written, written_by
 from model_cases import (
-    ENCODERS,
     LLMS,
     SOUND_TOKEN_ID,
     build,
@@ -28,55 +27,17 @@ from transformers import (
 )
 
 from torchmm.common.batch import EncoderInputs, Microbatch
-from torchmm.common.errors import ConfigError
 from torchmm.models.hf.chat_parts import template_for_parts
 from torchmm.models.hf.export import export_hf
 from torchmm.models.hf.load import load_weights
-from torchmm.models.hf.pairs import PairClass, pair_class
+from torchmm.models.hf.pairs import pair_class
 from torchmm.models.hf.processors import image_processor
-from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.model_section import PARTS_FILE, EncoderConfig, LlmConfig, ModelConfig
-
-_VIT = {
-    **{k: v for k, v in ENCODERS["clip"].items() if k != "model_type"},
-    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
-}
-_LLM = {k: v for k, v in LLMS["llama"].items() if k != "model_type"}
-UNLISTED = {
-    "vit, llama": ({"model_type": "vit", **_VIT}, LLMS["llama"], -1),
-    "ijepa, qwen3": ({"model_type": "ijepa", **_VIT}, LLMS["qwen3"], -2),
-    "clip, olmo": (ENCODERS["clip"], {"model_type": "olmo", **_LLM}, -2),
-}
-"""Towers and LLMs of transformers that no table lists."""
-
-
-def pair(tower: dict, llm: dict, layer: int = -1) -> ModelConfig:
-    section = EncoderConfig(config=tower, feature_layer=layer)
-    return ModelConfig(llm=LlmConfig(config=llm), encoders={"eye": section})
+from torchmm.recipe.model_section import PARTS_FILE, LlmConfig, ModelConfig
 
 
 def shown() -> EncoderInputs:
     pixels = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(5))
     return EncoderInputs(pixels, [(1, 4, 4)], torch.arange(3, 19))
-
-
-@pytest.mark.parametrize("name", UNLISTED)
-def test_parts_that_no_table_lists_become_llava_too(name: str, tmp_path: Path, tokenizer) -> None:
-    model = build(pair(*UNLISTED[name]))
-    export_hf(model, tmp_path, tokenizer)
-    plain = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
-    images = shown()
-    batch = microbatch([22], {"eye": images}, images.positions_K)
-    sample = {"input_ids": batch.input_ids_T[None], "pixel_values": images.pixels}
-    theirs = plain(**sample, use_cache=False).logits[0]
-    ours = model.llm.logits(batch, model.encode(batch), torch.arange(22))
-    assert relative_error(ours, theirs) < 1e-5
-    assert written(model, as_prompt(batch)) == written_by(plain, sample)
-    again = build(ModelConfig(source=str(tmp_path)), seed=7)
-    here = microbatch([22], {"vision": images}, images.positions_K)
-    assert not torch.isclose(again(here), model(batch), rtol=1e-3)
-    load_weights(again)
-    assert torch.isclose(again(here), model(batch), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +136,6 @@ WITHOUT = {
     ("llama", "qwen2_audio"): "no class puts two linears between qwen2_audio_encoder and an LLM",
     ("llama_tied", "audioflamingo3"): "does not tie the LLM's head to its embeddings",
     ("gemma2", "clip"): "gemma2 scales or caps its logits",
-    ("granite", "vit"): "granite scales or caps its logits",
 }
 
 
@@ -183,12 +143,7 @@ WITHOUT = {
 def test_others_say_why_they_have_no_class(
     llm: str, encoder: str, tmp_path: Path, tokenizer
 ) -> None:
-    config = (
-        pair_config(llm, encoder)
-        if encoder in ENCODERS
-        else pair(UNLISTED["vit, llama"][0], LLMS[llm])
-    )
-    model = build(config)
+    model = build(pair_config(llm, encoder))
     found = pair_class(model)
     assert isinstance(found, str) and WITHOUT[llm, encoder] in found
     export_hf(model, tmp_path, tokenizer)
@@ -219,7 +174,8 @@ def test_text_only_chat_templates_take_pictures(name: str, tokenizer) -> None:
 def test_exports_of_pairs_have_such_a_template(tmp_path: Path, tokenizer) -> None:
     chatting = with_template(tokenizer, TEMPLATES["chatml"])
     llm = {**LLMS["llama"], "vocab_size": len(chatting)}
-    export_hf(build(pair(ENCODERS["clip"], llm)), tmp_path, chatting)
+    config = pair_config("llama", "clip").model_copy(update={"llm": LlmConfig(config=llm)})
+    export_hf(build(config), tmp_path, chatting)
     opened = AutoTokenizer.from_pretrained(tmp_path)
     said = [{"type": "image"}, {"type": "text", "text": "What?"}]
     text = opened.apply_chat_template([{"role": "user", "content": said}], tokenize=False)
@@ -238,21 +194,3 @@ def test_folded_patches_and_several_encoders_have_none() -> None:
     two = pair_config("llama", "clip")
     two.encoders["ear"] = pair_config("llama", "whisper").encoders["eye"]
     assert "several encoders (eye and ear)" in str(pair_class(build(two)))
-
-
-def test_an_unlisted_llm_that_scales_its_logits_becomes_no_llava() -> None:
-    """Cohere's head is followed by a scale, which LLaVA's class has not."""
-    model: MultimodalModel = build(pair(ENCODERS["clip"], {"model_type": "cohere", **_LLM}))
-    assert "cohere scales or caps its logits" in str(pair_class(model))
-    plain = build(pair(ENCODERS["clip"], {"model_type": "olmo", **_LLM}))
-    assert isinstance(pair_class(plain), PairClass)
-
-
-def test_a_composite_of_unlisted_parts_that_fail_the_proof_is_refused(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llava",
-        "vision_config": {"model_type": "swin"},
-        "text_config": LLMS["llama"],
-    }
-    with pytest.raises(ConfigError, match="swin"):
-        build(ModelConfig(config=config))

@@ -7,14 +7,14 @@ from typing import get_args
 import pytest
 
 from torchmm.balance.optimus.llm_orders import INTERLEAVED, SEARCHED
-from torchmm.balance.schedules import PLANNERS
+from torchmm.common.extensions import find_entries
 from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Placement, registered, schedules_for
 
 
 def test_every_name_has_a_function_and_a_placement() -> None:
-    assert {*ORDERS, *PLANNERS} == set(SCHEDULES)
+    assert {*ORDERS, *(entry.name for entry in find_entries("schedules"))} == set(SCHEDULES)
     assert set(get_args(LlmSchedule)) <= {*ORDERS, SEARCHED}
     assert INTERLEAVED in ORDERS
     placed = [name for placement in get_args(Placement) for name in schedules_for(placement)]
@@ -23,10 +23,10 @@ def test_every_name_has_a_function_and_a_placement() -> None:
 
 def test_a_missing_or_unknown_name_is_refused() -> None:
     orders = dict.fromkeys(ORDERS, 0)
-    assert list(registered(orders, planned=False)) == list(ORDERS)
+    assert list(registered(orders)) == list(ORDERS)
     for wrong in ({**orders, "eager": 0}, {**orders, "searched": 0}, {"gpipe": 0}):
         with pytest.raises(ValueError, match=r"schedules\.py"):
-            registered(wrong, planned=False)
+            registered(wrong)
 
 
 def test_modules_are_separated_by_some() -> None:

@@ -39,9 +39,9 @@ NEVER_TOGETHER = {  # folders that also do not import some folders below them
 NO_DISTRIBUTED = ("common", "recipe", "data", "models", *NEVER_TOGETHER)
 EXTENSIONS = ("balance", "extensions")
 EXTENSION_IMPORTS = {
-    "balance": {"async_tp", "generation"},
+    "balance": {"async_tp"},
     "generation": {"evaluation"},
-    "reports": {"balance", "generation"},
+    "reports": {"balance"},
 }
 """Extensions that an extension imports."""
 CORE_IMPORTS = Path(__file__).with_name("core_imports.txt")
@@ -64,7 +64,6 @@ SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only
     "torchmm/data/sources": 3,
     "torchmm/extensions/async_tp": 5,
     "torchmm/extensions/demo_data": 2,
-    "torchmm/extensions/generation": 1,
     "torchmm/extensions/generation/families": 1,
     "torchmm/models": 1,
     "torchmm/models/families/composites": 6,
@@ -82,7 +81,6 @@ SQUEEZED = {  # lines that hold more than one idea (`squeezed`), by folder; only
 LAZY_IMPORTS = {
     "torchmm/extensions/remote/producers/engine.py": "Ray is installed only for producers",
     "torchmm/extensions/remote/serve.py": "a bad address is reported before torch is loaded",
-    "torchmm/models/registry.py": "diffusers is installed only where images are drawn",
     "torchmm/planning/first_step.py": "simulated sequences need no data, and no libraries for them",
     **{
         f"torchmm/commands/{name}.py": "arguments and recipe are checked before torch is loaded"

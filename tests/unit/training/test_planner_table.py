@@ -1,42 +1,64 @@
-"""The table of planners: which planner a recipe gets, and the interface of all planners."""
+"""The table of planners: the planner that a recipe gets, and the interface of all planners."""
 
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 
 import pytest
 
-from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
+from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
+from torchmm.planning.resolved import Resolved
+from torchmm.recipe.check import find_problems
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES
-from torchmm.training.planners.single import SinglePlanner
-from torchmm.training.planners.static import StaticPlanner
+from torchmm.recipe.sizes import MeshSizes
+from torchmm.recipe.training_section import ActivationCheckpointConfig
+from torchmm.training.planners import single, static, table
 from torchmm.training.planners.table import PLANNERS, find_planner
 
-CLASSES = {"single": SinglePlanner, "measuring": MeasuringPlanner, "static": StaticPlanner}
+CLASSES = {"single": single.SinglePlanner, "static": static.StaticPlanner}
 METHODS = ("plan", "plan_ahead", "learn", "close")
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "csv:order.csv"])
-def test_planner_follows_schedule_ranks_and_drift(schedule):
-    # model_construct skips the checks of whole recipes: only these two keys matter.
-    config = ParallelConfig.model_construct(schedule=schedule, replan_drift=0.0)
-    drift = ParallelConfig.model_construct(schedule=schedule, replan_drift=0.1)
-    is_searched = schedule in ("searched", "optimus")
-    assert find_planner(config, 1) == find_planner(drift, 1) == "single"
-    assert find_planner(config, 2) == ("measuring" if is_searched else "static")
-    assert find_planner(drift, 2) == "measuring"
+def recipe_with(mode="none", **parallel) -> Recipe:
+    checkpointing = ActivationCheckpointConfig(mode=mode)
+    return Recipe(parallel=ParallelConfig(**parallel), activation_checkpoint=checkpointing)
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if not SCHEDULES[name].planned])
+def test_core_planner_follows_pipeline_size(schedule, monkeypatch):
+    monkeypatch.setattr(table, "find_entries", lambda table: ())
+    run = Resolved(recipe_with(schedule=schedule), 1, MeshSizes(1, 1, 1, 1), {})
+    assert find_planner(run, 1).name == "single"
+    assert find_planner(run, 2).name == "static"
+
+
+@pytest.mark.parametrize("name", ["single", "static"])
 def test_table_factory_returns_planner(name):
-    module, factory = PLANNERS[name].factory.split(":")
+    entry = next(entry for entry in PLANNERS if entry.name == name)
     planner = CLASSES[name]
-    signature = inspect.signature(getattr(import_module(module), factory))
+    signature = inspect.signature(entry.load())
     assert list(signature.parameters) == ["run", "pipeline", "mesh", "logger"]
     assert signature.return_annotation == planner.__name__
     for method in METHODS:
         expected = inspect.signature(getattr(Planner, method)).parameters
         assert list(inspect.signature(getattr(planner, method)).parameters) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [
+        (recipe_with(schedule="searched"), 'parallel.schedule = "searched"'),
+        (recipe_with(schedule="optimus"), 'parallel.schedule = "optimus"'),
+        (recipe_with(replan_drift=0.1), "parallel.replan_drift = 0.1"),
+        (recipe_with(mode="tuned"), 'activation_checkpoint.mode = "tuned"'),
+    ],
+)
+def test_missing_extension_is_reported(recipe, key, monkeypatch):
+    message = f'{key}: the extension "balance" is not installed'
+    installed = [str(problem) for problem in find_problems(recipe, 1)]
+    assert message not in installed or not find_entries("planners")
+    monkeypatch.setattr("torchmm.recipe.check.find_entry", lambda table, name: None)
+    assert message in [str(problem) for problem in find_problems(recipe, 1)]

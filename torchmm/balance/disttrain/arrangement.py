@@ -18,10 +18,10 @@ import torch
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.disttrain.reordering.step import OrderedLayout, OrderOfStep, StepReorder
 from torchmm.balance.image_shares import ImageBalance
+from torchmm.balance.run_costs import run_costs, run_profile
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
-from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import order_step
 from torchmm.recipe.parallel_section import ParallelConfig

@@ -15,6 +15,7 @@ from torchmm.balance.search.placement import orchestrated
 from torchmm.balance.search.result import Candidate
 from torchmm.balance.search.search import compare_schedules
 from torchmm.balance.search.space import describe_choices
+from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.log import make_console, working
 from torchmm.recipe.read import load_recipe
@@ -39,7 +40,7 @@ def simulate_recipe(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
-    section = load_recipe(options.config, overrides).recipe.simulation
+    section = SimulationConfig.of(load_recipe(options.config, overrides).recipe)
     world_size = section.gpus if options.gpus is None else options.gpus
     recipe = load_recipe(options.config, overrides, world_size).recipe
     device = options.device or section.device
@@ -47,7 +48,7 @@ def _simulate(options: argparse.Namespace, overrides: list[str]) -> int:
         profile = load_profile(device)
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    simulated = recipe.simulation.model_copy(update={"device": device})
+    simulated = SimulationConfig.of(recipe).model_copy(update={"device": device})
     with working("choosing sizes that the recipe leaves open"):
         recipe = orchestrated(recipe.model_copy(update={"simulation": simulated}), world_size)
     with working("building the model, sizing the first step"):

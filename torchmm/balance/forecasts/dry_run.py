@@ -10,9 +10,11 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchmm.balance.forecasts.first_microbatches import describe_samples
 from torchmm.balance.forecasts.forecast import Forecast, Forecaster
 from torchmm.balance.forecasts.host_memory import host_memory_line
 from torchmm.balance.forecasts.report import write_picture
+from torchmm.balance.run_costs import simulated_profile
 from torchmm.balance.search.placement import orchestrated_units, search_encoder_sizes
 from torchmm.balance.search.recipe_plans import leaves_encoders_open
 from torchmm.balance.search.report import certificate
@@ -20,8 +22,7 @@ from torchmm.balance.search.result import find_best
 from torchmm.common.errors import ConfigError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.parallel.fsdp import needs_fsdp
-from torchmm.planning.executions import simulated_profile
-from torchmm.planning.first_step import describe_samples, training_samples
+from torchmm.planning.first_step import training_samples
 from torchmm.planning.resolved import recipe_model
 from torchmm.planning.run_length import estimate_pass_steps, length_lines, with_steps_of_epochs
 from torchmm.planning.summary import run_summary

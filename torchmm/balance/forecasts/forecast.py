@@ -25,14 +25,23 @@ import transformers
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import slowest_update_ms
 from torchmm.balance.disttrain.arrangement import dealt, image_balance
+from torchmm.balance.forecasts.first_microbatches import (
+    Workload,
+    first_microbatches,
+    heaviest,
+    slowest_group,
+)
 from torchmm.balance.image_shares import balanced_shares, with_feature_exchange
 from torchmm.balance.optimus.choice import StepOrder
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
 from torchmm.balance.pipeweaver.recomputation.tuning import Tuner
 from torchmm.balance.pipeweaver.segments import chosen_segments, leaves_segments_open
-from torchmm.balance.schedules import PLANNERS, plan_by_costs, promised_ms
+from torchmm.balance.run_costs import layer_tuning, run_costs, trial_runner
+from torchmm.balance.schedules import plan_by_costs, promised_ms
+from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
 from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.step_plans import plan_costed_step, searched_costs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError, PlanError
@@ -48,20 +57,13 @@ from torchmm.pipelining.plan.plan import Durations, Gathering
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
-from torchmm.planning.executions import layer_tuning, run_costs, trial_runner
-from torchmm.planning.first_step import (
-    Workload,
-    first_microbatches,
-    heaviest,
-    one_by_one,
-    slowest_group,
-)
+from torchmm.planning.first_step import one_by_one
 from torchmm.planning.resolved import Resolved, recipe_model, resolve
-from torchmm.planning.step import plan_layout, plan_step, searched_costs, step_graph
+from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import Placement, schedules_for
+from torchmm.recipe.schedules import Placement, find_schedule, schedules_for
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 ARRANGEMENTS = {"reorder": "intra", "balance": "images"}
@@ -342,11 +344,13 @@ class Forecaster:
         model = self._costs(parallel)
         sharding, layerwise = self._gathering(parallel, model)
         recipe = self.recipe.model_copy(update={"parallel": parallel})
-        tuning = layer_tuning(recipe, self.modules, model, layerwise=layerwise)
+        tuning = layer_tuning(recipe, model, layerwise=layerwise)
         if tuning is not None:
             tuning = replace(tuning, peers=workload.peers)
         search = None
-        if parallel.schedule in PLANNERS and parallel.pipeline * parallel.mirrors > 1:
+        schedule = find_schedule(parallel.schedule)
+        is_planned = schedule is not None and schedule.planned
+        if is_planned and parallel.pipeline * parallel.mirrors > 1:
 
             def search(graph: StageGraph, _: Durations) -> StepOrder:
                 costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
@@ -356,7 +360,7 @@ class Forecaster:
                 return plan_by_costs(parallel, graph, costs, sharding, tuner=tuner).step
 
         try:
-            plan = plan_step(
+            plan = plan_costed_step(
                 self.layout(parallel),
                 parallel,
                 self.modules,
@@ -419,10 +423,10 @@ class Forecaster:
         Raises:
             ConfigError: trials are of something else.
         """
-        if not self.recipe.simulation.trials or not self.run.units:
+        if not SimulationConfig.of(self.recipe).trials or not self.run.units:
             return costs
         packs = self.sample.packs
-        modelled = self.recipe.simulation.model_copy(update={"trials": ""})
+        modelled = SimulationConfig.of(self.recipe).model_copy(update={"trials": ""})
         try:
             runs = [
                 trial_runner(own, self.modules, self.profile)
@@ -565,7 +569,9 @@ def _reason_against(run: Resolved, key: str, profile: Profile | None, sample: St
             "the load-balancing loss depends on the sequences of a microbatch": has_router_loss
             and training.microbatch_size > 1,
         }
-    reasons[f"no profile of simulation.device = {run.recipe.simulation.device}"] = profile is None
+    reasons[f"no profile of simulation.device = {SimulationConfig.of(run.recipe).device}"] = (
+        profile is None
+    )
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 

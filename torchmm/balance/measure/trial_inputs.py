@@ -17,8 +17,8 @@ import torch
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, MicrobatchMeta
 from torchmm.common.generated import GeneratorInputs
 from torchmm.common.tiles import Kept
-from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.multimodal import MultimodalModel
 
 

@@ -50,8 +50,8 @@ from torchmm.common.processes import keep_freed_memory
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.sizes import pack_sizes
 from torchmm.extensions.async_tp.choice import choose_overlap
-from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.initialize import init_weights
 from torchmm.models.layered import LayeredModule, StageRange
 from torchmm.models.llm import LlmModule
@@ -271,7 +271,7 @@ def _forward_of(
         return lambda: (module(images),)
     if isinstance(module, GeneratorModule):
         drawn = generator_inputs(module, pack, device)
-        shape = sum(drawn.contexts), module.spec.llm_hidden_size
+        shape = sum(drawn.contexts), module.llm_hidden_size
         context_KD = torch.randn(shape, device=device, dtype=dtype, requires_grad=arrives)
         return lambda: (module(drawn, context_KD),)
     assert isinstance(module, LlmModule)

@@ -1,6 +1,6 @@
 """The planner of schedules that are searched with a cost model, or replanned with measured times.
 
-Searches use the same costs as forecasts (`planning.step.searched_costs`): times, transfers and
+Searches use the same costs as forecasts (`balance.step_plans.searched_costs`): times, transfers and
 bytes of the device. Measured times correct the costs by a constant and a rate per module, action
 type and rank (`balance.rates`). After each step all ranks add up the times of their actions.
 
@@ -28,6 +28,7 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.pipeweaver.background.process import PlanningProcess
 from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.background.work import StepWork
+from torchmm.balance.pipeweaver.planners import BackgroundPlanner
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.balance.rates import (
     ActionKind,
@@ -40,6 +41,9 @@ from torchmm.balance.rates import (
     rank_totals,
     step_totals,
 )
+from torchmm.balance.run_costs import run_costs, run_profile, run_tuning
+from torchmm.balance.section import SearchConfig
+from torchmm.balance.step_plans import modelled_totals
 from torchmm.balance.transfer_times import TransferTimes, between_ranks_ms, message_stamps
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.costs.flops import task_durations
@@ -48,13 +52,10 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.run.runtime import StepResult, channel_pairs
-from torchmm.planning.executions import run_costs, run_profile, run_tuning
 from torchmm.planning.planner import StepPlan
 from torchmm.planning.resolved import Resolved
-from torchmm.planning.step import modelled_totals
 from torchmm.recipe.schedules import find_schedule
 from torchmm.training.pipeline import Pipeline
-from torchmm.training.planners.static import StaticPlanner
 
 SHOWN = 3
 """Maximum number of action types in a message about drift."""
@@ -85,21 +86,21 @@ def build_measuring_planner(
     )
 
 
-class MeasuringPlanner(StaticPlanner):
+class MeasuringPlanner(BackgroundPlanner):
     """Plans the steps of a pipeline with a cost model and measured times.
 
     Construction is collective over all ranks.
 
     Args:
-        pipeline: see `StaticPlanner`.
-        tuning: see `StaticPlanner`.
-        mesh: see `StaticPlanner`.
-        logger: see `StaticPlanner`.
+        pipeline: see `BackgroundPlanner`.
+        tuning: see `BackgroundPlanner`.
+        mesh: see `BackgroundPlanner`.
+        logger: see `BackgroundPlanner`.
         costs: cost model of the schedule search. None for static schedules with
             `parallel.replan_drift`.
         deterministic: Whether to search with all evaluations and without measured times.
         steps: number of steps of the run.
-        start: see `StaticPlanner`.
+        start: see `BackgroundPlanner`.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class MeasuringPlanner(StaticPlanner):
         if config.replan_drift > 0 and config.schedule != "searched":
             self._monitor = DriftMonitor(config.replan_drift, self._rates)
         elif costs is not None:
-            self._learns = config.search.background and not deterministic
-        in_background = self._learns if self._searches else config.search.background
+            self._learns = SearchConfig.of(config).background and not deterministic
+        in_background = self._learns if self._searches else SearchConfig.of(config).background
         super().__init__(
             pipeline, tuning, mesh, logger, costs,
             in_background=in_background, steps=steps, start=start,

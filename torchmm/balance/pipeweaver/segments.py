@@ -24,19 +24,21 @@ from dataclasses import replace
 from math import inf
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.forecasts.first_microbatches import heaviest
 from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
 from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
 from torchmm.balance.pipeweaver.partition import MOST_SEGMENTS, Partition, partition
 from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, Tuner
+from torchmm.balance.run_costs import layer_tuning
+from torchmm.balance.section import SearchConfig
+from torchmm.balance.step_plans import searched_costs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import without_collection
 from torchmm.costs.devices import MEMORY_SHARE
-from torchmm.planning.executions import layer_tuning
-from torchmm.planning.first_step import heaviest
-from torchmm.planning.step import plan_layout, searched_costs, step_graph
+from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 
@@ -83,7 +85,7 @@ def chosen_segments(
     if not leaves_segments_open(parallel):
         return parallel
     # By the profile's memory, which all ranks know alike.
-    tuning = layer_tuning(recipe, modules, model, layerwise=False)
+    tuning = layer_tuning(recipe, model, layerwise=False)
     metas = heaviest(modules, shares).microbatches
     return with_segments(parallel, modules, metas, model, tuning)
 
@@ -118,9 +120,9 @@ def with_segments(
 
     most = MOST_PARTITIONS if tuning is None else MOST_TUNED
     found = _improved(parallel, modules, microbatches, _divided(ruled), predicted_ms, most)
-    if parallel.search.stages != "auto":
+    if SearchConfig.of(parallel).stages != "auto":
         return found
-    searches = [found.search.model_copy(update={"stages": stages}) for stages in STAGES]
+    searches = [SearchConfig.of(found).model_copy(update={"stages": stages}) for stages in STAGES]
     return min(
         (found.model_copy(update={"search": search}) for search in searches), key=predicted_ms
     )
@@ -224,7 +226,9 @@ def _predicted_ms(
     """Time of the first step in searched order; infinite where modules cannot be cut like this, or
     the step does not fit into the device's memory."""
     own = list(microbatches[:MOST_TRIED])
-    budget = Budget(evaluations=min(EVALUATIONS, parallel.search.evaluations or EVALUATIONS))
+    budget = Budget(
+        evaluations=min(EVALUATIONS, SearchConfig.of(parallel).evaluations or EVALUATIONS)
+    )
     settings = Settings()
     try:
         layout = plan_layout(parallel, modules, own)

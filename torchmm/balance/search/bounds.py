@@ -22,6 +22,7 @@ import numpy as np
 from torchmm.balance.costs.model import CostModel, StageCosts
 from torchmm.balance.disttrain.arrangement import join_packs
 from torchmm.balance.forecasts.forecast import StepSample
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.search.space import (
     IMAGES_AT_ONCE,
     REDUCTION,
@@ -36,7 +37,6 @@ from torchmm.costs.execution import Execution
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.operators import Profile, Work
 from torchmm.costs.sizes import pack_sizes
-from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES

@@ -21,7 +21,9 @@ from torchmm.balance.disttrain.orchestration.unit_costs import (
     TENSOR_SIZES,
     Profiler,
 )
+from torchmm.balance.forecasts.first_microbatches import first_microbatches
 from torchmm.balance.forecasts.forecast import StepSample
+from torchmm.balance.run_costs import trial_runner, whole_costs
 from torchmm.balance.search.space import (
     TUNED,
     VIRTUAL_STAGES,
@@ -40,8 +42,7 @@ from torchmm.costs.layers import learns
 from torchmm.costs.operators import Profile
 from torchmm.costs.sizes import pack_sizes
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.executions import parameter_states, trial_runner, whole_costs
-from torchmm.planning.first_step import first_microbatches
+from torchmm.planning.executions import parameter_states
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import SCHEDULES, schedules_for
 from torchmm.recipe.sizes import AXES

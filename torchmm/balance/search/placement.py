@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from torchmm.balance.disttrain.arrangement import dealt
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample, choose_arrangement
 from torchmm.balance.pipeweaver.segments import chosen_segments
+from torchmm.balance.run_costs import run_costs, run_profile, simulated_profile
 from torchmm.balance.search.recipe_plans import leaves_encoders_open
 from torchmm.balance.search.result import SearchResult, find_best
 from torchmm.balance.search.search import search_plans
@@ -23,7 +24,6 @@ from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.executions import run_costs, run_profile, simulated_profile
 from torchmm.planning.first_step import first_step, one_by_one
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import plan_layout

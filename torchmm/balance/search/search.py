@@ -19,6 +19,7 @@ from math import inf
 
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.pipeweaver.segments import leaves_segments_open
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.search.bounds import PlanBounds
 from torchmm.balance.search.disaggregated import DisaggregatedPlans
 from torchmm.balance.search.method import GAINS, NEAR, Draft, MethodSearch
@@ -43,10 +44,10 @@ from torchmm.balance.search.space import (
     shared_plans,
     with_memory_limit,
 )
+from torchmm.balance.section import SearchConfig
 from torchmm.common.errors import ConfigError
 from torchmm.costs.devices import MEMORY_SHARE
 from torchmm.costs.operators import Profile
-from torchmm.planning.executions import run_costs
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
@@ -509,8 +510,10 @@ class _Search:
         recipe = forecaster.recipe
         parallel = recipe.parallel
         if short:
-            evaluations = min(SCREENED, recipe.parallel.search.evaluations or SCREENED)
-            search = recipe.parallel.search.model_copy(update={"evaluations": evaluations})
+            evaluations = min(SCREENED, SearchConfig.of(recipe.parallel).evaluations or SCREENED)
+            search = SearchConfig.of(recipe.parallel).model_copy(
+                update={"evaluations": evaluations}
+            )
             parallel = recipe.parallel.model_copy(update={"search": search})
         try:
             forecast = forecaster.forecast_parallel(parallel)

@@ -18,6 +18,7 @@ from typing import get_args
 from torchmm.balance.disttrain.orchestration.unit_costs import TENSOR_SIZES, fitting_tensor_sizes
 from torchmm.balance.forecasts.forecast import StepSample
 from torchmm.balance.pipeweaver.partition import MOST_SEGMENTS
+from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.devices import MEMORY_SHARE
@@ -197,7 +198,7 @@ def recompute_modes(recipe: Recipe) -> tuple[str, ...]:
     "tuned" is never slower than another mode that fits. Where it is not supported, fixed modes are
     tried. Measured times are of one mode.
     """
-    if recipe.simulation.trials:
+    if SimulationConfig.of(recipe).trials:
         return (recipe.activation_checkpoint.mode,)
     return ("none", TUNED, "selective", "full")
 

@@ -21,9 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
-from torchmm.common.generated import GeneratedMeta
-from torchmm.recipe.simulation_section import (
+from torchmm.balance.simulation.section import (
     Sides,
     SimulatedGeneration,
     SimulatedImages,
@@ -38,6 +36,8 @@ from torchmm.recipe.simulation_section import (
     sides_of,
     tokens_of,
 )
+from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
+from torchmm.common.generated import GeneratedMeta
 
 SOURCE = "simulation"
 """Name of the source of drawn samples."""

@@ -28,6 +28,7 @@ from torchmm.data.files.remote import open_file_system
 from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.layouts.recognise import is_chat
 from torchmm.data.layouts.sample import Record
+from torchmm.data.media.generated import make_drawing_preprocessor
 from torchmm.data.sources.configured import LOOKED_AT, warn_of_trained_rows
 from torchmm.data.sources.index.building import Building, load_or_build
 from torchmm.data.sources.index.length_index import (
@@ -47,7 +48,6 @@ from torchmm.data.steps.elsewhere import SharedSteps
 from torchmm.data.steps.order import Feed, FeedOptions, IndexFeed
 from torchmm.data.steps.sample_order import OrderedSource, SampleOrder
 from torchmm.data.steps.step_packs import Position, Steps
-from torchmm.extensions.generation.images import DrawingPreprocessor
 from torchmm.recipe.data_section import DataConfig, SourceConfig, StageConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -310,7 +310,7 @@ def make_reader(
     seed: int,
 ) -> SampleReader:
     """What measures and decodes records; arguments as of `open_samples`."""
-    drawings = DrawingPreprocessor.of(generator_spec, seed, data.max_image_pixels)
+    drawings = make_drawing_preprocessor(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length
     return SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
 

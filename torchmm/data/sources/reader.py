@@ -36,12 +36,12 @@ from torchmm.data.layouts.sample import (
 )
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.chat_limits import LimitedTemplate
+from torchmm.data.media.generated import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.images import resolution_settings
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment
 from torchmm.data.media.tiles import Tile, TiledMedia, TiledPicture, cut_within
 from torchmm.data.media.video import Clip, ClipFrames, ClipMedia
-from torchmm.extensions.generation.images import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.recipe.data_section import DataConfig
 
 EncodedFile = bytes | FileSegment | ClipFrames | Tile

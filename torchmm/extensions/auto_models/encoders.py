@@ -32,15 +32,17 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
+from torchmm.extensions.auto_models.encoder_form import (
+    Form,
+    example_pixels,
+    ffn_size,
+    first,
+    layer_list,
+)
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
-from torchmm.models.families.encoders.form import Form, example_pixels, ffn_size, first, layer_list
-from torchmm.models.families.forms import shrunk_value, small_copy
+from torchmm.models.families.forms import small_copy
+from torchmm.models.families.small_copies import shrunk_encoder_settings
 from torchmm.models.layers.attention import PACKED
-
-_PATCH_PX = 4
-_PATCHES_PER_ROW = 4
-_OF_BACKBONES = ("out_features", "out_indices", "stage_names")
-"""Keys about single layers, which a shorter copy does not have."""
 
 
 class StructuralFamily(EncoderFamily):
@@ -171,7 +173,7 @@ def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if getattr(config, "num_hidden_layers", None) is None:
         raise ConfigError("no list of layers: its config has no num_hidden_layers")
     patches_per_row(config)
-    return small_copy(config, _layers, shrunk_settings)
+    return small_copy(config, _layers, shrunk_encoder_settings)
 
 
 def misplaced(family: StructuralFamily, tower: PreTrainedModel) -> str:
@@ -228,30 +230,3 @@ def _layers(config: PreTrainedConfig) -> nn.ModuleList:
     found = tower.get_submodule(layer_list(tower))
     assert isinstance(found, nn.ModuleList)
     return found
-
-
-def shrunk_settings(
-    config: PreTrainedConfig, layers: int, patches_per_row: int = _PATCHES_PER_ROW
-) -> dict[str, Any]:
-    """Return the settings of a small copy of a tower.
-
-    Args:
-        config: Config of the tower.
-        layers: Number of layers of the copy.
-        patches_per_row: Patches per row of an image.
-    """
-    usual = {own: name for name, own in config.attribute_map.items()}
-    small = {
-        key: shrunk_value(usual.get(key, key), value)
-        for key, value in config.to_dict().items()
-        if key not in _OF_BACKBONES
-    }
-    for key in ("pooler_output_size", "projection_dim"):
-        if key in small:
-            small[key] = 32
-    for name, size in (("image_size", patches_per_row * _PATCH_PX), ("patch_size", _PATCH_PX)):
-        given = getattr(config, name, None)
-        if given is not None:
-            key = config.attribute_map.get(name, name)
-            small[key] = size if isinstance(given, int) else [size, size]
-    return small | {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}

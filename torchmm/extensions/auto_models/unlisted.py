@@ -4,9 +4,9 @@ A small random copy does what training does, and has to give what the plain Hugg
 with eager attention, which sees one sample or image at a time and knows nothing of ours. This takes
 seconds, on the CPU, in each process by itself.
 
-- Causal LMs (`families/llms/structural.py`): samples alone and packed together, the whole model and
+- Causal LMs (`llms.py`): samples alone and packed together, the whole model and
   a pipeline stage for every layer; logits, loss and the gradients of all weights.
-- Image encoders (`families/encoders/structural.py`): images alone and several in a call, the whole
+- Image encoders (`encoders.py`): images alone and several in a call, the whole
   tower and a stage for every layer; features and the gradients of all weights.
 
 If weights are to be read, files that Hugging Face writes for the copy are read as real ones would
@@ -44,12 +44,12 @@ from transformers.utils import logging as logging_of_transformers
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.extensions.auto_models import encoders as towers
+from torchmm.extensions.auto_models.encoder_form import example_pixels, find_tower_form, first
 from torchmm.extensions.auto_models.encoders import StructuralFamily
 from torchmm.extensions.auto_models.llms import copy_config, find_form
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.encoders.family import patches_per_row
-from torchmm.models.families.encoders.form import example_pixels, find_tower_form, first
-from torchmm.models.families.forms import randomize
+from torchmm.models.families.forms import TOLERANCE, randomize, run_foreign
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.text import TextConventions
 from torchmm.models.hf.load import load_weights
@@ -57,8 +57,6 @@ from torchmm.models.layered import StageRange, WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
 
-TOLERANCE = 1e-5
-"""Largest relative difference of float32 results that are the same in exact arithmetic."""
 _ALONE = [21]
 _PACKED = [5, 9, 9, 4, 2]
 _IMAGES = 3
@@ -139,15 +137,21 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
 
 
 def adopt_encoder(
-    config: PreTrainedConfig, files: WeightFiles, processor_class: str
+    config: PreTrainedConfig, files: WeightFiles, processor: dict[str, Any]
 ) -> StructuralFamily:
-    """The family of an image encoder that no table lists, after the proof; as `adopt`.
+    """Return the family of an image encoder that no table lists, after the proof.
 
     Args:
-        processor_class: of its images.
+        config: Config of the encoder.
+        files: Names in its weight files. Without a source, reading them is not part of the proof.
+        processor: Settings of its image processor, in its files and the recipe.
+
+    Raises:
+        ConfigError: No image processor is known, or as for `adopt`.
     """
     settings = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    return _adopt_encoder(settings, config.model_type, files, processor_class)
+    name = towers.known_processor(config, processor)
+    return _adopt_encoder(settings, config.model_type, files, name)
 
 
 @lru_cache
@@ -278,24 +282,6 @@ def _model_of(part: LlmModule | EncoderModule) -> MultimodalModel:
 
 
 Results = dict[str, Tensor]
-
-
-Result = TypeVar("Result")
-
-
-def run_foreign(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
-    """Run code of Hugging Face on an untested config and return its result.
-
-    Raises:
-        ConfigError: The code raised an error. The message has its type and text.
-    """
-    try:
-        return run(*arguments)
-    except ConfigError:
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{what} fails: {type(error).__name__}: {reason}") from error
 
 
 def _batch(lengths: list[int]) -> Microbatch:

@@ -12,8 +12,11 @@ for the concatenated patches of all images.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,19 +24,19 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from torchmm.common.device_copies import to_device
-from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+from torchmm.common.generated import DUMMY, GeneratedMeta, GeneratorInputs, GeneratorSpec
 from torchmm.common.layers import LayerDescription, ModuleDescription
-from torchmm.common.module_names import GENERATOR
 from torchmm.extensions.generation.latents import LatentDecoder, LatentEncoder, LatentSpec
-from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
+from torchmm.models.generator import GeneratorModule, MessageShapes
+from torchmm.models.layered import WeightFiles, WeightInitializer
 
 if TYPE_CHECKING:
     from torchmm.extensions.generation.families.pixart import PixArtFamily
 
 MASKED = -10000.0
 """Added to attention scores of padding; diffusers' value."""
-DUMMY = GeneratedMeta((1, 1, 1), 1)
-"""The smallest image there can be."""
+VAE = "vae"
+"""Subdirectory of the autoencoder in an export, as in diffusers pipelines."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,14 @@ class DitSpec:
 
 
 class Given(NamedTuple):
-    """What one stage hands to the next."""
+    """The tensors that one stage sends to the next."""
 
     hidden_NPD: Tensor
     context_KD: Tensor
     time_NE: Tensor
     latents_AV: Tensor | None = None
-    """What is to be drawn, without a gradient; None: pixels, which the last stage has."""
+    """The target latents, without a gradient. None if the target is pixels, which the last stage
+    has."""
 
 
 class _Initializer:
@@ -83,16 +87,16 @@ class _Initializer:
         self._family.initialize(module)
 
 
-class GeneratorModule(LayeredModule):
-    """A diffusion transformer and the connector from the LLM's hidden states, perhaps with the two
-    halves of a frozen autoencoder around them."""
+class DitModule(GeneratorModule):
+    """A diffusion transformer and the connector from the hidden states of the LLM.
 
-    kind = "generator"
-    forward_methods = ("velocity", "finished")
+    If it generates latents, the encoder and the decoder of a frozen autoencoder are part of it.
+    """
+
     overlaps = False  # cross attention reads two inputs, of which only one is gathered
 
     def __init__(self, spec: DitSpec, weights: WeightFiles) -> None:
-        super().__init__(GENERATOR, weights)
+        super().__init__(weights, spec.images, spec.llm_hidden_size)
         self.spec = spec
         self.new_connector = not spec.connector_from_files
         self.family = spec.family
@@ -128,8 +132,8 @@ class GeneratorModule(LayeredModule):
         assert self.spec.latents is not None
         return self.family.autoencoder(self.spec.latents, self.spec.dtype)
 
-    def bare(self) -> GeneratorModule:
-        return GeneratorModule(self.spec, self.weights)
+    def bare(self) -> DitModule:
+        return DitModule(self.spec, self.weights)
 
     def _pre_fqns(self) -> tuple[str, ...]:
         around = ("latent_encoder",) if self.spec.latents else ()
@@ -172,17 +176,12 @@ class GeneratorModule(LayeredModule):
             flops_per_image=self._flops_per_image,
         )
 
-    def forward(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor | Given:
-        """Flow-matching loss of some images, or this stage's part of the way to it.
+    def forward(
+        self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]
+    ) -> Tensor | Given:
+        """Return the flow-matching loss of some images, or the input of the next stage.
 
-        Args:
-            inputs: the images; later stages read only their sizes, the last also pixels and noise.
-            given: whole module or first stage: the LLM's hidden states (K, D_llm) at the context
-                tokens. Later stages: what the previous stage returned.
-
-        Returns:
-            Whole module or last stage: float32 scalar, the *sum* over images of the mean squared
-            error of their velocities. Earlier stages: what the next one needs.
+        The loss of an image is the mean squared error of its velocity.
         """
         state = self._run(inputs, given)
         if not self.is_last:
@@ -193,16 +192,10 @@ class GeneratorModule(LayeredModule):
         losses = [c * i.mean() for c, i in zip(map(float, inputs.counted), images, strict=True)]
         return torch.stack(losses).sum()
 
-    def velocity(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor:
-        """Last stage: float32 (A, V), where to from (1 - t) pixels + t noise; as in `forward`."""
+    def velocity(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
         return self._velocity(inputs, self._run(inputs, given))
 
-    def finished(self, inputs: GeneratorInputs, given: Tensor | Given) -> Tensor:
-        """Last stage: float32 (A, X) pixels, one step from noisy latents to their end, decoded.
-
-        Args:
-            inputs: with noisy latents for patches and for noise, which they are at any time.
-        """
+    def finished(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
         assert inputs.encoded and self.latent_decoder is not None
         velocity_AV = self._velocity(inputs, self._run(inputs, given))
         sizes = [prod(grid) for grid in inputs.grids_thw]
@@ -210,13 +203,13 @@ class GeneratorModule(LayeredModule):
         latents_AV = inputs.patches_PV - time_A1 * velocity_AV
         return self.latent_decoder(latents_AV, inputs.grids_thw)
 
-    def _run(self, inputs: GeneratorInputs, given: Tensor | Given) -> Given:
-        """This stage's layers, and what comes before them."""
+    def _run(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Given:
+        """Run the layers of this stage, and the embeddings before them on the first stage."""
         if self.is_first:
             assert isinstance(given, Tensor)
             hidden_NPD, context_KD, time_NE, latents_AV = self._begin(inputs, given)
         else:
-            hidden_NPD, context_KD, time_NE, latents_AV = given
+            hidden_NPD, context_KD, time_NE, latents_AV = Given(*given)
         context_NLD, context_mask = padded(context_KD, inputs.contexts)
         sizes = [prod(grid) for grid in inputs.grids_thw]
         masks = padding_mask(sizes, hidden_NPD), context_mask
@@ -274,6 +267,39 @@ class GeneratorModule(LayeredModule):
         """E."""
         return 7 * self.spec.hidden_size
 
+    def message_shapes(self) -> MessageShapes:
+        return partial(
+            _message_shapes,
+            self.spec.hidden_size,
+            self.time_features(),
+            self.spec.images.latent_values,
+        )
+
+    def messages_without_gradients(self) -> frozenset[int]:
+        names = ("latents_AV",) if self.describe().trainable else ("time_NE", "latents_AV")
+        return frozenset(Given._fields.index(name) for name in names)
+
+    def hf_models(self) -> dict[str, tuple[Any, WeightFiles]]:
+        models = {"": (self.whole_transformer(), self.weights)}
+        if self.spec.latents is not None:
+            models[VAE] = self.whole_autoencoder(), self.spec.latents.files
+        return models
+
+    def save_settings(self, directory: Path) -> None:
+        self.family.scheduler().save_pretrained(directory / "scheduler")
+
+    def describe_export(self) -> dict[str, Any]:
+        images = self.spec.images
+        keys: dict[str, Any] = {
+            "source": self.name,
+            "frames": images.frames,
+            "context_tokens": images.context_tokens,
+        }
+        if (latents := self.spec.latents) is not None:
+            kind = "sampled" if latents.sampled else "mean"
+            keys["vae"] = {"source": f"{self.name}/{VAE}", "latents": kind}
+        return keys
+
     def dummy_inputs(self, device: torch.device) -> GeneratorInputs:
         """The smallest image, which does not count: for microbatches without images.
 
@@ -293,6 +319,19 @@ class GeneratorModule(LayeredModule):
             [False],
             latent_values=self.spec.images.latent_values,
         )
+
+
+def _message_shapes(
+    hidden_size: int, time_features: int, latent_values: int, images: Sequence[GeneratedMeta]
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the tensors of `Given`, without that of latents if there are none."""
+    patches = [image.patches for image in images]
+    shapes: list[tuple[int, ...]] = [
+        (len(images), max(patches), hidden_size),
+        (sum(image.context for image in images), hidden_size),
+        (len(images), time_features),
+    ]
+    return [*shapes, (sum(patches), latent_values)] if latent_values else shapes
 
 
 def _of_patches(times: list[float], sizes: list[int], device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
+from torchmm.balance.run_costs import run_costs, run_profile
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.common.batch import Microbatch
 from torchmm.common.files import replace_atomically
@@ -31,7 +32,6 @@ from torchmm.extensions.reports.timelines import plot_prediction, plot_schedules
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.executions import run_costs, run_profile
 from torchmm.planning.resolved import Resolved
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.pipeline import Pipeline

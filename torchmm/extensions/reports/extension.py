@@ -12,6 +12,7 @@ def _has_diagnostics(run: Any) -> bool:
     return any((keys.timeline_step, metrics.profile_step, keys.memory_snapshot_step))
 
 
+REQUIRES = ("torchmm.balance",)
 ENTRIES: Entries = {
     "sections": [Entry("MetricsConfig.*", "torchmm.extensions.reports.section:ReportKeys")],
     "recipe_checks": [Entry("reports", "torchmm.extensions.reports.checks:check_reports")],

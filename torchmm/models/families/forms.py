@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -76,7 +76,27 @@ _AT_MOST = {
 }
 """The same where a model may have fewer, and where a large value would not show on small
 numbers."""
+TOLERANCE = 1e-5
+"""Maximum relative difference of float32 results that are equal in exact arithmetic."""
 _INDEX = ("layer_idx", "layer_id", "layer_number", "training")
+
+
+Result = TypeVar("Result")
+
+
+def run_foreign(what: str, run: Callable[..., Result], *arguments: Any) -> Result:
+    """Run code of Hugging Face on an untested config and return its result.
+
+    Raises:
+        ConfigError: The code raised an error. The message has its type and text.
+    """
+    try:
+        return run(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{what} fails: {type(error).__name__}: {reason}") from error
 
 
 def is_outside(model: nn.Module, name: str) -> bool:

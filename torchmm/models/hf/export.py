@@ -42,7 +42,6 @@ from transformers import (
 from torchmm.common.errors import ConfigError
 from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
-from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.composites.table import COMPOSITES
@@ -59,8 +58,6 @@ from torchmm.recipe.model_section import PARTS_FILE, split_place
 
 _logger = logging.getLogger(__name__)
 _TOWER = "model.vision_tower."
-VAE = "vae"
-"""Where a generator's autoencoder is, as in diffusers' pipelines."""
 Prefixes = tuple[tuple[str, str], ...]
 Gather = Callable[
     [MultimodalModel, Callable[[str], bool]], Iterator[tuple[LayeredModule, str, Tensor | None]]
@@ -143,8 +140,7 @@ def export_hf(
             _set_end_tokens(export, tokenizer, ends)
             _save(model, export, shard_bytes, keep)
         if model.generator is not None:
-            scheduler = model.generator.family.scheduler()
-            scheduler.save_pretrained(directory / GENERATOR / "scheduler")
+            model.generator.save_settings(directory / GENERATOR)
         for name, weights in connectors.items():
             save_file(weights, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
         as_one = exports[0].directory == directory
@@ -171,7 +167,10 @@ def _choose_exports(
         else:
             exports = [_whole(model, pair, directory, tokenizer)]
         if model.generator is not None:
-            exports += _generator(model.generator, directory / GENERATOR)
+            exports += [
+                _Export(directory / GENERATOR / folder, hf, {GENERATOR: files.hf_prefixes})
+                for folder, (hf, files) in model.generator.hf_models().items()
+            ]
     return exports
 
 
@@ -213,16 +212,6 @@ def _separately(model: MultimodalModel, directory: Path) -> list[_Export]:
     for module in model.encoder_modules():
         tower = {module.name: prefixes[module.name]}
         exports.append(_Export(directory / module.name, module.uncut_tower(), tower))
-    return exports
-
-
-def _generator(module: GeneratorModule, directory: Path) -> list[_Export]:
-    """With the autoencoder whose latents it draws, if it has one."""
-    prefixes = {module.name: module.weights.hf_prefixes}
-    exports = [_Export(directory, module.whole_transformer(), prefixes)]
-    if (latents := module.spec.latents) is not None:
-        prefixes = {module.name: latents.files.hf_prefixes}
-        exports.append(_Export(directory / VAE, module.whole_autoencoder(), prefixes))
     return exports
 
 
@@ -459,13 +448,5 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
         "image_token": model.text.image_token,
     }
     if model.generator is not None:
-        images = model.generator.spec.images
-        description[GENERATOR] = {
-            "source": GENERATOR,
-            "frames": images.frames,
-            "context_tokens": images.context_tokens,
-        }
-        if (latents := model.generator.spec.latents) is not None:
-            kind = "sampled" if latents.sampled else "mean"
-            description[GENERATOR]["vae"] = {"source": f"{GENERATOR}/{VAE}", "latents": kind}
+        description[GENERATOR] = model.generator.describe_export()
     (directory / PARTS_FILE).write_text(json.dumps(description, indent=2) + "\n")

@@ -23,13 +23,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, Microbatch, MicrobatchMeta
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.auto_models.encoders import shrunk_settings
-from torchmm.extensions.auto_models.llms import copy_config
-from torchmm.extensions.auto_models.unlisted import TOLERANCE, run_foreign
 from torchmm.models.encoders import EncoderModule, EncoderSpec
 from torchmm.models.families.composites.parts import LLAVA_LLM
-from torchmm.models.families.forms import randomize
+from torchmm.models.families.forms import TOLERANCE, randomize, run_foreign
 from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.small_copies import shrunk_encoder_settings, small_llm_config
 from torchmm.models.layered import LayeredModule, WeightFiles
 from torchmm.models.llm import LlmModule
 
@@ -95,7 +93,8 @@ def _compare(pair: _Pair) -> float:
 
 def _difference(pair: _Pair) -> float:
     """Return the relative difference of the logits of both copies."""
-    llm_config = copy_config(pair.llm_config)
+    family = pair.llm_family
+    llm_config = small_llm_config(pair.llm_config, f"{family.text_model}.{family.layers}")
     spec = _small_spec(pair.spec, llm_config.hidden_size)
     plain = pair.build_hf(spec, llm_config, _PLACEHOLDER).eval()
     randomize(plain)
@@ -132,7 +131,7 @@ def _difference(pair: _Pair) -> float:
 def _small_spec(spec: EncoderSpec, llm_hidden_size: int) -> EncoderSpec:
     """Return an encoder with few layers and features and the same connector."""
     layers = max(_LAYERS, -spec.feature_layer)
-    settings = shrunk_settings(spec.config, layers, patches_per_row=2 * spec.shuffle)
+    settings = shrunk_encoder_settings(spec.config, layers, patches_per_row=2 * spec.shuffle)
     return replace(
         spec,
         config=type(spec.config)(**settings),

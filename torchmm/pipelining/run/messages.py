@@ -5,8 +5,8 @@ the planner of a step knows them, and receivers can allocate without asking. Rej
 them from a forward on the meta device, as torch's pipelining does once per run; here they change
 with every microbatch.
 
-Shape legend: N images, S positions of an image, P patches (A of all images), K output tokens (or
-context tokens of a generator), T tokens, D features, E features of an embedded time, V latents.
+Shape legend: N images, S positions of an image, P patches, K output tokens (or context tokens of a
+generator), T tokens, D features.
 """
 
 from __future__ import annotations
@@ -19,35 +19,33 @@ from typing import Literal, TypeVar
 import torch
 
 from torchmm.common.batch import ImageMeta, MicrobatchMeta
+from torchmm.common.generated import DUMMY
 from torchmm.common.module_names import VISION
 from torchmm.common.row_slices import task_images
-from torchmm.extensions.generation.generator import DUMMY, GeneratorModule
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule, MessageShapes
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
 from torchmm.pipelining.plan.graph import Message, StageGraph, Task
 from torchmm.pipelining.plan.plan import MessageSpecs, TensorSpec
 
 T = TypeVar("T")
-TIMES, LATENTS = 2, 3
-"""Places of tensors in the messages of a generator."""
 
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """What shapes of a module's messages follow from: picklable, without weights.
+    """Sizes that determine the message shapes of a module: picklable, without weights.
 
     Attributes:
-        kind: of the module.
-        hidden_size: of its layers.
-        hidden_shape: encoders: of hidden states, from the patches of each image.
-        llm_hidden_size: of what an encoder gives to the LLM (with the blocks of its taps), and a
-            generator gets from it.
-        taps: encoders: layers whose outputs travel on; LLMs: those that add blocks.
-        dummy: encoders: the image that stands in for none.
-        time_features: generators: size of an embedded time.
-        learns_times: whether embedded times get gradients.
-        latent_values: generators: of a patch of what is drawn, where that is latents; 0: pixels.
+        kind: Kind of the module.
+        hidden_size: LLMs: features of the hidden states.
+        hidden_shape: Encoders: maps the patches of each image to the shape of the hidden states.
+        llm_hidden_size: Features that an encoder sends to the LLM (with the blocks of its taps),
+            or that the LLM sends to a generator.
+        taps: Encoders: layers whose outputs are sent too. LLMs: layers that add blocks.
+        dummy: Encoders: the image for microbatches without images.
+        generator_shapes: Generators: maps images to the shapes of messages between stages.
+        without_gradients: Indices of the tensors between stages that have no gradient.
     """
 
     kind: Literal["encoder", "llm", "generator"]
@@ -56,23 +54,15 @@ class MessageSizes:
     llm_hidden_size: int = 0
     taps: tuple[int, ...] = ()
     dummy: ImageMeta | None = None
-    time_features: int = 0
-    learns_times: bool = True
-    latent_values: int = 0
-
-    @property
-    def without_gradients(self) -> set[int]:
-        """Which tensors of a message between two stages of the module have none."""
-        if self.kind != "generator":
-            return set()
-        return {LATENTS} if self.learns_times else {TIMES, LATENTS}
+    generator_shapes: MessageShapes | None = None
+    without_gradients: frozenset[int] = frozenset()
 
 
 def message_sizes(module: LayeredModule) -> MessageSizes:
-    """Of a module, whole or cut, on any device.
+    """Return the sizes of a module or of its stages, on any device.
 
     Raises:
-        TypeError: it is of a kind whose messages are not known.
+        TypeError: The module is not an encoder, an LLM or a generator.
     """
     if isinstance(module, EncoderModule):
         shape = partial(module.family.hidden_shape, module.spec.config)
@@ -86,14 +76,11 @@ def message_sizes(module: LayeredModule) -> MessageSizes:
     if isinstance(module, LlmModule):
         return MessageSizes("llm", module.text_config.hidden_size, taps=module.taps)
     if isinstance(module, GeneratorModule):
-        spec = module.spec
         return MessageSizes(
             "generator",
-            spec.hidden_size,
-            llm_hidden_size=spec.llm_hidden_size,
-            time_features=module.time_features(),
-            learns_times=module.describe().trainable,
-            latent_values=spec.images.latent_values,
+            llm_hidden_size=module.llm_hidden_size,
+            generator_shapes=module.message_shapes(),
+            without_gradients=module.messages_without_gradients(),
         )
     raise TypeError(f"{module.name}: messages of a {type(module).__name__} are not known")
 
@@ -110,9 +97,9 @@ def message_specs(
     Between encoder stages: (N, S, D), (1, P, D) or (P, D), by family, once more for each tapped
     layer before; from the last one: (K, D of the LLM), wider by one D for each of these; between
     LLM stages: (T, D), and (K, D for each block that later layers add) if there are images; from
-    the last one to a generator: (K, D of the LLM); between generator stages: (N, P, D), (K, D),
-    (N, E) and, where latents are drawn, (A, V). Which slices of them tensor-parallel ranks send,
-    the graph says (`StageGraph.slices`).
+    the last one to a generator: (K, D of the LLM); between generator stages: the shapes of
+    `GeneratorModule.message_shapes`. Which slices of them tensor-parallel ranks send, the graph
+    says (`StageGraph.slices`).
 
        Args:
            graph: of the step.
@@ -175,15 +162,10 @@ def _shapes(
         added = [(sum(i.tokens for i in images), blocks * source.hidden_size)] if images else []
         return [(meta.tokens, source.hidden_size), *added]
     drawn = _part(meta.generated or [DUMMY], graph, message, message.destination)
-    context = sum(image.context for image in drawn)
     if leaves:
-        return [(context, destination.llm_hidden_size)]
-    hidden = destination.hidden_size
-    times = len(drawn), destination.time_features
-    patches = [image.patches for image in drawn]
-    values = destination.latent_values
-    latents = [(sum(patches), values)] if values else []
-    return [(len(drawn), max(patches), hidden), (context, hidden), times, *latents]
+        return [(sum(image.context for image in drawn), destination.llm_hidden_size)]
+    assert destination.generator_shapes is not None
+    return destination.generator_shapes(drawn)
 
 
 def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> list[T]:

@@ -31,12 +31,11 @@ from torch.nn import functional
 
 from torchmm.common.batch import Microbatch, even_ranges
 from torchmm.common.device_copies import to_device
-from torchmm.common.generated import GeneratorInputs
+from torchmm.common.generated import DUMMY, GeneratorInputs
 from torchmm.common.row_slices import SlicedMicrobatch, task_images
-from torchmm.extensions.generation.generator import DUMMY, GeneratorModule
-from torchmm.extensions.generation.generator import Given as GivenToGenerator
 from torchmm.models.between import RowsOfRanks
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.token_cache import PackedCache
 from torchmm.models.llm import Given, LlmModule
@@ -306,27 +305,27 @@ class GeneratorStage(PipelineStage):
         tensors = tuple(tensor for tensor in output if tensor is not None)
         return StageOutput([tensors] * len(graph.outgoing(task)))
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Any:
+    def compute(self, drawn: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Any:
         """Runs the module."""
         return self.module(drawn, given)
 
     def _given(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
-    ) -> tuple[GeneratorInputs, Tensor | GivenToGenerator]:
+    ) -> tuple[GeneratorInputs, Tensor | tuple[Tensor, ...]]:
         drawn = microbatch.generator
         if drawn is None:
             drawn = self.module.dummy_inputs(microbatch.input_ids_T.device)
         parts = graph.parts(task.stage, task.microbatch)
         if parts > 1:
             drawn = drawn.select(even_ranges(len(drawn.contexts), parts)[task.sub_microbatch])
-        given = inputs[0][0] if self.module.is_first else GivenToGenerator(*inputs[0])
+        given = inputs[0][0] if self.module.is_first else inputs[0]
         return drawn.values(), given
 
 
 class VelocityStage(GeneratorStage):
     """The generator's last stage when drawing: the velocities of all patches, not the loss."""
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Tensor:
+    def compute(self, drawn: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
         """float32 (A, V), of all images, one after the other."""
         return self.module.velocity(drawn, given)
 
@@ -334,7 +333,7 @@ class VelocityStage(GeneratorStage):
 class FinishingStage(GeneratorStage):
     """The same in the last step from noise, where latents are drawn: pixels."""
 
-    def compute(self, drawn: GeneratorInputs, given: Tensor | GivenToGenerator) -> Tensor:
+    def compute(self, drawn: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Tensor:
         """float32 (A, X), of all images, one after the other."""
         return self.module.finished(drawn, given)
 

@@ -40,8 +40,7 @@ ORDERS: dict[str, Order] = registered(
         "megatron": _fixed(interleaved_1f1b),
         "megatron_balanced": _fixed(interleaved_1f1b),
         "separated": separated,
-    },
-    planned=False,
+    }
 )
 
 

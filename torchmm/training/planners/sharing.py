@@ -25,11 +25,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchmm.balance.pipeweaver.background.requests import PlannedStep
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.gather import exchange_device, gather_texts
 from torchmm.parallel.mesh import ParallelMesh
+from torchmm.planning.planned_step import PlannedStep
 
 SHOWN = 8
 """Ranks that an error names."""

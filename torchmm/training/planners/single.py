@@ -6,12 +6,10 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.executions import run_tuning
 from torchmm.planning.planner import Planner, PlanStatistics, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.training.pipeline import Pipeline
@@ -20,14 +18,8 @@ from torchmm.training.pipeline import Pipeline
 def build_single_planner(
     run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> SinglePlanner:
-    """Return the planner of a run without a pipeline.
-
-    Raises:
-        ConfigError: `simulation.device` is unknown.
-    """
-    layerwise = pipeline.sharding == "layer"
-    tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
-    return SinglePlanner(pipeline, tuning, mesh.data_parallel_rank)
+    """Return the planner of a run without a pipeline."""
+    return SinglePlanner(pipeline, mesh.data_parallel_rank)
 
 
 class SinglePlanner(Planner):
@@ -35,15 +27,11 @@ class SinglePlanner(Planner):
 
     Args:
         pipeline: pipeline with one rank.
-        tuning: selection of the layers that recompute. If None, plans do not select layers.
         data_parallel_rank: data-parallel rank of this process.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, tuning: LayerTuning | None, data_parallel_rank: int
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, data_parallel_rank: int) -> None:
         self._pipeline = pipeline
-        self._tuning = tuning
         self._data_parallel_rank = data_parallel_rank
         self._ahead: tuple[list[MicrobatchMeta], PipelinePlan] | None = None
         """Metadata and plan of the next step, from `plan_ahead`."""
@@ -57,7 +45,7 @@ class SinglePlanner(Planner):
         self._ahead = None
         if ahead is not None and ahead[0] == metas:
             return StepPlan(ahead[1], PlanStatistics())
-        return StepPlan(self._pipeline.plan(metas, tuning=self._tuning), PlanStatistics())
+        return StepPlan(self._make_plan(metas), PlanStatistics())
 
     def plan_ahead(self, upcoming: Upcoming) -> None:
         """Plan the next step, for `plan` to return."""
@@ -67,4 +55,8 @@ class SinglePlanner(Planner):
         metas = list(every[self._data_parallel_rank])
         # A step that cannot be planned fails when it begins, after this step is finished.
         with suppress(PlanError):
-            self._ahead = metas, self._pipeline.plan(metas, tuning=self._tuning)
+            self._ahead = metas, self._make_plan(metas)
+
+    def _make_plan(self, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
+        """Return the plan of a step with these microbatches."""
+        return self._pipeline.plan(metas)

@@ -1,29 +1,28 @@
 """The planner of pipelines: the first rank plans each step and sends the plan to the other ranks.
 
-The plan of a static schedule depends only on the sizes of the microbatches, so that it can be made
-before they are decoded. The first rank of every pipeline plans, in a background process if planning
-is slow (`planners.leader`). It broadcasts the encoded plan after all ranks have compared a digest
-of the inputs (`planners.sharing`). Every data-parallel replica plans its own microbatches.
+The plan of a static schedule depends only on the sizes of the microbatches. The first rank of every
+pipeline broadcasts the encoded plan after all ranks have compared a digest of the inputs
+(`planners.sharing`). Every data-parallel replica plans its own microbatches.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from functools import partial
 
-from torchmm.balance.costs.model import CostModel
-from torchmm.balance.pipeweaver.background.leader import PlanLeader
-from torchmm.balance.pipeweaver.background.process import PlanningProcess
-from torchmm.balance.pipeweaver.background.requests import Measured, PlannedStep, PlanningSetup
-from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
+from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import Gathering
-from torchmm.planning.executions import run_tuning
+from torchmm.pipelining.run.messages import message_specs
+from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.planner import Planner, PlanStatistics, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
+from torchmm.planning.step import plan_step
 from torchmm.training.pipeline import Pipeline
 from torchmm.training.planners.sharing import SharedPlans, digest_of
 
@@ -31,18 +30,8 @@ from torchmm.training.planners.sharing import SharedPlans, digest_of
 def build_static_planner(
     run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
 ) -> StaticPlanner:
-    """Return the planner of a pipeline with a static schedule. Collective over all ranks.
-
-    Raises:
-        ConfigError: `simulation.device` is unknown.
-    """
-    layerwise = pipeline.sharding == "layer"
-    tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
-    config = run.recipe.parallel
-    return StaticPlanner(
-        pipeline, tuning, mesh, logger,
-        in_background=config.search.background, steps=run.recipe.training.steps,
-    )  # fmt: skip
+    """Return the planner of a pipeline with a static schedule. Collective over all ranks."""
+    return StaticPlanner(pipeline, mesh)
 
 
 class StaticPlanner(Planner):
@@ -50,56 +39,22 @@ class StaticPlanner(Planner):
 
     Args:
         pipeline: pipeline of this rank.
-        tuning: selection of the layers that recompute. If None, plans do not select layers.
         mesh: mesh of the run.
-        logger: logger of this rank.
-        costs: cost model of the schedule search. None for static schedules.
-        in_background: Whether a process may plan while the preceding step trains.
-        steps: number of steps of the run.
-        start: function that starts the planning process.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        tuning: LayerTuning | None,
-        mesh: ParallelMesh,
-        logger: logging.Logger,
-        costs: CostModel | None = None,
-        *,
-        in_background: bool,
-        steps: int,
-        start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, mesh: ParallelMesh) -> None:
         self._pipeline = pipeline
-        self._logger = logger
-        self._leader: PlanLeader | None = None
-        """Planner on the first rank of a pipeline. None on the other ranks."""
         self._shared = SharedPlans(mesh)
         layout = pipeline.layout
         cut = f"{layout.stages}{layout.edges}{sorted(layout.sub_microbatched)}"
         # Ranks without sharded parameters run no all-gather, even if the plan has one.
         every = gather_texts(pipeline.sharding)
         members = [rank for alike in mesh.plan_ranks for rank in alike]
-        sharding: Gathering = "step" if "step" in {every[rank] for rank in members} else "none"
-        self._fixed = f"{cut}{pipeline.config.model_dump_json()}{sharding}"
+        self._sharding: Gathering = (
+            "step" if "step" in {every[rank] for rank in members} else "none"
+        )
+        self._fixed = f"{cut}{pipeline.config.model_dump_json()}{self._sharding}"
         """Inputs of planning that do not change during a run."""
-        if self._shared.leads:
-            setup = PlanningSetup(
-                layout,
-                pipeline.config,
-                tuple(pipeline.descriptions),
-                sharding,
-                costs,
-                pipeline.message_sizes,
-                pipeline.dtype,
-                tuning,
-                pipeline.device.type == "cuda",
-                self._shared.leaders,
-            )
-            self._leader = PlanLeader(
-                setup, mesh.data_parallel_rank, logger, steps, beside=in_background, start=start
-            )
 
     def plan(
         self, step: int, microbatches: Sequence[Microbatch], upcoming: Upcoming = lambda: None
@@ -108,10 +63,9 @@ class StaticPlanner(Planner):
         metas = [m.task_meta for m in microbatches]
         planned: PlannedStep | None = None
         problems: list[str] = []
-        if self._leader is not None:
+        if self._shared.leads:
             try:
-                planned = self._leader.plan(step, metas, upcoming, self._measured())
-                self._record_request(step, metas)
+                planned = self._make_plan(step, metas, upcoming)
             except PlanError as error:  # `exchange` raises it on all ranks
                 problems = error.problems
             except ValueError as error:
@@ -126,14 +80,22 @@ class StaticPlanner(Planner):
         )
         return StepPlan(self._pipeline.read_plan(shared.numbers, metas), statistics)
 
-    def _measured(self) -> Measured:
-        """Return measured times to plan with. A static schedule uses FLOPs instead."""
-        return Measured()
+    def _make_plan(
+        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
+    ) -> PlannedStep:
+        """Return the encoded plan of a step. Called on the first rank of each pipeline.
 
-    def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
-        """Store data of the planned step that `learn` needs."""
-
-    def close(self) -> None:
-        """Stop the planning process."""
-        if self._leader is not None:
-            self._leader.close()
+        Raises:
+            PlanError, ValueError: The step cannot be planned.
+        """
+        begin_s = time.perf_counter()
+        pipeline = self._pipeline
+        # Sizes of complete microbatches. `read_plan` adds those of the slices of a rank.
+        specs = partial(
+            message_specs, modules=pipeline.message_sizes, microbatches=metas, dtype=pipeline.dtype
+        )
+        plan = plan_step(
+            pipeline.layout, pipeline.config, pipeline.descriptions, metas,
+            specs=specs, sharding=self._sharding, reduces_early=pipeline.device.type == "cuda",
+        )  # fmt: skip
+        return PlannedStep(step, encode_plan(plan), (time.perf_counter() - begin_s) * 1e3)

@@ -11,10 +11,10 @@ from fuzz.recipes import complete
 from recipe_problems import problems_of
 
 from torchmm.balance.disttrain.arrangement import reordered
+from torchmm.balance.forecasts.first_microbatches import first_microbatches
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.image_shares import ImageBalance
-from torchmm.planning.executions import simulated_profile
-from torchmm.planning.first_step import first_microbatches
+from torchmm.balance.run_costs import simulated_profile
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.training.data_build import build_arrangements

@@ -10,8 +10,8 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.forecasts import forecast as forecasts
 from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
-from torchmm.planning.executions import run_costs
 from torchmm.recipe.recipe import Recipe
 
 RECIPE = f"""

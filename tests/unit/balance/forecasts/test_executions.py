@@ -13,13 +13,14 @@ from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.disttrain.orchestration.search import UnitSizes
 from torchmm.balance.forecasts import forecast
 from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.run_costs import run_costs
 from torchmm.balance.search.disaggregated import sized_recipe
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
 from torchmm.pipelining.plan.graph import StageGraph
-from torchmm.planning.executions import parameter_states, run_costs
+from torchmm.planning.executions import parameter_states
 from torchmm.planning.resolved import resolve
 from torchmm.planning.step import plan_layout
 from torchmm.recipe import check

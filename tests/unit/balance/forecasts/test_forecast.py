@@ -12,13 +12,13 @@ from rich.console import Console
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.forecasts.dry_run import _launch_lines, describe_run
+from torchmm.balance.forecasts.first_microbatches import first_microbatches
 from torchmm.balance.forecasts.forecast import Forecast, Forecaster
 from torchmm.balance.forecasts.report import fastest, forecast_table, write_forecasts
 from torchmm.balance.search.search import compare_schedules
 from torchmm.balance.search.space import describe_choices
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.records import read_records
-from torchmm.planning.first_step import first_microbatches
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe

@@ -10,8 +10,8 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.forecasts.dry_run import describe_run
 from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.run_costs import run_costs
 from torchmm.common.errors import ConfigError
-from torchmm.planning.executions import run_costs
 from torchmm.recipe.recipe import Recipe
 
 RECIPE = (Path(__file__).parent / "test_forecast.py").read_text().split('"""')[3]

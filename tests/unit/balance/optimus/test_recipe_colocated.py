@@ -6,7 +6,7 @@ import pytest
 import tomli
 from recipe_problems import problems_of
 
-from torchmm.balance.schedules import PLANNERS
+from torchmm.balance.schedules import OPTIMUS_SCHEDULE
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 from torchmm.recipe.explain import without_removed_keys
@@ -194,7 +194,7 @@ def test_stages_are_single_layers_unless_the_recipe_wants_fewer():
         config = ParallelConfig(
             pipeline=2, placement="colocated", schedule="optimus", vision=vision
         )
-        stages = PLANNERS["optimus"].layout(config, modules).stages
+        stages = OPTIMUS_SCHEDULE.layout(config, modules).stages
         return [s.stop - s.start for s in stages if s.module == "vision"]
 
     assert sizes() == sizes(pipeline=2) == [1] * 6

@@ -14,7 +14,7 @@ from torchmm.balance.rates import (
     scaled,
     step_totals,
 )
-from torchmm.balance.schedules import PLANNERS, relative_costs
+from torchmm.balance.schedules import OPTIMUS_SCHEDULE, relative_costs
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph
@@ -122,11 +122,11 @@ LAYERS = [
 def planned(factor: float, images: list[int]) -> tuple[PipelinePlan, StageGraph]:
     """Plan of a step whose encoder is taken to be slower or faster by a factor."""
     config = ParallelConfig(pipeline=2, schedule="optimus", placement="colocated")
-    layout = PLANNERS["optimus"].layout(config, LAYERS)
+    layout = OPTIMUS_SCHEDULE.layout(config, LAYERS)
     graph = StageGraph(layout, len(images), {"vision": tuple(int(n > 0) for n in images)})
     factors = {("vision", F): factor, ("vision", B): factor}
     durations = scaled(durations_of(graph, images), graph, factors)
-    placed, order = PLANNERS["optimus"].plan(config, graph, durations)
+    placed, order = OPTIMUS_SCHEDULE.plan(config, graph, durations)
     return lower_plan(order, placed, {}), graph
 
 

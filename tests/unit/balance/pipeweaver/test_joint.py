@@ -14,11 +14,12 @@ from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, Tuner
 from torchmm.balance.schedules import step_search
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_plans import searched_costs
 from torchmm.costs.flops import module_layers
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.schedules.layouts import separated_layout
-from torchmm.planning.step import searched_costs, step_graph
+from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CONFIG = ParallelConfig.model_validate(

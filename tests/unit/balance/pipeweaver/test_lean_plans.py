@@ -14,6 +14,7 @@ from torchmm.balance.optimus.choice import StepOrder
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_plans import plan_costed_step
 from torchmm.common.errors import PlanError
 from torchmm.costs.flops import module_layers
 from torchmm.pipelining.plan.lowering import lower_plan
@@ -21,7 +22,7 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.classic import gpipe
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.planning.step import plan_step, step_graph
+from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CASE = Case("lean", tied=False)
@@ -46,7 +47,7 @@ def test_an_order_that_does_not_fit_is_replaced_by_one_that_does():
     assert least < 0.98 * greedy
 
     def planned(limit: int, config: ParallelConfig = CONFIG):
-        return plan_step(
+        return plan_costed_step(
             layout, config, descriptions, metas,
             specs=specs, sharding="none",
             search=lambda graph, durations: StepOrder(graph, gpipe(graph)),

@@ -27,8 +27,9 @@ from torchmm.balance.pipeweaver.background.process import (
 from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
-from torchmm.balance.schedules import PLANNERS, optimus_orders
+from torchmm.balance.schedules import OPTIMUS_SCHEDULE, optimus_orders
 from torchmm.balance.simulation.simulator import simulate
+from torchmm.balance.step_plans import searched_costs
 from torchmm.costs.flops import module_layers, task_durations
 from torchmm.pipelining.checks.validate import validate_plan
 from torchmm.pipelining.plan.actions import Action, ActionType
@@ -37,7 +38,7 @@ from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
 from torchmm.pipelining.schedules.layouts import separated_layout
 from torchmm.pipelining.schedules.separated import separated
-from torchmm.planning.step import searched_costs, step_graph
+from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
 CASE = Case("planned beside training")
@@ -101,9 +102,7 @@ def test_optimus_is_planned_with_the_replicas_of_its_encoder():
         {"pipeline": 2, "schedule": "optimus", "placement": "colocated"}
     )
     layers = module_layers(modules, metas(0))
-    made = PlanningSetup(
-        PLANNERS["optimus"].layout(section, layers), section, modules, "none", COSTS
-    )
+    made = PlanningSetup(OPTIMUS_SCHEDULE.layout(section, layers), section, modules, "none", COSTS)
     process = PlanningProcess(made)
     try:
         process.submit(request(1, 1, 1e-6))

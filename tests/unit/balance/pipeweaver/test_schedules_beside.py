@@ -14,15 +14,16 @@ from torchmm.balance.pipeweaver.background.leader import PlanLeader
 from torchmm.balance.pipeweaver.background.process import PlanningProcess, PlanningProcessError
 from torchmm.balance.pipeweaver.background.requests import (
     Measured,
-    PlannedStep,
     PlanningSetup,
     PlanRequest,
 )
 from torchmm.balance.pipeweaver.order_search.remembered import RememberedOrders
+from torchmm.balance.step_plans import plan_costed_step
 from torchmm.common import processes
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.numbers import encode_plan
-from torchmm.planning.step import plan_layout, plan_step
+from torchmm.planning.planned_step import PlannedStep
+from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.sizes import MeshSizes
 
@@ -71,7 +72,7 @@ def test_a_process_gives_the_plan_that_is_made_before_the_step(name, tmp_path):
         assert beside.predicted_ms is None and beside.gain_over_natural is None
         np.testing.assert_array_equal(beside.numbers, before.numbers)
         found[step] = before.numbers.tolist()
-    plan = plan_step(
+    plan = plan_costed_step(
         setup.layout, setup.config, setup.modules, metas(2), sharding="step", factors=FACTORS,
         reduces_early=True,
     )  # fmt: skip
@@ -95,7 +96,9 @@ def test_the_process_does_so():
 
 def test_steps_are_planned_with_their_factors(monkeypatch):
     given = []
-    monkeypatch.setattr(work, "plan_step", lambda *_, **options: given.append(options["factors"]))
+    monkeypatch.setattr(
+        work, "plan_costed_step", lambda *_, **options: given.append(options["factors"])
+    )
     monkeypatch.setattr(work, "encode_plan", lambda plan: np.zeros(1, np.int32))
     for factors in ({}, FACTORS):
         work.plan_before_step(setup_of("separated"), PlanRequest(1, metas(2), Measured(factors)))

@@ -24,9 +24,9 @@ from torchmm.balance.pipeweaver.segments import (
     leaves_segments_open,
     with_segments,
 )
+from torchmm.balance.run_costs import run_costs, simulated_profile
 from torchmm.common.errors import ConfigError
 from torchmm.costs.operators import Profile
-from torchmm.planning.executions import run_costs, simulated_profile
 from torchmm.planning.resolved import resolve
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.parallel_section import ParallelConfig

@@ -7,10 +7,10 @@ import pytest
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.forecasts.dry_run import describe_run
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample
+from torchmm.balance.run_costs import simulated_profile
 from torchmm.balance.search.placement import with_arrangement
 from torchmm.balance.search.space import Plan, planned_recipe
 from torchmm.common.errors import ConfigError
-from torchmm.planning.executions import simulated_profile
 from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe

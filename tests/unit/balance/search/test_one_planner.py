@@ -11,12 +11,12 @@ from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.pipeweaver.background.process import PlanningProcess
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.rates import ActionFit
+from torchmm.balance.run_costs import run_costs, simulated_profile
 from torchmm.balance.schedules import search_by_costs
+from torchmm.balance.step_plans import searched_costs
 from torchmm.costs.flops import task_durations
 from torchmm.pipelining.plan.actions import COMPUTE, ActionType
 from torchmm.pipelining.plan.numbers import decode_plan
-from torchmm.planning.executions import run_costs, simulated_profile
-from torchmm.planning.step import searched_costs
 from torchmm.recipe.read import load_recipe
 
 ROOT = Path(__file__).parents[4]

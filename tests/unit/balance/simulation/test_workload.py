@@ -6,9 +6,9 @@ from itertools import chain
 
 import pytest
 
+from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.batch import SampleMeta
-from torchmm.recipe.simulation_section import SimulationConfig
 
 VLM = SimulationConfig.model_validate(
     {

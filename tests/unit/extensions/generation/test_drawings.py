@@ -14,7 +14,7 @@ from torchmm.common.generated import DRAWN, GeneratedMeta, GeneratorInputs, Gene
 from torchmm.data.loader import StepBatch
 from torchmm.extensions.evaluation.drawings import held_out_drawings, to_frames
 from torchmm.extensions.evaluation.pictures import plot_pictures
-from torchmm.extensions.generation.images import DrawingPreprocessor
+from torchmm.extensions.generation.images import DiffusionImages
 
 GRID = (1, 1, 1)
 
@@ -62,7 +62,7 @@ def test_patches_become_the_image_they_came_from():
     stream = io.BytesIO()
     Image.fromarray(levels).save(stream, "PNG")
     meta = GeneratedMeta((1, 2, 2), 1)
-    targets = DrawingPreprocessor(GeneratorSpec(8, 4), seed=0, max_pixels=100)
+    targets = DiffusionImages(GeneratorSpec(8, 4), seed=0, max_pixels=100)
     decoded = targets.decode(stream.getvalue(), meta, 1, ("s", 0, 0, 0))
     pixels = DRAWN.look_up(torch.from_numpy(decoded.patches_PV))
     (frame,) = to_frames(pixels, meta.grid_thw, 4)

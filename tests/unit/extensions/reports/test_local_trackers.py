@@ -38,6 +38,18 @@ def test_steps_that_a_resumed_run_repeats_replace_themselves(tmp_path: Path) -> 
     assert found == [(1, 1.0), (2, 1.0), (3, 9.0), (4, 9.0), (5, 9.0)]
 
 
+def test_tensorboard_shows_late_scores(tmp_path: Path) -> None:
+    made = recorder(tmp_path, page=False, tensorboard=True)
+    made.record(record(2))
+    made.add_scores({"task/exact_match": 0.25})
+    made.add_scores({"task/exact_match": 0.5})
+    made.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [(e.step, e.value) for e in events.Scalars("validation/task/exact_match")]
+    assert shown == [(2, 0.25), (2, 0.5)]
+    assert [e.step for e in events.Scalars("train/loss")] == [2]
+
+
 def test_trackio_gets_figures_in_groups_and_goes_on(tmp_path: Path, monkeypatch) -> None:
     calls: list = []
 

@@ -19,7 +19,6 @@ from statistics import median
 from torchmm.balance.pipeweaver.background.process import KeptPlanning, PlanningProcess
 from torchmm.balance.pipeweaver.background.requests import (
     Measured,
-    PlannedStep,
     PlanningSetup,
     PlanRequest,
 )
@@ -28,8 +27,10 @@ from torchmm.balance.pipeweaver.order_search.best_order import LEAST_GAIN
 from torchmm.balance.pipeweaver.order_search.search import Budget
 from torchmm.balance.rates import Spread
 from torchmm.balance.schedules import search_budget
+from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.processes import StepWork
+from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.planner import Upcoming
 
 REMEMBERED = 5
@@ -119,7 +120,7 @@ class PlanLeader:
         metas = upcoming() if step <= self._steps else None
         if metas is None:
             return
-        share_s = self.setup.config.search.time_share
+        share_s = SearchConfig.of(self.setup.config).time_share
         seconds = share_s * median(self._spans_s) if self._spans_s else None
         gain = self._spread.least_gain
         least_gain = LEAST_GAIN if gain is None else gain
@@ -148,7 +149,7 @@ class PlanLeader:
         """Of a search that training waits for."""
         if self._process is not None and measured.rates and not self._process.lost:
             return None  # no time; only the first step, unplanned so far, is worth all
-        return search_budget(self.setup.config.search)
+        return search_budget(SearchConfig.of(self.setup.config))
 
     def _consider_a_process(self) -> None:
         """A schedule gets one once steps take long to plan."""

@@ -36,9 +36,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.background.work import plan_until_closed, plans_in
 from torchmm.common.processes import fork_server
+from torchmm.planning.planned_step import PlannedStep
 
 CLOSING_S = 5.0
 MOST_DEATHS = 6

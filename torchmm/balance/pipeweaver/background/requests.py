@@ -1,24 +1,20 @@
-"""What a planning process is told and what it gives back; plain data that crosses processes."""
+"""Requests to a planning process, as plain data."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isnan, nan
-from typing import Any
 
-import numpy as np
 import torch
 
-from torchmm.balance.compiled import Int32s
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.pipeweaver.order_search.best_order import LEAST_GAIN
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.balance.rates import ActionFit, ActionKind, RankKind
+from torchmm.balance.section import SearchConfig
 from torchmm.balance.transfer_times import Pair
 from torchmm.common.batch import MicrobatchMeta
-from torchmm.common.files import Arrays
 from torchmm.common.layers import ModuleDescription
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.plan.plan import Gathering
@@ -36,7 +32,7 @@ class PlanningSetup:
         sizes: of messages, by module.
         dtype: in which modules compute.
         tuning: how plans choose what layers recompute; None: they do not.
-        reduces_early: see `torchmm.planning.step.Choices`.
+        reduces_early: see `torchmm.planning.step.plan_step`.
         planners: processes like this one on the machine: together they search on at most half of
             its cores.
         idle: whether the process runs only when nothing else wants its core; else it gets the
@@ -58,7 +54,10 @@ class PlanningSetup:
     @property
     def workers(self) -> int:
         """Threads that search."""
-        return min(self.config.search.workers, max(1, (os.cpu_count() or 1) // 2 // self.planners))
+        return min(
+            SearchConfig.of(self.config).workers,
+            max(1, (os.cpu_count() or 1) // 2 // self.planners),
+        )
 
 
 @dataclass(frozen=True)
@@ -99,54 +98,3 @@ class PlanRequest:
     def rates(self) -> Mapping[ActionKind, float]:
         """Of actions."""
         return self.measured.rates
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A plan for a step, and what it is worth.
-
-    Attributes:
-        step: its number.
-        numbers: `encode_plan`.
-        planner_ms: since the request came.
-        planner: what the order comes from (`SearchedOrder`); None: the recipe's schedule.
-        predicted_ms: what forwards and backwards are to take in this order; None before anything
-            was measured, and where nothing was searched.
-        gain_over_natural: how much longer they would take in natural order, as a share; None
-            where that does not fit into memory, or nothing was searched.
-        evaluations: of the search; None: there was none.
-        finished: whether the search was done.
-    """
-
-    step: int
-    numbers: Int32s
-    planner_ms: float
-    planner: str | None = None
-    predicted_ms: float | None = None
-    gain_over_natural: float | None = None
-    evaluations: int | None = None
-    finished: bool = True
-
-    def arrays(self) -> Arrays:
-        """For a file."""
-        values = {
-            "step": self.step,
-            "numbers": self.numbers,
-            "planner_ms": self.planner_ms,
-            "planner": self.planner or "",
-            "predicted_ms": nan if self.predicted_ms is None else self.predicted_ms,
-            "gain_over_natural": nan if self.gain_over_natural is None else self.gain_over_natural,
-            "evaluations": self.evaluations or 0,
-            "finished": self.finished,
-        }
-        return {name: np.asarray(value) for name, value in values.items()}
-
-    @classmethod
-    def of(cls, found: Arrays) -> PlannedStep:
-        """From a file."""
-        values: dict[str, Any] = {n: a if a.ndim else a.item() for n, a in found.items()}
-        for name in ("predicted_ms", "gain_over_natural"):
-            values[name] = None if isnan(values[name]) else values[name]
-        for name in ("planner", "evaluations"):
-            values[name] = values[name] or None
-        return cls(**values)

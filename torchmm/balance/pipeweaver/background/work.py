@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.optimus.choice import StepOrder
-from torchmm.balance.pipeweaver.background.requests import PlannedStep, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.order_search.remembered import RememberedOrders
 from torchmm.balance.pipeweaver.order_search.search import Budget
 from torchmm.balance.pipeweaver.recomputation.tuning import Tuner
@@ -36,6 +36,7 @@ from torchmm.balance.schedules import (
     plan_by_costs,
 )
 from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.step_plans import plan_costed_step, searched_costs
 from torchmm.common.errors import PlanError
 from torchmm.common.files import Handover
 from torchmm.common.processes import ignore_signals, without_collection, yield_to_others
@@ -43,7 +44,8 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import MessageSpecs
 from torchmm.pipelining.run.messages import message_specs
-from torchmm.planning.step import plan_step, searched_costs, step_graph
+from torchmm.planning.planned_step import PlannedStep
+from torchmm.planning.step import step_graph
 
 LEAVE_EVERY_S = 0.05
 """Improvements that come faster are left together."""
@@ -113,7 +115,7 @@ class StepWork:
         """
         setup = self.setup
         begin_s = time.perf_counter()
-        plan = plan_step(
+        plan = plan_costed_step(
             setup.layout,
             setup.config,
             setup.modules,
@@ -159,7 +161,7 @@ def plan_before_step(
             time; of Optimus the first coarse order that is not refused.
 
     Raises:
-        PlanError: as of `plan_step`.
+        PlanError: as of `plan_costed_step`.
         ValueError: nothing fits into memory.
     """
     work = StepWork(setup, request)

@@ -7,13 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers import PixArtTransformer2DModel
 
-from torchmm.common.errors import ConfigError, describe_refusal
+from torchmm.common.errors import ConfigError, describe_refusal, install_command
+
+try:
+    from diffusers import PixArtTransformer2DModel
+except ModuleNotFoundError as error:
+    raise ConfigError(
+        "[model.generator] needs diffusers, which is not installed; "
+        f"{install_command('generation')}"
+    ) from error
+
 from torchmm.common.generated import GeneratorSpec
 from torchmm.extensions.generation.families.autoencoder import latent_spec
 from torchmm.extensions.generation.families.pixart import GENERATOR_FAMILIES
-from torchmm.extensions.generation.generator import DitSpec, GeneratorModule
+from torchmm.extensions.generation.generator import DitModule, DitSpec
 from torchmm.extensions.generation.latents import LatentSpec
 from torchmm.models.hf.config_values import MODEL_ERRORS, build_checked, value_problems
 from torchmm.models.layered import WeightFiles
@@ -36,7 +44,7 @@ GENERATOR_FILES = WeightFiles(
 
 def build_generator(
     section: GeneratorConfig, llm_hidden_size: int, dtype: torch.dtype
-) -> GeneratorModule:
+) -> DitModule:
     """The generator of a recipe, on the current default device.
 
     Args:
@@ -74,7 +82,7 @@ def build_generator(
     if not fits:
         files = replace(files, renames=files.renames[1:], partial=True)
     spec = DitSpec(family, name, complete, images, dtype, fits, latents)
-    return GeneratorModule(spec, files)
+    return DitModule(spec, files)
 
 
 def _latents(section: GeneratorConfig, config: dict[str, Any]) -> LatentSpec | None:

@@ -29,6 +29,7 @@ from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_pl
 from torchmm.data.files.remote import open_file_system
 from torchmm.data.layouts.recognise import layout_of
 from torchmm.data.layouts.sample import Record
+from torchmm.data.media.generated import make_drawing_preprocessor
 from torchmm.data.media.text import EncodedSample
 from torchmm.data.sources.index.length_index import nothing_usable
 from torchmm.data.sources.local_and_hub import open_map_source, resolve_files
@@ -37,7 +38,6 @@ from torchmm.data.sources.streams import open_stream
 from torchmm.data.steps.balanced_packing import BalancedPacker
 from torchmm.data.steps.packing import members, pack_all
 from torchmm.data.tokenizer import load_tokenizer
-from torchmm.extensions.generation.images import DrawingPreprocessor
 from torchmm.extensions.reports.inspection.pictures import file_pictures
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.resolved import recipe_model
@@ -183,7 +183,7 @@ class Inspector:
             m.describe() for m in model.modality_modules()
         ]
         self._length = recipe.training.sequence_length
-        drawings = DrawingPreprocessor.of(
+        drawings = make_drawing_preprocessor(
             model.generator_spec(), recipe.training.seed, recipe.data.max_image_pixels
         )
         spec = model.text_spec(tokenizer)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from torchmm.common.errors import ConfigError
-from torchmm.extensions.auto_models.llms import own_logits
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
+from torchmm.models.families.llms.logits import own_logits
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions, Token
 from torchmm.models.families.tiling import Tiling

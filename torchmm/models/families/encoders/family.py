@@ -59,7 +59,7 @@ class EncoderFamily:
     """Other parts that no features pass."""
     has_class_token = True
     listed = True
-    """Whether it is in the table; otherwise `extensions/auto_models/unlisted.py` proved what is
+    """Whether it is in the table; otherwise the extension `auto_models` proved what is
     claimed of it, which tensor parallelism is not part of."""
     in_composites = True
     """Whether Hugging Face's LLaVA and its like can have the tower: they build it with `AutoModel`

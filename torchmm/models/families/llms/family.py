@@ -45,7 +45,7 @@ class LlmFamily:
     logits_to_keep: bool = True
     """Whether the whole's forward can compute the logits of some positions only."""
     listed: bool = True
-    """Whether it is in the table; otherwise `extensions/auto_models/unlisted.py` proved what is
+    """Whether it is in the table; otherwise the extension `auto_models` proved what is
     claimed of it, which tensor parallelism is not part of."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """Norms of a layer whose input or output is added to the residual stream."""

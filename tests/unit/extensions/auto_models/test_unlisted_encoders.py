@@ -28,7 +28,7 @@ from torchmm.models.registry import TOWER_FILES, build_model
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.recipe.model_section import EncoderConfig, FreezeConfig, LlmConfig, ModelConfig
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,

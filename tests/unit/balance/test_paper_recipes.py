@@ -16,8 +16,8 @@ import pytest
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.costs.operators import COMPUTE_KINDS
-from torchmm.extensions.generation.generator import GeneratorModule
 from torchmm.models.encoders import EncoderModule
+from torchmm.models.generator import GeneratorModule
 from torchmm.planning.resolved import recipe_model
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.read import dump_recipe, load_recipe
@@ -141,7 +141,7 @@ def test_images_of_a_recipe_are_those_of_its_modules(name: str) -> None:
     drawn = recipe.simulation.generated
     for module in model.modality_modules():
         if isinstance(module, GeneratorModule):
-            images = module.spec.images
+            images = module.images
             assert drawn is not None and drawn.context_tokens == images.context_tokens
             grid = images.grid(drawn.frames[1])
             assert grid[0] == drawn.frames[1]

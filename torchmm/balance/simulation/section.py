@@ -1,7 +1,6 @@
-"""The recipe's section about a simulated step: a cluster, and statistics instead of data.
+"""`[simulation]`: the cluster of a simulated step, and statistics instead of data.
 
-Part of the schema in `torchmm.recipe.recipe`, which imports everything.
-`torchmm.balance.simulation.workload` draws microbatches from it.
+`torchmm.balance.simulation.workload` samples microbatches with these statistics.
 """
 
 from __future__ import annotations
@@ -129,6 +128,11 @@ class SimulationConfig(Section):
     """Size, or sizes, of what the generator draws."""
     sequences: list[SimulatedSequences] = Field(default=[])
     """Mixture of packed sequences; none: `training.sequence_length` tokens of text."""
+
+    @property
+    def describes_samples(self) -> bool:
+        """Whether the section has a mixture of sequences."""
+        return bool(self.sequences)
 
 
 class Contradiction(NamedTuple):

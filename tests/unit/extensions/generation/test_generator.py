@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta, GeneratorInputs
-from torchmm.extensions.generation.generator import GeneratorModule
+from torchmm.extensions.generation.generator import DitModule
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -287,7 +287,7 @@ def test_weights_of_another_run_are_loaded_connector_included(tmp_path):
         model = build_model(config, FreezeConfig())
         materialize(model, "cpu")
         init_weights(model, 3, skip=load_weights(model))
-        assert isinstance(model.generator, GeneratorModule)
+        assert isinstance(model.generator, DitModule)
         for name, parameter in model.generator.named_parameters():
             if name.startswith("connector.") and not connector:
                 continue

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import tomli
+import tomli_w
 from recipe_problems import problems_of
 
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.read import dump_recipe, load_recipe
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 MODEL = """
 [model]
 tokenizer = "gpt2"
@@ -122,6 +124,17 @@ def test_heads_of_an_inline_generator_have_to_divide(monkeypatch, tmp_path) -> N
 def test_autoencoders_are_checked(recipe, override, key, text):
     problems = problems_of(recipe, f"--model.generator.{override}", world_size=1)
     assert any(key in problem and text in problem for problem in problems), problems
+
+
+def test_stored_recipe_with_removed_key_loads_equal(recipe: Path, tmp_path: Path) -> None:
+    tables = tomli.loads(dump_recipe(load_recipe(recipe).recipe))
+    tables["model"]["generator"]["connector"] = "mlp"
+    stored = tmp_path / "stored" / "recipe.toml"
+    stored.parent.mkdir()
+    stored.write_text(tomli_w.dumps(tables))
+    assert load_recipe(stored).recipe == load_recipe(recipe).recipe
+    (problem,) = problems_of(recipe, "--model.generator.connector=7")
+    assert "model.generator.connector = 7: is no longer supported" in problem
 
 
 def test_the_quickstarts_recipe_is_valid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from torchmm.common.generated import GeneratedMeta, GeneratorSpec
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import SampleOptions
 from torchmm.data.loader import build_loader
-from torchmm.extensions.generation.images import DrawingPreprocessor
+from torchmm.extensions.generation.images import DiffusionImages
 from torchmm.recipe.data_section import SourceConfig
 
 SPEC = GeneratorSpec(size_px=16, patch_size_px=4, context_tokens=6)
@@ -199,14 +199,14 @@ def test_held_out_noise_is_the_same_every_time(make):
 def test_times_have_the_distribution_asked_for(sampling, spread):
     spec = GeneratorSpec(4, 4, time_sampling=sampling)
     meta = GeneratedMeta((1, 1, 1), 1)
-    targets = DrawingPreprocessor(spec, 0, MAX_PIXELS)
+    targets = DiffusionImages(spec, 0, MAX_PIXELS)
     times = [targets.blank(meta, ("s", i, 0, 0)).time for i in range(2000)]
     assert np.mean(times) == pytest.approx(0.5, abs=0.02)
     assert np.std(times) == pytest.approx(spread, abs=0.01)
 
 
 def test_clips_have_evenly_spaced_frames():
-    targets = DrawingPreprocessor(CLIPS, 0, MAX_PIXELS)
+    targets = DiffusionImages(CLIPS, 0, MAX_PIXELS)
     few, many, image = gif(2), gif(9), png(9, 9)
     sizes = [targets.grid(data)[0] for data in (few, many, image)]
     assert sizes == [2, 3, 1]

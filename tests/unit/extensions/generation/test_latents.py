@@ -20,7 +20,7 @@ from torchmm.costs.execution import Execution, Setting
 from torchmm.costs.flops import microbatch_flops
 from torchmm.costs.operators import Encoding
 from torchmm.costs.sizes import generator_sizes
-from torchmm.extensions.generation.generator import GeneratorModule
+from torchmm.extensions.generation.generator import DitModule
 from torchmm.extensions.generation.latents import to_images, to_patches
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
@@ -189,7 +189,7 @@ def test_an_autoencoder_is_given_and_stays_as_it_is(tmp_path):
     filled = load_weights(model)
     assert {n.split(".")[1] for n in filled} == {"latent_encoder", "latent_decoder"}
     init_weights(model, 3, skip=filled)
-    assert isinstance(model.generator, GeneratorModule)
+    assert isinstance(model.generator, DitModule)
     for name, value in vae.state_dict().items():
         half = "encoder" if name.startswith(("encoder", "quant")) else "decoder"
         assert torch.equal(model.generator.get_parameter(f"latent_{half}.{name}"), value), name

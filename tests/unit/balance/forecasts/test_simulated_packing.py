@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchmm.planning.first_step import simulated_microbatches
+from torchmm.balance.forecasts.first_microbatches import simulated_microbatches
 from torchmm.recipe.read import load_recipe
 
-RECIPE = Path(__file__).parents[3] / "benchmarks/support/recipes/vlm_s_samples.toml"
+RECIPE = Path(__file__).parents[4] / "benchmarks/support/recipes/vlm_s_samples.toml"
 
 
 def microbatches(count, packing, *overrides):

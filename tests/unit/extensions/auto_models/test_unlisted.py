@@ -25,7 +25,7 @@ from torchmm.models.registry import LLM_FILES, build_model
 from torchmm.parallel.tensor.apply import tensor_problems
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SIZES = {k: v for k, v in LLMS["llama"].items() if k != "model_type"}
 
 

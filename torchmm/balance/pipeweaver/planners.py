@@ -1,0 +1,168 @@
+"""Planners that select the layers that recompute, or plan in a background process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.pipeweaver.background.leader import PlanLeader
+from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
+from torchmm.balance.run_costs import run_tuning
+from torchmm.balance.section import SearchConfig
+from torchmm.balance.step_plans import plan_costed_step
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.parallel.mesh import ParallelMesh
+from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.planning.planned_step import PlannedStep
+from torchmm.planning.planner import Upcoming
+from torchmm.planning.resolved import Resolved
+from torchmm.training.pipeline import Pipeline
+from torchmm.training.planners.single import SinglePlanner
+from torchmm.training.planners.static import StaticPlanner
+
+
+def plan_pipeline_step(
+    pipeline: Pipeline, metas: Sequence[MicrobatchMeta], **options: Any
+) -> PipelinePlan:
+    """Return the plan of a training step of a pipeline with options of `plan_costed_step`.
+
+    Raises:
+        PlanError: see `plan_costed_step`.
+    """
+    options.setdefault("reduces_early", pipeline.device.type == "cuda")
+    return plan_costed_step(
+        pipeline.layout,
+        pipeline.config,
+        pipeline.descriptions,
+        metas,
+        specs=pipeline.specs(metas),
+        sharding=pipeline.sharding,
+        **options,
+    )
+
+
+def build_tuned_planner(
+    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+) -> TunedPlanner:
+    """Return the planner of a run without a pipeline whose plans select layers.
+
+    Raises:
+        ConfigError: `simulation.device` is unknown.
+    """
+    layerwise = pipeline.sharding == "layer"
+    tuning = run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise)
+    return TunedPlanner(pipeline, tuning, mesh.data_parallel_rank)
+
+
+class TunedPlanner(SinglePlanner):
+    """Plans the steps of one rank and selects the layers that recompute.
+
+    Args:
+        pipeline: see `SinglePlanner`.
+        tuning: selection of the layers that recompute. If None, plans do not select layers.
+        data_parallel_rank: see `SinglePlanner`.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, tuning: LayerTuning | None, data_parallel_rank: int
+    ) -> None:
+        super().__init__(pipeline, data_parallel_rank)
+        self._tuning = tuning
+
+    def _make_plan(self, metas: Sequence[MicrobatchMeta]) -> PipelinePlan:
+        return plan_pipeline_step(self._pipeline, metas, tuning=self._tuning)
+
+
+def build_background_planner(
+    run: Resolved, pipeline: Pipeline, mesh: ParallelMesh, logger: logging.Logger
+) -> BackgroundPlanner:
+    """Return the planner of a static schedule with a background process or tuned layers.
+
+    Collective over all ranks.
+
+    Raises:
+        ConfigError: `simulation.device` is unknown.
+    """
+    layerwise = pipeline.sharding == "layer"
+    return BackgroundPlanner(
+        pipeline,
+        run_tuning(run, pipeline.descriptions, mesh.device, layerwise=layerwise),
+        mesh,
+        logger,
+        in_background=SearchConfig.of(run.recipe.parallel).background,
+        steps=run.recipe.training.steps,
+    )
+
+
+class BackgroundPlanner(StaticPlanner):
+    """Plans the steps of a pipeline, in a background process if planning is slow.
+
+    Construction is collective over all ranks.
+
+    Args:
+        pipeline: see `StaticPlanner`.
+        tuning: selection of the layers that recompute. If None, plans do not select layers.
+        mesh: see `StaticPlanner`.
+        logger: logger of this rank.
+        costs: cost model of the schedule search. None for static schedules.
+        in_background: Whether a process may plan while the preceding step trains.
+        steps: number of steps of the run.
+        start: function that starts the planning process.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tuning: LayerTuning | None,
+        mesh: ParallelMesh,
+        logger: logging.Logger,
+        costs: CostModel | None = None,
+        *,
+        in_background: bool,
+        steps: int,
+        start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
+    ) -> None:
+        super().__init__(pipeline, mesh)
+        self._logger = logger
+        self._leader: PlanLeader | None = None
+        """Planner on the first rank of a pipeline. None on the other ranks."""
+        if self._shared.leads:
+            setup = PlanningSetup(
+                pipeline.layout,
+                pipeline.config,
+                tuple(pipeline.descriptions),
+                self._sharding,
+                costs,
+                pipeline.message_sizes,
+                pipeline.dtype,
+                tuning,
+                pipeline.device.type == "cuda",
+                self._shared.leaders,
+            )
+            self._leader = PlanLeader(
+                setup, mesh.data_parallel_rank, logger, steps, beside=in_background, start=start
+            )
+
+    def _make_plan(
+        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
+    ) -> PlannedStep:
+        assert self._leader is not None
+        planned = self._leader.plan(step, metas, upcoming, self._measured())
+        self._record_request(step, metas)
+        return planned
+
+    def _measured(self) -> Measured:
+        """Return measured times to plan with. A static schedule uses FLOPs instead."""
+        return Measured()
+
+    def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
+        """Store data of the planned step that `learn` needs."""
+
+    def close(self) -> None:
+        """Stop the planning process."""
+        if self._leader is not None:
+            self._leader.close()

@@ -1,0 +1,153 @@
+"""Cost models, device profiles and layer tuning of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.disttrain.orchestration.trials import load_trials, trial_conditions, trials_run
+from torchmm.balance.disttrain.orchestration.unit_costs import TrialRunner, cost_model_run
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
+from torchmm.balance.simulation.section import SimulationConfig
+from torchmm.common.errors import ConfigError
+from torchmm.common.layers import ModuleDescription
+from torchmm.costs.execution import Execution
+from torchmm.costs.operators import Profile
+from torchmm.planning.executions import module_executions, recompute_mode
+from torchmm.planning.resolved import Resolved
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.training_section import limit_bytes
+
+
+def run_profile(recipe: Recipe, device: torch.device) -> Profile:
+    """Return the profile of the device of a run.
+
+    On a CPU this is the profile of a CPU, unless `simulation.device` is a file, such as one from
+    scripts/calibrate.py.
+
+    Raises:
+        ConfigError: The device of `simulation.device` is unknown.
+    """
+    name = SimulationConfig.of(recipe).device
+    return _profile("cpu" if device.type == "cpu" and not Path(name).suffix else name)
+
+
+def simulated_profile(recipe: Recipe) -> Profile:
+    """Return the profile of the device that steps of the recipe are simulated on.
+
+    Raises:
+        ConfigError: The device of `simulation.device` is unknown.
+    """
+    return _profile(SimulationConfig.of(recipe).device)
+
+
+def _profile(name: str) -> Profile:
+    try:
+        return load_profile(name)
+    except ValueError as error:
+        raise ConfigError(f"simulation.device: {error}") from error
+
+
+def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Profile) -> CostModel:
+    """Return the cost model of the modules of a run.
+
+    Raises:
+        ConfigError: The sizes of a module do not fit, or the profile does not have the dtype.
+    """
+    try:
+        executions = module_executions(run, modules, profile.device.type)
+        return CostModel(profile, run.recipe.training.dtype, executions)
+    except ValueError as error:
+        raise ConfigError(f"training.dtype: {error}") from error
+
+
+def whole_costs(recipe: Recipe, module: ModuleDescription, profile: Profile) -> CostModel:
+    """Return the cost model of an unsharded module with the recomputation of the recipe."""
+    device = profile.device.type
+    mode = recompute_mode(recipe, module, device)
+    compiled = recipe.compile.concerns(module, device, recipe.parallel)
+    executions = {module.name: Execution(recompute=mode, compiled=compiled)}
+    return CostModel(profile, recipe.training.dtype, executions)
+
+
+def trial_runner(
+    recipe: Recipe, modules: Sequence[ModuleDescription], profile: Profile
+) -> TrialRunner:
+    """Return the function that returns the time of a module on dedicated ranks of a device.
+
+    Times are those of `simulation.trials`, or of the cost model if the recipe has no trials.
+
+    Raises:
+        ValueError: The profile does not have the dtype, or the trials are of another model.
+    """
+    parallel = recipe.parallel
+    dtype = recipe.training.dtype
+    recompute = {m.name: recompute_mode(recipe, m, profile.device.type) for m in modules}
+    run = cost_model_run(
+        profile,
+        dtype,
+        modules,
+        sequence_parallel=parallel.sequence_parallel,
+        async_tensor=parallel.async_tensor_parallel,
+        recompute=recompute,
+        compiled=frozenset(
+            m.name
+            for m in modules
+            if recipe.compile.concerns(m, profile.device.type, recipe.parallel)
+        ),
+    )
+    if not SimulationConfig.of(recipe).trials:
+        return run
+    conditions = trial_conditions(modules, dtype, recompute, parallel.sequence_parallel)
+    return trials_run(load_trials(Path(SimulationConfig.of(recipe).trials)), conditions, run)
+
+
+def layer_tuning(
+    recipe: Recipe,
+    model: CostModel,
+    *,
+    layerwise: bool,
+    device_bytes: float | None = None,
+) -> LayerTuning | None:
+    """Return how plans select the layers that recompute, or None if they do not.
+
+    Args:
+        recipe: Recipe of the run. Under "optimus", plans also select layers of encoders.
+        model: Costs of the modules.
+        layerwise: Whether FSDP2 gathers layer by layer.
+        device_bytes: Memory of the device. If None, that of the profile.
+    """
+    names = recipe.tuned_modules
+    if not names:
+        return None
+    checkpointing = recipe.activation_checkpoint
+    memory = model.profile.device.memory_bytes if device_bytes is None else device_bytes
+    limit = limit_bytes(checkpointing.memory_limit, memory)
+    asked = frozenset(name for name in names if checkpointing.tunes(name))
+    offloads = asked if checkpointing.offload else frozenset()
+    return LayerTuning(model, names, limit, layerwise, offloads=offloads, refuses=bool(asked))
+
+
+def run_tuning(
+    run: Resolved,
+    modules: Sequence[ModuleDescription],
+    device: torch.device,
+    *,
+    layerwise: bool,
+) -> LayerTuning | None:
+    """Return how the plans of a run select the layers that recompute, or None if they do not.
+
+    Raises:
+        ConfigError: The device of `simulation.device` is unknown.
+    """
+    if not run.recipe.tuned_modules:
+        return None
+    model = run_costs(run, modules, run_profile(run.recipe, device))
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return layer_tuning(run.recipe, model, layerwise=layerwise, device_bytes=memory)

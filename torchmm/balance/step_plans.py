@@ -1,0 +1,201 @@
+"""Costs and plans of training steps whose schedule uses a cost model or measured times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from statistics import mean
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.balance.optimus.choice import StepOrder
+from torchmm.balance.optimus.launches import with_launches
+from torchmm.balance.pipeweaver.order_search.best_order import bounded_orders
+from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, tune_layers
+from torchmm.balance.rates import ActionFit, ActionKind, RankKind, Total, scaled
+from torchmm.balance.step_costs import PlanCosts
+from torchmm.balance.transfer_times import Pair
+from torchmm.common.batch import MicrobatchMeta
+from torchmm.common.errors import PlanError
+from torchmm.common.layers import ModuleDescription
+from torchmm.common.processes import without_collection
+from torchmm.costs.flops import task_durations
+from torchmm.pipelining.checks.validate import validate_plan
+from torchmm.pipelining.plan.actions import Action
+from torchmm.pipelining.plan.graph import Message, StageGraph, StageLayout
+from torchmm.pipelining.plan.plan import (
+    ComputeOrder,
+    Durations,
+    Gathering,
+    MessageSpecs,
+    PipelinePlan,
+)
+from torchmm.planning.step import order_step, plan_step, step_graph
+from torchmm.recipe.parallel_section import ParallelConfig
+
+ALL_RANKS = -1
+"""Stands for every rank in the rank of a `RankKind`."""
+
+
+def searched_costs(
+    graph: StageGraph,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    model: CostModel,
+    *,
+    layerwise: bool = False,
+    rates: Mapping[ActionKind, float] | None = None,
+    fits: Mapping[RankKind, ActionFit] | None = None,
+    between_ms: Mapping[Pair, float] | None = None,
+) -> PlanCosts:
+    """What a searched schedule is planned with, in a run, beside it, and in forecasts of it: the
+    device's times, transfers and bytes.
+
+    Args:
+        model: of the run's device.
+        layerwise: whether FSDP2 gathers layer by layer.
+        rates: measured milliseconds per FLOP, by kind of action: all actions of a kind together
+            then take what was measured, and the model says how these differ; None, or empty: as
+            the model says.
+        fits: measured times of a rank's actions, in place of the rates where there are some: a
+            constant for each, and what they take beyond together, which differs as the model says.
+        between_ms: measured time of a mean message between two ranks, from which others differ by
+            as much as the model says.
+    """
+    costs = plan_costs(graph, modules, microbatches, model, layerwise=layerwise)
+    if not rates:
+        return costs
+    flops = task_durations(graph, modules, microbatches)
+    costs = _measured(costs, graph, flops, rates, fits or {})
+    return _with_transfers(costs, graph, between_ms) if between_ms else costs
+
+
+def _with_transfers(
+    costs: PlanCosts, graph: StageGraph, between_ms: Mapping[Pair, float]
+) -> PlanCosts:
+    """Costs with measured times of messages."""
+    pairs: dict[tuple[Message, bool], Pair] = {}
+    modelled_ms: dict[Pair, list[float]] = defaultdict(list)
+    for key, ms in costs.transfer_ms.items():
+        message, _ = key
+        ends = graph.rank(graph.producer(message)), graph.rank(graph.consumer(message))
+        pair = pairs[key] = min(ends), max(ends)
+        modelled_ms[pair].append(ms)
+    more_ms = {
+        pair: between_ms[pair] - mean(own)
+        for pair, own in modelled_ms.items()
+        if pair in between_ms
+    }
+    transfer_ms = {
+        key: max(0.0, ms + more_ms.get(pairs[key], 0.0)) for key, ms in costs.transfer_ms.items()
+    }
+    return replace(costs, transfer_ms=transfer_ms)
+
+
+def _measured(
+    costs: PlanCosts,
+    graph: StageGraph,
+    flops: Durations,
+    rates: Mapping[ActionKind, float],
+    fits: Mapping[RankKind, ActionFit],
+) -> PlanCosts:
+    """Costs with times as `searched_costs` says."""
+    stages = graph.layout.stages
+    modelled_ms: dict[RankKind, float] = defaultdict(float)
+    work: dict[RankKind, float] = defaultdict(float)
+    groups: dict[Action, RankKind] = {}
+    for action, ms in costs.compute_ms.items():
+        stage = stages[action.stage]
+        known = bool(graph.replica) or len(stage.ranks) == 1
+        own = (graph.rank(action.task) if known else ALL_RANKS, stage.module, action.type)
+        group = groups[action] = own if own in fits else (ALL_RANKS, stage.module, action.type)
+        modelled_ms[group] += ms
+        work[group] += flops(action)
+    factors: dict[RankKind, float] = {}
+    for group, ms in modelled_ms.items():
+        rate = fits[group].ms_per_flop if group in fits else rates.get(group[1:])
+        factors[group] = 1.0
+        if rate is not None and ms > 0 and work[group] > 0:
+            factors[group] = rate * work[group] / ms
+    constants_ms = {group: fit.constant_ms for group, fit in fits.items()}
+    compute_ms = {
+        action: ms * factors[groups[action]] + (ms > 0) * constants_ms.get(groups[action], 0.0)
+        for action, ms in costs.compute_ms.items()
+    }
+    tensor_ms = {action: ms * factors[groups[action]] for action, ms in costs.tensor_ms.items()}
+    return replace(costs, compute_ms=compute_ms, tensor_ms=tensor_ms)
+
+
+def modelled_totals(
+    graph: StageGraph, costs: PlanCosts, flops: Durations
+) -> dict[ActionKind, Total]:
+    """What all actions of each kind take together by a model, and their FLOPs."""
+    owners = [stage.module for stage in graph.layout.stages]
+    found: dict[ActionKind, Total] = {}
+    for action, action_ms in costs.compute_ms.items():
+        kind = owners[action.stage], action.type
+        found[kind] = found.get(kind, Total(0.0, 0.0)).plus(Total(action_ms, flops(action)))
+    return found
+
+
+@without_collection()
+def plan_costed_step(  # noqa: PLR0913 - those of `plan_step` and three of cost models
+    layout: StageLayout,
+    config: ParallelConfig,
+    modules: Sequence[ModuleDescription],
+    microbatches: Sequence[MicrobatchMeta],
+    targets: Sequence[int] | None = None,
+    *,
+    specs: Callable[[StageGraph], MessageSpecs] = lambda graph: {},
+    sharding: Gathering = "step",
+    reduces_early: bool = False,
+    factors: Mapping[ActionKind, float] | None = None,
+    search: Callable[[StageGraph, Durations], StepOrder] | None = None,
+    tuning: LayerTuning | None = None,
+) -> PipelinePlan:
+    """Return the plan of a training step with measured times, a searched order or tuned layers.
+
+    The search compares work and not bytes. If a searched order does not fit into memory with tuned
+    layers, the plan has the first separated schedule that fits.
+
+    Args:
+        layout: see `plan_step`, also for the arguments up to `reduces_early`.
+        factors: measured factors on FLOPs by type of action.
+        search: function that returns the order for a graph and durations. If None, the order is
+            that of the recipe's schedule.
+        tuning: selection of the layers that recompute. If None, the plan does not select layers.
+
+    Raises:
+        PlanError: The schedule does not support the microbatches, or they do not fit into memory.
+    """
+    step: StepOrder | None = None
+    if layout.rank_count > 1:
+        graph = step_graph(layout, config, microbatches, sharding)
+        costs = scaled(task_durations(graph, modules, microbatches, targets), graph, factors)
+        step = search(graph, costs) if search else StepOrder(*order_step(graph, config, costs))
+
+    def make_plan(order: tuple[StageGraph, ComputeOrder] | None) -> PipelinePlan:
+        plan = plan_step(
+            layout, config, modules, microbatches, targets,
+            specs=specs, sharding=sharding, reduces_early=reduces_early, order=order,
+        )  # fmt: skip
+        if step is not None and step.launches:
+            plan = with_launches(plan, step.launches)
+            validate_plan(plan).raise_for_problems()
+        if tuning is not None:
+            plan = tune_layers(plan, modules, microbatches, tuning, targets).plan
+        return plan
+
+    if step is None:
+        return make_plan(None)
+    try:
+        return make_plan((step.graph, step.order))
+    except PlanError:
+        if tuning is None or config.schedule != "searched":
+            raise
+        for _, order in bounded_orders(step.graph, costs):
+            with suppress(PlanError):
+                return make_plan((step.graph, order))
+        raise

@@ -1,0 +1,169 @@
+"""Images that a generator is trained on, from files to the microbatch.
+
+The noise and the time of an image depend on the seed, the sample and the epoch only. So they are
+the same for any number of ranks, workers and microbatches, and after resuming. Noise is as large as
+the target, so it is not sent between processes: decoders omit it, and the process that trains adds
+it (`DrawingPreprocessor.with_noise`).
+
+An extension provides the preprocessor with the entry "images" of the table "generators": a subclass
+of `DrawingPreprocessor` with the same arguments.
+
+Shape legend: P patches of an image, V pixel values of a patch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torchmm.common.extensions import require_entry
+from torchmm.common.generated import GeneratedMeta, GeneratorInputs, GeneratorSpec
+
+Key = tuple[object, ...]
+"""Key of an image: source, sample, epoch and number within the sample."""
+
+
+@dataclass(frozen=True)
+class DecodedDrawing:
+    """One image or video to generate, as arrays."""
+
+    meta: GeneratedMeta
+    patches_PV: np.ndarray | None
+    """uint8. None if this rank does not decode the image."""
+    time: float
+    context_end: int
+    """Tokens of the sample before the image. The last of them are its context."""
+    counted: bool
+    """Whether the image is included in the loss."""
+
+
+class DrawingPreprocessor(ABC):
+    """Preparation of the images for one generator.
+
+    Args:
+        spec: Sizes, noise and times of the images.
+        seed: Seed of noise and times.
+        max_pixels: Maximum number of pixels. Larger images are corrupt.
+    """
+
+    def __init__(self, spec: GeneratorSpec, seed: int, max_pixels: int) -> None:
+        self.spec = spec
+        self._seed = seed
+        self._max_pixels = max_pixels
+
+    @property
+    @abstractmethod
+    def values(self) -> int:
+        """V."""
+
+    @abstractmethod
+    def grid(self, data: bytes) -> tuple[int, int, int]:
+        """Return the patches as (frames, rows, columns), from the header of the file alone.
+
+        Raises:
+            CorruptSampleError: The file is not a supported image or has too many pixels.
+        """
+
+    @abstractmethod
+    def decode_patches(self, data: bytes, frames: int) -> np.ndarray:
+        """Return uint8 (P, V), the pixels of an image or video.
+
+        Raises:
+            CorruptSampleError: The pixels cannot be decoded.
+        """
+
+    @abstractmethod
+    def time(self, key: Key) -> float:
+        """Return the time of an image."""
+
+    @abstractmethod
+    def with_noise(self, inputs: GeneratorInputs, keys: Sequence[Key]) -> GeneratorInputs:
+        """Return the inputs with the noise of the images whose pixels they have.
+
+        Args:
+            inputs: Inputs without noise.
+            keys: Keys of all images.
+        """
+
+    def context(self, context_end: int) -> int:
+        """Return the number of context tokens of an image after `context_end` tokens."""
+        return min(context_end, self.spec.context_tokens)
+
+    def decode(
+        self, data: bytes, meta: GeneratedMeta, context_end: int, key: Key
+    ) -> DecodedDrawing:
+        """Return an image with pixels and time.
+
+        Raises:
+            CorruptSampleError: The pixels cannot be decoded.
+        """
+        patches_PV = self.decode_patches(data, meta.grid_thw[0])
+        return DecodedDrawing(meta, patches_PV, self.time(key), context_end, counted=True)
+
+    def without_pixels(self, meta: GeneratedMeta, context_end: int, key: Key) -> DecodedDrawing:
+        """Return an image that another rank decodes."""
+        return DecodedDrawing(meta, None, self.time(key), context_end, counted=True)
+
+    def blank(self, meta: GeneratedMeta, key: Key) -> DecodedDrawing:
+        """Return the image for a corrupt sample: the same sizes, not included in the loss."""
+        patches_PV = np.zeros((meta.patches, self.values), np.uint8)
+        return DecodedDrawing(meta, patches_PV, self.time(key), meta.context, counted=False)
+
+
+def make_drawing_preprocessor(
+    spec: GeneratorSpec | None, seed: int, max_pixels: int
+) -> DrawingPreprocessor | None:
+    """Return the preprocessor of a generator, or None without a generator (`spec` is None).
+
+    Raises:
+        ConfigError: The extension for generators is not installed.
+    """
+    if spec is None:
+        return None
+    entry = require_entry("generators", "images", "generation", "model.generator")
+    preprocessor: DrawingPreprocessor = entry.load()(spec, seed, max_pixels)
+    return preprocessor
+
+
+@dataclass
+class DrawingRow:
+    """Images to generate of a microbatch under construction."""
+
+    drawings: list[DecodedDrawing] = field(default_factory=list)
+    context_positions: list[np.ndarray] = field(default_factory=list)
+
+    def append(self, drawing: DecodedDrawing, sample_start: int) -> None:
+        """Append an image of the sample that starts at a position of the microbatch."""
+        self.drawings.append(drawing)
+        end = sample_start + drawing.context_end
+        self.context_positions.append(np.arange(end - drawing.meta.context, end))
+
+    def inputs(self, values: int, *, shared: bool) -> GeneratorInputs | None:
+        """Return all images without noise, or None if there are none.
+
+        Args:
+            values: V.
+            shared: Whether this rank decodes only some of the images.
+        """
+        if not self.drawings:
+            return None
+        patches = [np.zeros((0, values), np.uint8)]
+        held: list[int] = []
+        for number, drawing in enumerate(self.drawings):
+            if drawing.patches_PV is not None:
+                patches.append(drawing.patches_PV)
+                held.append(number)
+        return GeneratorInputs(
+            patches_PV=torch.from_numpy(np.concatenate(patches)),
+            noise_PV=torch.zeros(0, values),
+            times=[t.time for t in self.drawings],
+            grids_thw=[t.meta.grid_thw for t in self.drawings],
+            context_positions_K=torch.from_numpy(np.concatenate(self.context_positions)),
+            contexts=[t.meta.context for t in self.drawings],
+            counted=[t.counted for t in self.drawings],
+            held=held if shared else None,
+        )
