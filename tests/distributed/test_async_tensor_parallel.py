@@ -20,7 +20,7 @@ from torch.nn import functional
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.async_tp.choice import choose_backend, time_chunks, try_symmetric_memory
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
-from torchmm.extensions.async_tp.styles import Column
+from torchmm.extensions.async_tp.styles import AsyncStyles, Column
 from torchmm.models.initialize import init_weights
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import materialize
@@ -254,7 +254,7 @@ def _compile() -> dict[int, dict[str, float]]:
     config = MODEL.model_copy(deep=True)
     config.llm.config["num_hidden_layers"] = 2
     whole, split = (build_model(config, FreezeConfig()) for _ in range(2))
-    overlap = Overlap("ring", mesh.own.tensor.get_group().group_name, 2)
+    overlap = AsyncStyles(Overlap("ring", mesh.own.tensor.get_group().group_name, 2))
     apply_tensor_parallel(split.llm, mesh.own.tensor, True, overlap)
     apply_activation_checkpoint(split.llm, "selective")
     for model in (whole, split):

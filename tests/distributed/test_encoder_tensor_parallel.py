@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.extensions.async_tp.linear import Overlap
+from torchmm.extensions.async_tp.styles import AsyncStyles
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
@@ -341,7 +342,7 @@ def _compare(case: Case) -> dict[str, float]:
     whole, split = (_build(case.family, freeze, case.adapted) for _ in range(2))
     mesh = mesh_for(ParallelConfig(shard=1, tensor=torch.distributed.get_world_size()))
     group = mesh.own.tensor.get_group().group_name
-    overlap = Overlap("ring", group, case.chunks) if case.chunks else None
+    overlap = AsyncStyles(Overlap("ring", group, case.chunks)) if case.chunks else None
     apply_tensor_parallel(_encoder(split), mesh.own.tensor, case.sequence_parallel, overlap)
     if case.recomputed:
         apply_activation_checkpoint(_encoder(split), "full")

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from torchmm.common.batch import Microbatch
 from torchmm.extensions.async_tp.linear import Overlap
+from torchmm.extensions.async_tp.styles import AsyncStyles
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -100,7 +101,7 @@ def _compare(case: Case) -> dict[str, float]:
     mesh = mesh_for(ParallelConfig(shard=1, tensor=2))
     overlap = None
     if case.chunks:
-        overlap = Overlap("ring", mesh.own.tensor.get_group().group_name, case.chunks)
+        overlap = AsyncStyles(Overlap("ring", mesh.own.tensor.get_group().group_name, case.chunks))
     for module in split.modality_modules():
         apply_tensor_parallel(module, mesh.own.tensor, case.sequence_parallel, overlap)
     materialize(split, "cpu")

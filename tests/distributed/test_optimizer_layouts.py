@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchmm.extensions.low_precision import compact, forms, muon
+from torchmm.extensions.low_precision import compact, forms
 from torchmm.parallel.torch_private import placed_like
 from torchmm.planning.resolved import resolve
 from torchmm.recipe.recipe import Recipe
@@ -35,6 +35,7 @@ from torchmm.recipe.training_section import CheckpointConfig, OptimizerConfig
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.model_build import build_unfilled_model, cut_model
 from torchmm.training.optim import build_optimizer
+from torchmm.training.optimizers import muon
 from torchmm.training.optimizers.average import WeightAverage
 
 LAYOUTS = ("fsdp", "hsdp", "tp", "fsdp_tp")
@@ -218,10 +219,13 @@ def with_defects() -> dict[str, list[str]]:
     forms.local_slices = lambda tensor: [slice(0, n) for n in forms.local_tensor(tensor).shape]
     compare("places of the shard alone", bf16, "fsdp")
     forms.local_slices = slices
-    shared = compact.orthogonal_shared
-    compact.orthogonal_shared = lambda updates, _: [muon.orthogonal(u) for u in updates]
+    shared = muon.orthogonal_shared
+    compact.orthogonal_shared = muon.orthogonal_shared = lambda updates, _: [
+        muon.orthogonal(u) for u in updates
+    ]
     compare("matrices that are not whole", Case(name="muon"), "fsdp")
-    compact.orthogonal_shared = shared
+    compare("bfloat16 matrices that are not whole", Case("muon", "bfloat16"), "fsdp")
+    compact.orthogonal_shared = muon.orthogonal_shared = shared
     update = WeightAverage.update
     WeightAverage.update = lambda self: self.restore(self.zeros())
     alone = build(bf16)
@@ -238,7 +242,7 @@ def with_defects() -> dict[str, list[str]]:
 def test_the_comparison_sees_defects():
     found = run_distributed(with_defects, 4)[0]
     assert found.pop("nothing") == []
-    assert len(found) == 4
+    assert len(found) == 5
     for name, differing in found.items():
         assert differing, name
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fuzz import reference
 from torchmm.data.loader import build_loader
 from torchmm.extensions.low_precision.float8 import float8_linears
+from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.hf.export import hf_name, hf_prefixes
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -130,14 +131,15 @@ def run_reference(
 
 def linears_in_float8(recipe: Recipe, model: MultimodalModel) -> dict[str, str]:
     """How they are scaled, by the names of their weights."""
+    config = Float8Config.of(recipe)
     chosen = {
         id(linear)
         for module in model.modality_modules()
-        if recipe.float8.concerns(module.name)
-        for linear in float8_linears(module, recipe.float8)
+        if config.concerns(module.name)
+        for linear in float8_linears(module, config)
     }
     named = model.named_modules()
-    return {f"{n}.weight": recipe.float8.recipe for n, part in named if id(part) in chosen}
+    return {f"{n}.weight": config.recipe for n, part in named if id(part) in chosen}
 
 
 def composite_names(model: MultimodalModel) -> dict[str, str]:

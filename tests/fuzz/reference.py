@@ -27,7 +27,8 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from fuzz.composites import CompositeReference
 from torchmm.common.dtypes import DTYPES
-from torchmm.extensions.low_precision.compact import CompactOptimizer, Settings
+from torchmm.extensions.low_precision.compact import CompactOptimizer
+from torchmm.recipe.training_section import OptimizerConfig
 
 Table = dict[str, Any]
 Grid = tuple[int, int, int]
@@ -409,17 +410,11 @@ class Updates:
                 [*groups.values()], lr=optimizer["lr"], betas=betas, eps=eps, foreach=False
             )
             return
-        settings = Settings(
-            betas=betas,
-            eps=eps,
-            momentum=optimizer["momentum"],
-            state_dtype=optimizer["state_dtype"],
-            at_random=optimizer["stochastic_rounding"],
-            offload=False,
-            muon_dtype=DTYPES[optimizer["computed_in"]],
-        )
         names = {id(parameter): name for name, parameter in self._own.items()}
-        self._optimizer = CompactOptimizer([*groups.values()], settings, names)
+        keys = OptimizerConfig.model_fields.keys() - {"offload"}
+        config = OptimizerConfig(**{key: optimizer[key] for key in keys})
+        dtype = DTYPES[optimizer["computed_in"]]
+        self._optimizer = CompactOptimizer([*groups.values()], config, names, dtype)
 
     @torch.no_grad()
     def step(self) -> None:

@@ -32,6 +32,7 @@ from fuzz.reference import write_generator
 from fuzz.wording import names_a_key
 from torchmm.balance.search.placement import orchestrated, with_arrangement
 from torchmm.common.errors import ConfigError, PlanError
+from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.first_step import plan_passes, training_samples
 from torchmm.planning.resolved import resolve
@@ -110,7 +111,7 @@ class Server:
         if not expected.exists():
             raise FailedError("no reference", [f"ended with {helper.exitcode}"])
         wanted = torch.load(expected, weights_only=True)
-        rounds = recipe.float8.recipe != "none"
+        rounds = Float8Config.of(recipe).recipe != "none"
         dtype = "bfloat16" if rounds else recipe.training.dtype
         noisy = recipe.optimizer.name == "muon" and dtype == "bfloat16"
         bounds = bounds_of(dtype, is_sharp(draw.sections["model"]), narrow(recipe), noisy)

@@ -15,12 +15,12 @@ from fuzz.refusals import page
 from fuzz.shrink import shrink
 from fuzz.wording import names_a_key, refusal
 from torchmm.balance.section import SearchConfig
+from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.recipe.model_section import AdapterConfig
 from torchmm.recipe.parallel_section import ModuleParallelConfig, ParallelConfig
 from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CompileConfig,
-    Float8Config,
 )
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "refused.md"

@@ -26,3 +26,11 @@ def load(monkeypatch):
     """Import a module of benchmarks/, which is not a package."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     return importlib.import_module
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return a recipe file with the constant `MODEL` of the test module."""
+    file = tmp_path / "recipe.toml"
+    file.write_text(request.module.MODEL)
+    return file

@@ -16,6 +16,9 @@ Tables (the module that reads a table describes its entries):
     run_ends          functions that run after training        `torchmm.training.run`
     schedules         schedules that need a cost model         `torchmm.planning.step`
     planners          planners of training steps               `torchmm.training.planners.table`
+    optimizers        optimizers by name                       `torchmm.training.optimizers`
+    parallel_styles   tensor-parallel styles with overlap      `torchmm.parallel.tensor.apply`
+    model_converters  replacements of parts of a model         `torchmm.planning.converters`
     recipe_choices    values that recipes leave open           `torchmm.planning.choices`
     step_arrangements sequences and images of each rank        `torchmm.training.data_build`
     plan_checks       checks of plans                          `torchmm.pipelining.checks.validate`

@@ -23,8 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.common.extensions import load_entry
 from torchmm.common.module_names import LLM
-from torchmm.extensions.async_tp.choice import choose_overlap
-from torchmm.extensions.async_tp.linear import Overlap
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers import delta_net, experts
@@ -37,7 +35,12 @@ from torchmm.parallel.context import apply_context_parallel, context_problems
 from torchmm.parallel.expert import apply_expert_parallel, expert_problems
 from torchmm.parallel.mesh import ModuleMesh, ParallelMesh
 from torchmm.parallel.precision import apply_mixed_precision
-from torchmm.parallel.tensor.apply import apply_tensor_parallel, tensor_problems
+from torchmm.parallel.tensor.apply import (
+    apply_tensor_parallel,
+    choose_overlap,
+    tensor_problems,
+)
+from torchmm.parallel.tensor.sequence import OverlapStyles
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.training_section import ActivationCheckpointConfig, CompileConfig
 
@@ -106,8 +109,7 @@ def parallelize(
         ConfigError: The recipe requires compiled layers, which this version of transformers, or a
             library, does not support.
     """
-    overlaps = parallel.async_tensor_parallel and mesh.own.sizes.tensor > 1
-    chosen: dict[str, Overlap] = {}
+    chosen: dict[str, OverlapStyles | None] = {}
     if mesh.own.context is not None:
         apply_context_parallel(model, mesh.own.context)
     device = mesh.device.type
@@ -118,7 +120,7 @@ def parallelize(
     missing = compiler_problem(compile_config, device)
     for module in model.all_stages():
         own = (meshes or {}).get(module.name, mesh.own)
-        if overlaps and module.keeps_slices and module.overlaps and module.name not in chosen:
+        if mesh.own.sizes.tensor > 1 and module.keeps_slices and module.name not in chosen:
             chosen[module.name] = choose_overlap(module, own.tensor, parallel, dtype, tokens)
         overlap = chosen.get(module.name)
         hooks = mesh.layer_hooks

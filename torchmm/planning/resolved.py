@@ -16,9 +16,9 @@ import torch
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
-from torchmm.extensions.low_precision.float8 import rounded_linears
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
+from torchmm.planning.converters import find_converters
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe
@@ -103,7 +103,7 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
 
 
 def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> MultimodalModel:
-    """Return the model of a recipe on the meta device, with adapters and float8 linears marked.
+    """Return the model of a recipe on the meta device, with adapters, annotated by its converters.
 
     Args:
         dtype: of parameters.
@@ -119,6 +119,7 @@ def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Multimod
     longest += validation.max_new_tokens if validation.samples else 0
     if problem := model.llm.rotary_limits.problem(longest):
         raise ConfigError(f"[model] training.sequence_length is too large: {problem}")
-    for module in model.modality_modules():
-        module.rounded = rounded_linears(module, recipe.float8)
+    for converter in find_converters(recipe):
+        for module in model.modality_modules():
+            converter.annotate(module)
     return model

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.layers import Parameters, trained_parameters
-from torchmm.extensions.low_precision.float8 import float8_linears
 from torchmm.models.hf.pairs import exported_as
 from torchmm.models.multimodal import MultimodalModel
+from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import graphs_problem, parameter_states, recompute_mode
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.placement_sizes import show_sizes
@@ -118,7 +118,9 @@ def run_summary(run: Resolved, model: MultimodalModel, device: str) -> dict[str,
     lines["memory per rank"] = _memory_line(run_states(run, model))
     lines["exported as"] = exported_as(model)
     lines |= _compiled_line(run, model, device) | _graphs_line(run, model, device)
-    return lines | _float8_line(run, model)
+    for converter in find_converters(run.recipe):
+        lines |= converter.summary_lines(model)
+    return lines
 
 
 def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str, str]:
@@ -149,20 +151,6 @@ def _graphs_line(run: Resolved, model: MultimodalModel, device: str) -> dict[str
     reasons = {module.name: graphs_problem(run, module, device) for module in encoders}
     parts = [f"{name} no ({why})" if why else f"{name} yes" for name, why in reasons.items()]
     return {"CUDA graphs": ", ".join(parts) or "no encoders"}
-
-
-def _float8_line(run: Resolved, model: MultimodalModel) -> dict[str, str]:
-    float8 = run.recipe.float8
-    counts = {
-        module.name: len(float8_linears(module, float8))
-        for module in model.modality_modules()
-        if float8.concerns(module.name)
-    }
-    if not counts:
-        return {}
-    how = f"{float8.recipe} scales" + (", emulated" if float8.emulate else "")
-    parts = ", ".join(f"{count} linears of {name}" for name, count in counts.items())
-    return {"float8": f"{how}: {parts}"}
 
 
 def _memory_line(states: StateBytes) -> str:

@@ -7,7 +7,7 @@ is checked when the model is built, still before any weight is loaded.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from glob import glob
 from pathlib import Path
 
@@ -43,7 +43,12 @@ from torchmm.recipe.placement_sizes import (
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.sizes import MeshSizes
-from torchmm.recipe.training_section import CheckpointConfig, limit_bytes
+from torchmm.recipe.training_section import (
+    COMPACT,
+    CheckpointConfig,
+    limit_bytes,
+    optimizer_entry,
+)
 
 
 def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
@@ -166,19 +171,20 @@ def _local_directory(key: str, path: str) -> tuple[Path | None, list[Problem]]:
 
 
 def _check_module_names(recipe: Recipe) -> Problems:
+    yield from check_names(recipe, "freeze.modules", recipe.freeze.modules)
+    yield from check_names(recipe, "compile.modules", recipe.compile.modules)
+    yield from check_names(recipe, "optimizer.module_lr", recipe.optimizer.module_lr)
+    checkpointed = recipe.activation_checkpoint.modules
+    yield from check_names(recipe, "activation_checkpoint.modules", checkpointed)
+
+
+def check_names(recipe: Recipe, key: str, names: Iterable[str]) -> Problems:
+    """Yield a problem for each name in the value of `key` that is not a module of the recipe."""
     known = module_names(recipe)
-    uses = {
-        "freeze.modules": recipe.freeze.modules,
-        "compile.modules": recipe.compile.modules,
-        "float8.modules": recipe.float8.modules,
-        "optimizer.module_lr": list(recipe.optimizer.module_lr),
-        "activation_checkpoint.modules": list(recipe.activation_checkpoint.modules),
-    }
-    for key, names in uses.items():
-        for name in names:
-            if name not in known:
-                text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
-                yield Problem(key, name, text, ("model",))
+    for name in names:
+        if name not in known:
+            text = f"unknown module{suggest(name, known)}; known: {', '.join(known)}"
+            yield Problem(key, name, text, ("model",))
 
 
 def _check_frozen(recipe: Recipe) -> Problems:
@@ -451,6 +457,17 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     if not narrow and not optimizer.stochastic_rounding:
         text = f'has no use without {key} = "bfloat16"; set that or remove it'
         yield Problem("optimizer.stochastic_rounding", False, text, (key,))
+    if optimizer_entry(optimizer, is_narrow=narrow) is None:
+        storage = (
+            (key, recipe.training.parameter_dtype),
+            ("optimizer.state_dtype", optimizer.state_dtype),
+            ("optimizer.offload", optimizer.offload),
+        )
+        used, value = next(pair for pair in storage if pair[1] not in ("float32", False))
+        text = 'the extension "low_precision" is not installed'
+        if find_entry("optimizers", f"{COMPACT}adamw") is not None:
+            text = f'is not implemented for "{optimizer.name}"; use optimizer.name = "adamw"'
+        yield Problem(used, value, text, ("optimizer.name",))
 
 
 def _check_planners(recipe: Recipe) -> Problems:

@@ -130,9 +130,6 @@ def check_adapters(recipe: Recipe) -> Problems:
             elif module == GENERATOR:
                 text += "; train this one whole: it is in no adapter's files"
             yield Problem(f"{key}.modules", module, text, ("model",))
-    if recipe.adapters and recipe.parallel.async_tensor_parallel:
-        text = "is not implemented with adapters; set it to false"
-        yield Problem("parallel.async_tensor_parallel", True, text, ("adapters",))
 
 
 def check_validation(recipe: Recipe) -> Problems:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torchmm.common.extensions import find_entries
 from torchmm.common.module_names import GENERATOR, LLM, VISION
 from torchmm.recipe.explain import Problem, Problems, suggest
 from torchmm.recipe.model_section import composite_parts
@@ -39,10 +40,9 @@ def check_pipeline(recipe: Recipe) -> Problems:
 
 
 def check_tensor(recipe: Recipe) -> Problems:
-    """Everything about layers whose products are split over ranks, or cast."""
-    yield from _check_async_tensor(recipe)
+    """Everything about layers whose products are split over ranks."""
+    yield from _check_overlap(recipe)
     yield from _check_heads(recipe)
-    yield from _check_float8(recipe)
 
 
 def _check_schedule(recipe: Recipe) -> Problems:
@@ -265,27 +265,13 @@ def _layers(config: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _check_async_tensor(recipe: Recipe) -> Problems:
+def _check_overlap(recipe: Recipe) -> Problems:
+    """Yield a problem if no installed extension has `parallel.async_tensor_parallel`."""
     parallel = recipe.parallel
-    if not parallel.async_tensor_parallel:
-        return
-    key = "parallel.async_tensor_parallel"
-    needed = ("parallel.tensor", "parallel.sequence_parallel")
-    if unit_sizes(parallel, "llm")["tensor"] == 1 or not parallel.sequence_parallel:
-        text = "needs parallel.tensor > 1 and parallel.sequence_parallel = true; set both"
-        yield Problem(key, True, text, needed)
-    schedule = find_schedule(parallel.schedule)
-    if parallel.pipeline > 1 and schedule and schedule.splits_backward:
-        text = (
-            f"hides communication behind weight gradients, which {parallel.schedule} computes "
-            "separately; use another parallel.schedule"
-        )
-        yield Problem(key, True, text, ("parallel.schedule", "parallel.pipeline"))
-    if parallel.async_tensor_backend == "symmetric_memory" and recipe.training.device == "cpu":
-        text = 'needs CUDA, but training.device is "cpu"; use "auto"'
-        yield Problem(
-            "parallel.async_tensor_backend", "symmetric_memory", text, ("training.device",)
-        )
+    entries = find_entries("parallel_styles")
+    if parallel.async_tensor_parallel and not any(entry.is_used(parallel) for entry in entries):
+        text = 'the extension "async_tp" is not installed'
+        yield Problem("parallel.async_tensor_parallel", True, text)
 
 
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads")
@@ -304,7 +290,7 @@ def _check_heads(recipe: Recipe) -> Problems:
     if model.generator is not None:
         configs[f"model.{GENERATOR}.config"] = (model.generator.config, GENERATOR)
     for key, (config, module) in configs.items():
-        size, tensor = _tensor_size(parallel, module)
+        size, tensor = tensor_size(parallel, module)
         for name in _HEADS:
             heads = (config or {}).get(name)
             if not isinstance(heads, int) or not heads % tensor:
@@ -314,47 +300,8 @@ def _check_heads(recipe: Recipe) -> Problems:
                 yield Problem(f"{key}.{name}", heads, text, (size,))
 
 
-def _check_float8(recipe: Recipe) -> Problems:
-    """What is cast has to be the same as on one process, and worth casting."""
-    float8 = recipe.float8
-    parallel = recipe.parallel
-    key = "float8.recipe"
-    if float8.recipe == "none":
-        return
-    if recipe.training.dtype != "bfloat16" and not float8.emulate:
-        text = 'its products give bfloat16; set training.dtype = "bfloat16" or float8.emulate'
-        yield Problem(key, float8.recipe, text, ("training.dtype", "float8.emulate"))
-    cut = parallel.placement != "interleaved" or parallel.pipeline > 1
-    colocated = parallel.placement == "colocated"
-    order = parallel.llm_schedule if colocated else parallel.schedule
-    schedule = find_schedule(order)
-    if cut and schedule is not None and schedule.splits_backward:
-        text = f'"{order}" splits backwards in two, which float8 products cannot; use another'
-        yield Problem(key, float8.recipe, text, ("parallel.schedule", "parallel.llm_schedule"))
-    for name in float8.modules:
-        _, tensor = _tensor_size(parallel, name)
-        if tensor > 1 and float8.recipe != "rowwise":
-            text = f'ranks divide what is scaled together in {name!r}; use 1, or "rowwise" scales'
-            yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
-        elif tensor > 1 and parallel.async_tensor_parallel:
-            text = f"its products, some of {name!r}, are not implemented in float8; set it to false"
-            yield Problem("parallel.async_tensor_parallel", True, text, (key, "float8.modules"))
-        if name == LLM and parallel.context > 1 and float8.recipe != "rowwise":
-            text = 'ranks divide the rows that are scaled together; use 1, or "rowwise" scales'
-            yield Problem("parallel.llm.context", parallel.context, text, (key,))
-        if name != LLM and cut:
-            text = f"plans decide which images of {name!r} are scaled together; leave it out"
-            yield Problem("float8.modules", name, text, ("parallel.pipeline", "parallel.placement"))
-        if name in recipe.freeze.modules or name in recipe.adapted_modules:
-            text = (
-                f"{name!r} is frozen or has an adapter, and float8 products would compute its "
-                "weights' gradients all the same; leave it out"
-            )
-            yield Problem("float8.modules", name, text, ("freeze.modules", "adapters"))
-
-
-def _tensor_size(parallel: ParallelConfig, module: str) -> tuple[str, int]:
-    """The key that says how many ranks divide a module's linears, and how many."""
+def tensor_size(parallel: ParallelConfig, module: str) -> tuple[str, int]:
+    """Return the key of the number of ranks that divide the linears of a module, and the number."""
     own = parallel.sizes_given(module) if parallel.placement == "colocated" else {}
     apart = parallel.placement == "disaggregated" and module != LLM
     key = f"parallel.{module}.tensor" if apart or "tensor" in own else "parallel.tensor"

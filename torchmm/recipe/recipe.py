@@ -22,7 +22,6 @@ from torchmm.recipe.training_section import (
     ActivationCheckpointConfig,
     CheckpointConfig,
     CompileConfig,
-    Float8Config,
     MetricsConfig,
     OptimizerConfig,
     TrainingConfig,
@@ -51,7 +50,6 @@ class Recipe(Section):
     metrics: MetricsConfig = MetricsConfig()
     activation_checkpoint: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compile: CompileConfig = CompileConfig()
-    float8: Float8Config = Float8Config()
 
     @property
     def adapted_modules(self) -> set[str]:

@@ -5,12 +5,13 @@ recomputation.
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
+from torchmm.common.extensions import Entry, find_entries
 from torchmm.common.layers import DeltaSizes, ModuleDescription
-from torchmm.common.module_names import LLM
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.section import Section, with_extensions
 
@@ -95,10 +96,26 @@ def limit_bytes(limit: str, device_bytes: float) -> int:
     return round(number * scale * (device_bytes if found[2] == "%" else 1))
 
 
+OPTIMIZERS: Sequence[Entry] = (
+    Entry("adamw", "torchmm.training.optimizers.adamw:LocalAdamW"),
+    Entry("muon", "torchmm.training.optimizers.muon:LocalMuon"),
+)
+"""Optimizers of the core (`torchmm.training.optimizers.optimizer`)."""
+COMPACT = "compact_"
+"""Prefix of optimizers whose parameters or states are not stored in float32 on the device."""
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    _entries = (*OPTIMIZERS, *find_entries("optimizers"))
+    _names = [entry.name for entry in _entries if not entry.name.startswith(COMPACT)]
+    OptimizerName = Literal[tuple(_names)]
+
+
 class OptimizerConfig(Section):
     """The optimizer, how its states rest, and the learning rate schedule."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName = "adamw"
     """"adamw"; "muon": matrices of layers move by their momentum, made orthogonal (scaled so that
     AdamW's learning rates and weight decay fit), all else by AdamW."""
     lr: float = Field(default=3e-4, ge=0)
@@ -134,6 +151,19 @@ class OptimizerConfig(Section):
     """Share of all steps spent decaying ("wsd")."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, relative to the peak ("cosine", "wsd")."""
+
+
+def optimizer_entry(config: OptimizerConfig, *, is_narrow: bool) -> Entry | None:
+    """Return the entry of an optimizer. None if no installed extension has it.
+
+    Args:
+        config: Section of the recipe.
+        is_narrow: Whether parameters are stored in bfloat16.
+    """
+    is_compact = is_narrow or config.offload or config.state_dtype != "float32"
+    name = f"{COMPACT}{config.name}" if is_compact else config.name
+    entries = (*OPTIMIZERS, *find_entries("optimizers"))
+    return next((entry for entry in entries if entry.name == name), None)
 
 
 class TrainingConfig(Section):
@@ -279,29 +309,6 @@ class MetricsConfig(Section):
     a short matrix-product measurement on CPU."""
     profile_step: int = Field(default=0, ge=0)
     """Step recorded by the PyTorch profiler as a trace in `profile/`; 0: none."""
-
-
-class Float8Config(Section):
-    """Matrix products of transformer layers in float8 (torchao; GPUs from Ada and Hopper on)."""
-
-    recipe: Literal["none", "rowwise", "tensorwise"] = "none"
-    """How values are scaled before they are cast: each row and column for itself (more exact), or
-    the whole tensor (faster). "none": products are in `training.dtype`."""
-    modules: list[str] = Field(default=[LLM])
-    """Names of modules whose layers compute in float8."""
-    first_layers: int = Field(default=1, ge=0)
-    """Layers at a module's beginning that stay in `training.dtype`."""
-    last_layers: int = Field(default=1, ge=0)
-    """The same at its end."""
-    exclude: list[str] = Field(default=["*.gate", "*router*"])
-    """Patterns of names of linears within a layer ("mlp.down_proj", "self_attn.*") that do, too.
-    So do those whose sizes are no multiples of 16."""
-    emulate: bool = False
-    """Round as float8 does, but multiply in `training.dtype`: on any device, and slowly."""
-
-    def concerns(self, module: str) -> bool:
-        """Whether the module's layers compute in float8."""
-        return self.recipe != "none" and module in self.modules
 
 
 class CompileConfig(Section):

@@ -32,8 +32,9 @@ from torchmm.training.data_build import build_arrangements, build_data, log_data
 from torchmm.training.ending import Status, write_status
 from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.model_build import ModelCut, fill_model
-from torchmm.training.optim import RunOptimizer, build_optimizer, describe_schedule_change
+from torchmm.training.optim import build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.optimizer import RunOptimizer
 from torchmm.training.parts import RunParts
 from torchmm.training.planners.table import build_planner
 from torchmm.training.ranks import compare_choices, prepare_ranks, seed_rank

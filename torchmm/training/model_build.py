@@ -22,8 +22,6 @@ from torchmm.common.log import working
 from torchmm.common.module_names import LLM
 from torchmm.data.media.medium import open_media
 from torchmm.data.tokenizer import load_tokenizer
-from torchmm.extensions.low_precision.float8 import apply_float8, float8_problems
-from torchmm.extensions.low_precision.forms import block_problems
 from torchmm.models.hf.adapter_files import load_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
@@ -36,11 +34,13 @@ from torchmm.parallel.mesh import ParallelMesh, encoder_meshes
 from torchmm.pipelining.plan.graph import StageLayout
 from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.planning.choices import choose_segments
+from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import module_executions
 from torchmm.planning.first_step import first_step
 from torchmm.planning.resolved import Resolved, recipe_model
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
+from torchmm.training.optimizers.optimizer import find_optimizer
 from torchmm.training.pipeline import Pipeline
 
 
@@ -117,10 +117,12 @@ def cut_model(
     problems = model_problems(
         model, recipe.parallel, tensor, recipe.training.attention, recipe.compile, device
     )
-    if recipe.optimizer.state_dtype == "int8":
-        for module in descriptions:
-            problems += block_problems(module, executions[module.name].tensor)
-    problems += float8_problems(modules, recipe.float8, device, tensor)
+    is_narrow = recipe.training.parameter_dtype != "float32"
+    optimizer = find_optimizer(recipe.optimizer, is_narrow=is_narrow)
+    for module in descriptions:
+        problems += optimizer.find_problems(recipe.optimizer, module, tensor[module.name])
+    for converter in find_converters(recipe):
+        problems += converter.find_problems(modules, device, tensor)
     if problems:
         raise ConfigError(problems)
     # A resumed run reads the first step too, so that its stages are those of the run before.
@@ -154,8 +156,9 @@ def fill_model(
     descriptions = [module.describe() for module in model.modality_modules()]
     encoders = [module.name for module in descriptions if module.kind == "encoder"]
     stages = cut_for_rank(model, cut.layout, mesh.pipeline_rank)
-    for module in model.all_stages():
-        apply_float8(module, recipe.float8)
+    for converter in find_converters(recipe):
+        for module in model.all_stages():
+            converter.convert(module)
     compilation = parallelize(
         model,
         mesh,

@@ -1,9 +1,8 @@
 """The optimizer, its parameter groups, the learning rate and the global gradient norm.
 
-AdamW with float32 states is the fused kernel of torch. Other optimizers are in
-`optimizers/compact.py`. Both read the clip factor and the check for non-finite values from device
-scalars (`grad_scale`, `found_inf`, as with `torch.amp.GradScaler`). The update is therefore queued
-before the host reads the gradient norm, and a step with non-finite values changes nothing.
+Optimizers (`optimizers/optimizer.py`) read the clip factor and the check for non-finite values from
+device scalars (`grad_scale`, `found_inf`, as with `torch.amp.GradScaler`). The update is therefore
+queued before the host reads the gradient norm, and a step with non-finite values changes nothing.
 
 The learning rate is a pure function of the step, so there is no scheduler state to save.
 Parameters are grouped by module, by weight decay, and by device mesh (Muon gathers matrices over
@@ -25,14 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchmm.extensions.low_precision.compact import CompactOptimizer, Settings, count_step
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.gather import gather_texts
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.parallel.torch_private import local_tensors
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.checkpoint.state import parameter_names
 from torchmm.training.optimizers.average import WeightAverage
+from torchmm.training.optimizers.optimizer import RunOptimizer, find_optimizer, local_gradients
 
 _EPSILON = 1e-6
 """Added to the gradient norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -52,11 +50,11 @@ def build_optimizer(
         module_of: function from parameter names to module names ("llm", "NAME",
             "NAME.connector").
         copies: copies of the embedding of another rank, without weight decay like the original.
-        matrices: parameters that Muon updates.
+        matrices: matrices of layers, which Muon updates.
         dtype: compute dtype of the modules.
     """
     groups: dict[tuple, dict[str, Any]] = {}
-    by_muon = {id(matrix) for matrix in matrices} if config.name == "muon" else set()
+    matrix_ids = {id(matrix) for matrix in matrices}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     embeddings |= {id(copy) for copy in copies}
     for name, parameter in model.named_parameters():
@@ -64,7 +62,7 @@ def build_optimizer(
             continue
         module = module_of(name)
         decays = parameter.ndim > 1 and id(parameter) not in embeddings
-        rule = "muon" if id(parameter) in by_muon else "adamw"
+        rule = config.name if id(parameter) in matrix_ids else "adamw"
         key = (module, decays, rule, _mesh_of(parameter))
         peak_lr = config.module_lr.get(module, config.lr)
         group = groups.setdefault(
@@ -79,74 +77,11 @@ def build_optimizer(
             },
         )
         group["params"].append(parameter)
-    beta1, beta2 = config.betas
     nothing = {"params": [], "module": "", "lr": config.lr, "peak_lr": config.lr}
     found = list(groups.values()) or [nothing]
-    plain = all(p.dtype == torch.float32 for group in found for p in group["params"])
-    if plain and config.name == "adamw" and config.state_dtype == "float32" and not config.offload:
-        betas = (beta1, beta2)
-        return LocalAdamW(found, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    settings = Settings(
-        betas=(beta1, beta2),
-        eps=config.eps,
-        momentum=config.momentum,
-        state_dtype=config.state_dtype,
-        at_random=config.stochastic_rounding,
-        offload=config.offload,
-        muon_dtype=dtype,
-    )
-    return CompactOptimizer(found, settings, parameter_names(model))
-
-
-class LocalAdamW(torch.optim.AdamW):
-    """Fused AdamW that updates local tensors, without the per-operator cost of DTensors.
-
-    States are DTensors like their parameters, so checkpoints do not change.
-    """
-
-    grad_scale: Tensor | None = None
-    """Divisor of the gradients, a float32 device scalar."""
-    found_inf: Tensor | None = None
-    """1 if the step must change nothing, else 0; a float32 device scalar."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient."""
-        assert closure is None
-        updated = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
-        every = [parameter for parameters in updated for parameter in parameters]
-        for parameter in every:
-            if not (state := self.state[parameter]):
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        count_step([self.state[parameter]["step"] for parameter in every], self.found_inf)
-        for group, parameters in zip(self.param_groups, updated, strict=True):
-            if not parameters:
-                continue
-            states = [self.state[p] for p in parameters]
-            beta1, beta2 = group["betas"]
-            torch._fused_adamw_(
-                local_tensors(parameters),
-                local_gradients(parameters),
-                local_tensors([state["exp_avg"] for state in states]),
-                local_tensors([state["exp_avg_sq"] for state in states]),
-                [],
-                [state["step"] for state in states],
-                lr=group["lr"],
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                amsgrad=False,
-                maximize=False,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-            )
-
-
-RunOptimizer = LocalAdamW | CompactOptimizer
-"""Optimizers with `grad_scale` and `found_inf`."""
+    is_narrow = any(p.dtype != torch.float32 for group in found for p in group["params"])
+    make: Callable[..., RunOptimizer] = find_optimizer(config, is_narrow=is_narrow)
+    return make(found, config, parameter_names(model), dtype)
 
 
 class Updates:
@@ -325,23 +260,6 @@ def _squares(gradients: list[Tensor]) -> Tensor:
     # On the CPU, norms add numbers in sequence: in float32, the norm of a 4096 x 48 matrix is off
     # by 4e-5. Sums add numbers in pairs.
     return torch.stack([g.float().square().sum() for g in gradients]).double()
-
-
-def local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the local gradients of parameters that have one, sharded like the parameters.
-
-    Collective if a gradient is not sharded like its parameter, for example a partial sum.
-    """
-    gradients = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            placements = parameter.placements  # type: ignore[attr-defined]
-            if gradient.placements != placements:
-                gradient = parameter.grad = gradient.redistribute(placements=placements)
-        assert gradient is not None
-        gradients.append(gradient)
-    return local_tensors(gradients)
 
 
 def _mesh_of(tensor: Tensor) -> Any:

@@ -9,6 +9,7 @@ from recipe_problems import problems_of
 
 from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import resolve
+from torchmm.recipe import check, check_parallel, training_section
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import check_recipe, dump_recipe, load_recipe, resolve_sizes
 from torchmm.recipe.recipe import Recipe
@@ -249,12 +250,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "adapters.a.source",
             "no such directory",
         ),
-        (
-            "--adapters.a.modules ['llm'] --parallel.async_tensor_parallel true "
-            "--parallel.sequence_parallel true --parallel.tensor 2",
-            "parallel.async_tensor_parallel",
-            "not implemented with adapters",
-        ),
         ("--validation.samples 2", "validation.samples", "[[data.validation]]"),
         ("--data.sources []", "data.sources", "[[data.sources]]"),
         (
@@ -324,35 +319,39 @@ def test_a_valid_recipe_has_no_problems(valid):
             "training.sequence_length",
             "multiple",
         ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.tensor 2",
-            "parallel.async_tensor_parallel",
-            "sequence_parallel = true",
-        ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true",
-            "parallel.async_tensor_parallel",
-            "tensor > 1",
-        ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
-            "--parallel.tensor 2 --parallel.pipeline 2 --parallel.schedule zero_bubble",
-            "parallel.async_tensor_parallel",
-            "another parallel.schedule",
-        ),
-        (
-            "--parallel.async_tensor_parallel true --parallel.sequence_parallel true "
-            "--parallel.tensor 2 --training.device cpu "
-            "--parallel.async_tensor_backend symmetric_memory",
-            "parallel.async_tensor_backend",
-            "needs CUDA",
-        ),
     ],
 )
 def test_value_checks_name_the_key_and_a_remedy(valid, arguments, key, text):
     problem = one_problem(valid, *arguments.split(), world_size=4)
     assert f": {key}" in problem
     assert text in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "extension"),
+    [
+        ("--optimizer.state_dtype int8", "optimizer.state_dtype", "low_precision"),
+        ("--optimizer.offload true", "optimizer.offload", "low_precision"),
+        (
+            "--training.dtype bfloat16 --training.parameter_dtype bfloat16",
+            "training.parameter_dtype",
+            "low_precision",
+        ),
+        (
+            "--parallel.tensor 2 --parallel.sequence_parallel true "
+            "--parallel.async_tensor_parallel true",
+            "parallel.async_tensor_parallel",
+            "async_tp",
+        ),
+    ],
+)
+def test_keys_of_missing_extensions_are_rejected(valid, monkeypatch, arguments, key, extension):
+    for module in (check, check_parallel, training_section):
+        monkeypatch.setattr(module, "find_entries", lambda table: ())
+    monkeypatch.setattr(check, "find_entry", lambda table, name: None)
+    problem = one_problem(valid, *arguments.split(), world_size=4)
+    assert f": {key}" in problem
+    assert f'the extension "{extension}" is not installed' in problem
 
 
 A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from test_structure import (
-    CORE_IMPORTS,
     EXTENSION_IMPORTS,
     PROGRAMS,
     ROOT,
@@ -48,14 +47,6 @@ for name in sys.argv[1:]:
 """Program that imports modules and prints those that need a deleted module."""
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
-
-
-def core_imports() -> dict[str, list[str]]:
-    """Map each extension to the lines of `core_imports.txt` that name it."""
-    found: dict[str, list[str]] = {}
-    for line in CORE_IMPORTS.read_text().splitlines():
-        found.setdefault(extension_of(line.split()[1]) or "", []).append(line)
-    return found
 
 
 def dependents(extension: str) -> set[str]:
@@ -136,8 +127,6 @@ def independent_modules(copy: Path, extension: str) -> list[str]:
 
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_core_works_without_extension(extension, tmp_path, losses, real_data):
-    if lines := core_imports().get(extension):
-        pytest.skip(f"{CORE_IMPORTS.name} has {len(lines)} imports of {extension}")
     copy = copy_repository(tmp_path / "copy", extension)
     result = run_python(copy, "-c", IMPORT_ALL, *independent_modules(copy, extension))
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
@@ -153,8 +142,6 @@ def test_deleted_module_fails_imports(tmp_path):
 
 
 def test_core_tests_pass_without_extensions(tmp_path, real_data):
-    if lines := sum(map(len, core_imports().values())):
-        pytest.skip(f"{CORE_IMPORTS.name} has {lines} imports of extensions")
     copy = copy_repository(tmp_path / "copy", *EXTENSIONS)
     (copy / "data").symlink_to(real_data.resolve())
     folders = [f"tests/unit/{name}" for name in CORE_TESTS]

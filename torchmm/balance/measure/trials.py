@@ -49,7 +49,6 @@ from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import keep_freed_memory
 from torchmm.costs.flops import gradients_arrive
 from torchmm.costs.sizes import pack_sizes
-from torchmm.extensions.async_tp.choice import choose_overlap
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
 from torchmm.models.initialize import init_weights
@@ -58,7 +57,7 @@ from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
-from torchmm.parallel.tensor.apply import apply_tensor_parallel
+from torchmm.parallel.tensor.apply import apply_tensor_parallel, choose_overlap
 from torchmm.planning.executions import recompute_mode
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.recipe import Recipe
@@ -215,7 +214,7 @@ class _Case:
             parallel = recipe.parallel
             overlap = None
             has_slices = "sequence" in module.tensor_parallel_plan().values()
-            if parallel.async_tensor_parallel and has_slices and module.overlaps:
+            if has_slices:
                 tokens = recipe.training.sequence_length
                 overlap = choose_overlap(module, mesh["tensor"], parallel, dtype, tokens)
             apply_tensor_parallel(module, mesh["tensor"], parallel.sequence_parallel, overlap)

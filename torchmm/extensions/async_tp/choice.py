@@ -24,6 +24,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.layers import LayerDescription
 from torchmm.extensions.async_tp.backends import Collective, SymmetricMemory
 from torchmm.extensions.async_tp.linear import Overlap, gather_linear, linear_scatter
+from torchmm.extensions.async_tp.styles import AsyncStyles
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel import torch_private
 from torchmm.recipe.parallel_section import ParallelConfig
@@ -35,6 +36,17 @@ UNTUNED = 2
 REPETITIONS = 3
 
 logger = logging.getLogger(__name__)
+
+
+def choose_styles(
+    module: LayeredModule,
+    mesh: DeviceMesh,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    tokens: int,
+) -> AsyncStyles:
+    """Return the styles of a module; collective. See `torchmm.parallel.tensor.apply`."""
+    return AsyncStyles(choose_overlap(module, mesh, parallel, dtype, tokens))
 
 
 def choose_overlap(

@@ -21,26 +21,30 @@ Shape legend: B rows of a batch, T tokens, S tokens of one slice, D and F featur
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchmm.extensions.async_tp.linear import gather_linear, linear_scatter
+from torchmm.extensions.async_tp.linear import (
+    Overlap,
+    gather_linear,
+    gather_slices,
+    linear_scatter,
+    take_slice,
+)
 from torchmm.parallel.tensor.sequence import (
+    LocalRows,
+    OverlapStyles,
     SequenceSlices,
     batch_first,
     change_input,
     distribute_parameters,
     sequence_first,
 )
-
-LocalRows = Callable[[DTensor], Tensor]
-"""A parameter's rows that this rank computes with; differentiable."""
 
 
 class ScopeInput:
@@ -89,23 +93,35 @@ class Column:
         return x.products[self.index]
 
 
-class AsyncColumn(ParallelStyle):
-    """Column-wise linear: rows of the weight are divided among the ranks."""
+class AsyncStyles(OverlapStyles):
+    """Styles whose linears communicate as `overlap` describes."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        distribute_parameters(module, device_mesh, weight=Shard(0), bias=Shard(0))
-        module.forward = Column(module, lambda parameter: parameter.to_local())
-        return module
+    def __init__(self, overlap: Overlap) -> None:
+        self._overlap = overlap
+
+    def column(self, linear: nn.Module, local_rows: LocalRows) -> Column:
+        return Column(linear, local_rows)
+
+    def row(self, slices: SequenceSlices) -> AsyncRow:
+        return AsyncRow(slices, self._overlap)
+
+    def scope(self, slices: SequenceSlices) -> AsyncScope:
+        return AsyncScope(slices, self._overlap)
+
+    def take_slice(self, x_TD: Tensor, slice_rows: int) -> Tensor:
+        return take_slice(x_TD, slice_rows, self._overlap)
+
+    def gather_slices(self, x_SD: Tensor, rows: int) -> Tensor:
+        return gather_slices(x_SD, rows, self._overlap)
 
 
 class _Overlapping(ParallelStyle):
-    """A style with communication below its products."""
+    """A style with communication that overlaps with its products."""
 
-    def __init__(self, slices: SequenceSlices) -> None:
+    def __init__(self, slices: SequenceSlices, overlap: Overlap) -> None:
         super().__init__()
-        assert slices.overlap is not None
         self._slices = slices
-        self._overlap = slices.overlap
+        self._overlap = overlap
 
 
 class AsyncScope(_Overlapping):

@@ -1,9 +1,9 @@
-"""AdamW and Muon in float32 on tensors that rest in fewer bytes, or in the host's memory.
+"""AdamW and Muon in float32 on tensors that are stored in fewer bytes, or in host memory.
 
 On CUDA, AdamW is one compiled function (`fused.py`), without float32 copies. Other devices update
 portions of the parameters: the stored tensors (`forms.py`) are converted to float32, updated by the
-fused AdamW of torch, and stored again. Offloaded states visit the device in portions (`host.py`).
-Muon always updates complete matrices (`muon.py`).
+fused AdamW of torch, and stored again. Offloaded states are copied to the device in portions
+(`host.py`). Muon always updates complete matrices (`torchmm.training.optimizers.muon`).
 
 Rejected: torchao's AdamW8bit and relatives. Their rounding makes replicas and tied copies differ,
 their blocks and their choice of what has 8 bits follow the shards, and their states are
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from torchmm.common.layers import ModuleDescription
 from torchmm.common.processes import missing_compiler
 from torchmm.extensions.low_precision import fused
 from torchmm.extensions.low_precision.forms import (
@@ -31,18 +32,25 @@ from torchmm.extensions.low_precision.forms import (
     Form,
     Places,
     RandomBits,
-    StateDtype,
     Stored,
     as_int32,
     as_rows,
+    block_problems,
     places_of,
     state_form,
 )
 from torchmm.extensions.low_precision.host import HostVisits
 from torchmm.models.hf.load import local_tensor
 from torchmm.parallel.torch_private import placed_like
-from torchmm.recipe.training_section import UPDATE_PORTION
-from torchmm.training.optimizers.muon import orthogonal_shared, turns, update_scale
+from torchmm.recipe.training_section import UPDATE_PORTION, OptimizerConfig
+from torchmm.training.optimizers.muon import (
+    move_matrix,
+    orthogonal_shared,
+    split_turns,
+    unless_skipped,
+    update_momentum,
+)
+from torchmm.training.optimizers.optimizer import RunOptimizer, count_step
 
 PORTION = UPDATE_PORTION
 """Elements that are updated together: 64 MiB of each tensor in float32."""
@@ -52,28 +60,6 @@ _MOMENTS: dict[Rule, dict[str, bool]] = {
     "muon": {"momentum_buffer": True},
 }
 """Names of states, as torch has them, and whether they may be below 0."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is the same for all groups.
-
-    Attributes:
-        betas, eps: of AdamW.
-        momentum: of Muon.
-        state_dtype: how moments rest.
-        at_random: whether bfloat16 parameters are rounded at random.
-        offload: whether states are in the host's memory.
-        muon_dtype: in which matrices are made orthogonal.
-    """
-
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
-    state_dtype: StateDtype
-    at_random: bool
-    offload: bool
-    muon_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -88,42 +74,39 @@ class _Piece:
         return as_rows(local_tensor(tensor))[self.rows]
 
 
-class CompactOptimizer(torch.optim.Optimizer):
-    """AdamW and Muon; a step updates every parameter that has a gradient.
+class CompactOptimizer(RunOptimizer):
+    """AdamW and Muon on tensors that are stored in fewer bytes or in host memory.
 
-    A step is collective if the rule of a group is Muon. The first step creates the states. States
-    with elements are DTensors like their parameters, on the host if states are offloaded.
-    Set `grad_scale` and `found_inf`, float32 scalars on the device, before a step: gradients are
-    divided by `grad_scale`, and a step with a `found_inf` of 1 changes neither parameters nor
-    states.
-
-    Args:
-        groups: with `lr`, `weight_decay`, `rule`, and parameters of one mesh each.
-        names: by parameter's id; the same in all layouts, and for copies of one parameter.
+    A step is collective if the rule of a group is "muon". The first step creates the states.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        settings: Settings,
+        config: OptimizerConfig,
         names: Mapping[int, str],
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(groups, {"rule": "adamw", "weight_decay": 0.0})
-        self._settings = settings
+        self._config = config
+        self._dtype = dtype
         self._keys = {number: crc32(name.encode()) for number, name in names.items()}
         every = (local_tensor(p) for group in self.param_groups for p in group["params"])
         device = next((own.device for own in every), None)
-        self._visits = HostVisits(device) if settings.offload and device is not None else None
+        self._visits = HostVisits(device) if config.offload and device is not None else None
         self._fuses = device is not None and fuses_updates(device)
         self._places: dict[int, Places] = {}
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
 
-    def new_state(self, parameter: nn.Parameter, rule: Rule) -> dict[str, Tensor]:
-        """States of zeros."""
+    @classmethod
+    def find_problems(
+        cls, config: OptimizerConfig, module: ModuleDescription, tensor: int
+    ) -> list[str]:
+        return block_problems(module, tensor) if config.state_dtype == "int8" else []
+
+    def new_state(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Tensor]:
         own = local_tensor(parameter)
         found = {"step": torch.zeros((), device=own.device)}
-        for moment, form in self._forms(parameter, rule).items():
+        for moment, form in self._forms(parameter, group["rule"]).items():
             wholes = form.shapes(parameter.shape)
             for suffix, (shape, dtype) in form.shapes(own.shape).items():
                 zeros = self._zeros(shape, dtype, own.device)
@@ -143,7 +126,11 @@ class CompactOptimizer(torch.optim.Optimizer):
             if not parameters:
                 continue
             if group["rule"] == "muon":
-                for portion, states in self._at_hand([*_rounds(parameters)], "muon"):
+                rounds = [
+                    [_Piece(parameter, slice(None)) for parameter in turn]
+                    for turn in split_turns(parameters)
+                ]
+                for portion, states in self._at_hand(rounds, "muon"):
                     self._muon(group, portion, states)
             elif self._fuses:
                 fused_groups |= dict.fromkeys(parameters, group)
@@ -165,7 +152,7 @@ class CompactOptimizer(torch.optim.Optimizer):
         for group, parameters in zip(self.param_groups, updated, strict=True):
             for parameter in parameters:
                 if parameter not in self.state:
-                    self.state[parameter] = self.new_state(parameter, group["rule"])
+                    self.state[parameter] = self.new_state(parameter, group)
         every = (parameter for parameters in updated for parameter in parameters)
         count_step([self.state[parameter]["step"] for parameter in every], self.found_inf)
 
@@ -201,7 +188,8 @@ class CompactOptimizer(torch.optim.Optimizer):
         portion: list[_Piece],
         states: list[dict[str, Stored]],
     ) -> None:
-        constants = fused.Constants(*self._settings.betas, self._settings.eps)
+        beta1, beta2 = self._config.betas
+        constants = fused.Constants(beta1, beta2, self._config.eps)
         pieces = []
         for piece, stored in zip(portion, states, strict=True):
             parameter = piece.parameter
@@ -232,7 +220,7 @@ class CompactOptimizer(torch.optim.Optimizer):
             name: [own[name].read(stored[name]) for own, stored in zip(forms, states, strict=True)]
             for name in _MOMENTS["adamw"]
         }
-        beta1, beta2 = self._settings.betas
+        beta1, beta2 = self._config.betas
         adamw(
             values,
             [_gradient(piece) for piece in portion],
@@ -246,7 +234,7 @@ class CompactOptimizer(torch.optim.Optimizer):
             beta2=beta2,
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            eps=self._settings.eps,
+            eps=self._config.eps,
             maximize=False,
             grad_scale=self.grad_scale,
             found_inf=None if self.found_inf is None else (self.found_inf != 0).float(),
@@ -258,33 +246,25 @@ class CompactOptimizer(torch.optim.Optimizer):
     def _muon(
         self, group: dict[str, Any], portion: list[_Piece], states: list[dict[str, Stored]]
     ) -> None:
-        momentum = self._settings.momentum
         moments, updates = [], []
         for piece, stored in zip(portion, states, strict=True):
             form = self._forms(piece.parameter, "muon")["momentum_buffer"]
             moment = form.read(stored["momentum_buffer"])
-            gradient = _gradient(piece)
-            if self.grad_scale is not None:
-                gradient = gradient / self.grad_scale
-            gradient = self._unless_skipped(gradient, torch.zeros_like(gradient))
-            moment.lerp_(gradient, self._unless_skipped(1 - momentum, 0.0))
-            update = gradient.lerp(moment, momentum).to(self._settings.muon_dtype)
+            update = update_momentum(
+                moment,
+                _gradient(piece),
+                self._config.momentum,
+                self._dtype,
+                self.grad_scale,
+                self.found_inf,
+            )
             moments.append(moment)
             updates.append(update.view(local_tensor(piece.parameter).shape))
         made = orthogonal_shared(updates, [piece.parameter for piece in portion])
         for piece, stored, moment, update in zip(portion, states, moments, made, strict=True):
             value = self._parameter_form(piece.parameter).read({"": piece.of(piece.parameter)})
-            value.mul_(self._unless_skipped(1 - group["lr"] * group["weight_decay"], 1.0))
-            scale = update_scale(piece.parameter.shape)
-            change = self._unless_skipped(update, torch.zeros_like(update))
-            value.add_(change.reshape(value.shape), alpha=-group["lr"] * scale)
+            move_matrix(value, update, piece.parameter.shape, group, self.found_inf)
             self._put_to_rest(piece, value, {"momentum_buffer": moment}, stored)
-
-    def _unless_skipped(self, value: Any, otherwise: Any) -> Any:
-        """Return `value`, or `otherwise` if the gradients are not finite; both may be numbers."""
-        if self.found_inf is None:
-            return value
-        return torch.where(self.found_inf == 0, value, otherwise)
 
     def _put_to_rest(
         self,
@@ -305,7 +285,8 @@ class CompactOptimizer(torch.optim.Optimizer):
             bits = RandomBits(self._places_of(piece), key + as_int32(number * fused.MOMENT_KEY))
             for suffix, encoded in form.encode(value, bits).items():
                 if encoded is not target[suffix]:
-                    target[suffix].copy_(self._unless_skipped(encoded, target[suffix]))
+                    new = unless_skipped(self.found_inf, encoded, target[suffix])
+                    target[suffix].copy_(new)
 
     def _places_of(self, piece: _Piece) -> Places:
         number = id(piece.parameter)
@@ -315,11 +296,11 @@ class CompactOptimizer(torch.optim.Optimizer):
 
     def _parameter_form(self, parameter: nn.Parameter) -> Form:
         narrow = parameter.dtype == torch.bfloat16
-        return BFloat16(self._settings.at_random) if narrow else Float32()
+        return BFloat16(self._config.stochastic_rounding) if narrow else Float32()
 
     def _forms(self, parameter: nn.Parameter, rule: Rule) -> dict[str, Form]:
         """Of a parameter's moments."""
-        dtype = self._settings.state_dtype
+        dtype = self._config.state_dtype
         return {
             moment: state_form(dtype, signed, parameter.ndim > 1, parameter.device)
             for moment, signed in _MOMENTS[rule].items()
@@ -350,16 +331,6 @@ def _gradient(piece: _Piece) -> Tensor:
     return piece.of(piece.parameter.grad).float()
 
 
-def count_step(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Add 1 to the step counters, or 0 if `found_inf` is 1."""
-    if not steps:
-        return
-    if found_inf is None:
-        torch._foreach_add_(steps, 1.0)
-    else:  # without alpha, torch reads the scalar on the host
-        torch._foreach_add_(steps, 1.0 - found_inf, alpha=1.0)
-
-
 def _portions(
     parameters: Sequence[nn.Parameter], size: int | None = None
 ) -> Iterator[list[_Piece]]:
@@ -382,10 +353,3 @@ def _portions(
                 portion, left = [], size
     if portion:
         yield portion
-
-
-def _rounds(parameters: Sequence[nn.Parameter]) -> Iterator[list[_Piece]]:
-    """Whole parameters, as many as ranks share them."""
-    size = turns(parameters[0])
-    for start in range(0, len(parameters), size):
-        yield [_Piece(parameter, slice(None)) for parameter in parameters[start : start + size]]

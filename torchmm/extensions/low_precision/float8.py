@@ -1,17 +1,16 @@
-"""float8 products in the linears of transformer layers, by torchao.
+"""Float8 matrix products in the linears of transformer layers, by torchao.
 
-Inputs, weights and gradients of results are cast to float8 just before each of a linear's three
-products; parameters, sums, optimizer and everything else stay as they are. Scales are taken anew
-from what is cast: one for each row and column ("rowwise"), or one for the whole tensor
-("tensorwise", the faster and less exact one).
+Inputs, weights and output gradients are cast to float8 before each of the three products of a
+linear. Parameters, sums and optimizer states do not change. Scales are computed from each tensor
+that is cast: one for each row and column ("rowwise"), or one for the tensor ("tensorwise", faster
+and less exact).
 
-A rank has to cast what one process would cast, or its numbers are others. That is so under FSDP2,
-which gathers weights, and in pipelines. Where ranks share a sequence, a weight's gradient sums over
-the tokens of one rank, and where they divide a linear, products sum over some of its features;
-scales are of these alone. torchao's scales of rows are powers of two, which change only numbers too
-small for all of float8's digits, and those of whole tensors are not (refused,
-`torchmm.recipe.check`). Experts, whose weights are one tensor, are no linears and
-stay as they are, like everything around the layers: embeddings, heads, connectors.
+A rank must cast the same values as a single process. This holds for FSDP2, which gathers weights,
+and for pipelines. If ranks share a sequence, the gradient of a weight sums over the tokens of one
+rank. If ranks divide a linear, products sum over some of its features. Scales then cover only these
+values. Scales of rows are powers of two in torchao, and change only numbers that are too small for
+all digits of float8. Scales of tensors are not, so `checks.py` rejects them. Experts, embeddings,
+heads and connectors are not converted.
 
 Rejected: products of our own, which torchao has tested on devices that we have not.
 """
@@ -30,14 +29,44 @@ from torch import Tensor, nn
 
 from torchmm.common.errors import install_command
 from torchmm.common.layers import Rounded
+from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.layered import LayeredModule
+from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.tensor.linears import MULTIPLY
-from torchmm.recipe.training_section import Float8Config
+from torchmm.planning.converters import ModelConverter
+from torchmm.recipe.recipe import Recipe
 
 _MULTIPLE = 16
 """Of what the kernels want the sizes of matrices to be multiples."""
 _CAPABILITY = (8, 9)
 """The first CUDA devices with float8 products: Ada; then Hopper."""
+
+
+class Float8Converter(ModelConverter):
+    """Replacement of the linears of transformer layers by float8 linears of torchao."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._config = Float8Config.of(recipe)
+
+    def annotate(self, module: LayeredModule) -> None:
+        module.rounded = rounded_linears(module, self._config)
+
+    def find_problems(
+        self, modules: Sequence[LayeredModule], device: torch.device, tensor: Mapping[str, int]
+    ) -> list[str]:
+        return float8_problems(modules, self._config, device, tensor)
+
+    def convert(self, module: LayeredModule) -> None:
+        apply_float8(module, self._config)
+
+    def summary_lines(self, model: MultimodalModel) -> dict[str, str]:
+        config = self._config
+        modules = [m for m in model.modality_modules() if config.concerns(m.name)]
+        if not modules:
+            return {}
+        counts = [f"{len(float8_linears(m, config))} linears of {m.name}" for m in modules]
+        how = f"{config.recipe} scales" + (", emulated" if config.emulate else "")
+        return {"float8": f"{how}: {', '.join(counts)}"}
 
 
 def float8_linears(module: LayeredModule, config: Float8Config) -> list[nn.Linear]:

@@ -7,9 +7,13 @@ gate, up) also share one collective in backward instead of one each.
 
 Without sequence parallelism every tensor between scopes is a plain replicated tensor. With it,
 what lies between scopes, and travels between stages, are slices of the sequence
-(`torchmm.parallel.tensor.sequence`): scopes gather on entry and reduce-scatter on exit. With an
-`Overlap` they do so below their own matrix products (`torchmm.extensions.async_tp.styles`): the
-same plan, the same parameters, other forwards.
+(`torchmm.parallel.tensor.sequence`): scopes gather on entry and reduce-scatter on exit. With
+`OverlapStyles`, this communication overlaps with matrix products. Plans and parameters are the same
+then, only the forwards of linears and scopes differ.
+
+Extensions add implementations of `OverlapStyles` with entries of the table "parallel_styles"
+(`torchmm.common.extensions`). The argument of `is_used` is the section `[parallel]`. Targets are
+functions with the parameters of `choose_overlap`; their result is equal on all ranks of the mesh.
 
 Rejected: Hugging Face's own tensor-parallel layers, rewritten between 5.17 and 5.23; DTensor
 activations everywhere, which HF forwards mix with plain tensors.
@@ -20,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -31,9 +36,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.extensions import find_entries
 from torchmm.common.layers import DeltaSizes, LayerDescription
-from torchmm.extensions.async_tp.linear import Overlap
-from torchmm.extensions.async_tp.styles import AsyncColumn, AsyncRow, AsyncScope, Column
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import adapted_linears, without_lora
 from torchmm.parallel.tensor.collectives import Exchange, Hook, replicated, shared
@@ -42,6 +46,7 @@ from torchmm.parallel.tensor.low_rank import split_lora
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
     MeshRows,
+    OverlapStyles,
     SequenceSlices,
     change_input,
     distribute_parameters,
@@ -56,23 +61,50 @@ from torchmm.parallel.tensor.styles import (
     PackedQkv,
     ShardedNorm,
 )
+from torchmm.recipe.parallel_section import ParallelConfig
 
 _CONTEXT = "encoder_hidden_states"
 """What diffusers calls it."""
+
+
+def choose_overlap(
+    module: LayeredModule,
+    mesh: DeviceMesh,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    tokens: int,
+) -> OverlapStyles | None:
+    """Return the styles with overlap that the recipe uses for a module, or None; collective.
+
+    Args:
+        module: Module with sequence parallelism.
+        mesh: 1-D mesh of the tensor-parallel ranks.
+        parallel: Parallelism of the recipe.
+        dtype: Dtype of activations.
+        tokens: Tokens of every microbatch, or 0 if the number changes.
+
+    Raises:
+        ConfigError: The recipe requires communication that does not work on these devices.
+    """
+    for entry in find_entries("parallel_styles"):
+        if module.overlaps and entry.is_used(parallel):
+            overlap: OverlapStyles = entry.load()(module, mesh, parallel, dtype, tokens)
+            return overlap
+    return None
 
 
 def apply_tensor_parallel(
     module: LayeredModule,
     mesh: DeviceMesh,
     sequence_parallel: bool = False,
-    overlap: Overlap | None = None,
+    overlap: OverlapStyles | None = None,
     meanwhile: Hook | None = None,
 ) -> None:
     """Splits `module` over the 1-D `mesh`, in place; parameters may be on the meta device.
 
     Args:
-        overlap: how to communicate below the products of layers with sequence parallelism; None:
-            before and after them.
+        overlap: styles of linears of layers with sequence parallelism; None: communication is
+            before and after their products.
         meanwhile: called between the begin of each collective of a layer and the wait for it; None:
             layers wait at once. Not with an `overlap`.
 
@@ -190,19 +222,19 @@ def _style(
     module_name, size, slices, exchange = communication
     overlap = None if slices is None else slices.overlap
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
-        return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap is not None)
+        return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap)
     styles: dict[str, ParallelStyle | None] = {
-        "colwise": LocalColumn() if overlap is None else AsyncColumn(),
+        "colwise": LocalColumn(overlap),
         "rowwise": _rowwise(slices, exchange),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "replicated_with_grad_allreduce": LocalNorm(),
         "embedding": _Embedding(),
-        "packed_qkv": PackedQkv(sizes, overlap is not None),
-        "packed_gate_up": PackedGateUp(sizes, overlap is not None),
+        "packed_qkv": PackedQkv(sizes, overlap),
+        "packed_gate_up": PackedGateUp(sizes, overlap),
         "sharded_norm": ShardedNorm(),
         "experts": ExpertsOfRanks(slices),
-        "delta_net": DeltaNetHeads(overlap is not None),
-        "short_convolution": ConvolutionChannels(sizes, overlap is not None),
+        "delta_net": DeltaNetHeads(overlap),
+        "short_convolution": ConvolutionChannels(sizes, overlap),
         "experts_alone": ExpertsAlone(slices),
         "local_heads": _LocalHeads(),
         "head_scores": _HeadScores(),
@@ -218,14 +250,15 @@ def _style(
 
 
 def _rowwise(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
-    overlaps = slices is not None and slices.overlap is not None
-    return AsyncRow(slices) if slices is not None and overlaps else LocalRow(slices, exchange)
+    if slices is not None and slices.overlap is not None:
+        return slices.overlap.row(slices)
+    return LocalRow(slices, exchange)
 
 
 def _scope(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
     if slices is None or slices.overlap is None:
         return _GatherInput(slices, exchange)
-    return AsyncScope(slices)
+    return slices.overlap.scope(slices)
 
 
 class _Embedding(ParallelStyle):
@@ -300,14 +333,14 @@ class _ReplicatedKeyValue(ParallelStyle):
     """Key or value projection with fewer heads than ranks: computed whole, one head kept.
 
     Ranks that share a head hold equal weights; each contributes the gradient of its own query
-    heads, and the partial gradients are summed. An `AsyncScope` multiplies with the kept head only.
+    heads, and the partial gradients are summed. With overlap, the kept head alone is computed.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, overlapped: bool) -> None:
+    def __init__(self, kv_heads: int, head_dim: int, overlap: OverlapStyles | None) -> None:
         super().__init__()
         self.kv_heads = kv_heads
         self.head_dim = head_dim
-        self.overlapped = overlapped
+        self.overlap = overlap
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         compute_locally(module, device_mesh, Replicate())
@@ -321,8 +354,8 @@ class _ReplicatedKeyValue(ParallelStyle):
         def keep_head(_: nn.Module, __: tuple, whole: Tensor) -> Tensor:
             return whole[..., first : first + self.head_dim]
 
-        if self.overlapped:
-            module.forward = Column(module, own_rows)
+        if self.overlap is not None:
+            module.forward = self.overlap.column(module, own_rows)
         else:
             module.register_forward_hook(keep_head)
         return module

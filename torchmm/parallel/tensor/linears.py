@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from torchmm.parallel.tensor.collectives import Exchange, summed
 from torchmm.parallel.tensor.sequence import (
+    OverlapStyles,
     SequenceSlices,
     change_input,
     distribute_parameters,
@@ -66,9 +67,22 @@ def _part_of_sum(x: Tensor) -> Tensor:
 
 
 class LocalColumn(ParallelStyle):
-    """A column-wise linear: its scope's whole input to this rank's outputs."""
+    """A column-wise linear, from the full input of its scope to the outputs of this rank.
+
+    Args:
+        overlap: Styles of linears whose communication overlaps with their products, or None.
+    """
+
+    def __init__(self, overlap: OverlapStyles | None = None) -> None:
+        super().__init__()
+        self._overlap = overlap
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self._overlap is not None:
+            distribute_parameters(module, device_mesh, weight=Shard(0), bias=Shard(0))
+            module.forward = self._overlap.column(module, lambda parameter: parameter.to_local())
+            return module
+
         def replicated(x: Tensor) -> DTensor:
             if isinstance(x, DTensor):
                 return x

@@ -11,6 +11,7 @@ on torch 2.13 with gloo).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -22,7 +23,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional
 
-from torchmm.extensions.async_tp.linear import Overlap, gather_slices, take_slice
 from torchmm.models.layered import LayeredModule
 from torchmm.parallel.tensor.collectives import Exchange, gathered, replicated, scattered
 
@@ -32,6 +32,48 @@ SEQUENCE_DIM = -2
 """Hidden states are (batch, tokens, features) or (tokens, features)."""
 
 
+LocalRows = Callable[[DTensor], Tensor]
+"""Function from a parameter to the rows that this rank computes with; differentiable."""
+
+
+class OverlapStyles(ABC):
+    """Styles of linears whose communication overlaps with their matrix products.
+
+    A scope is an attention or MLP. It has column-wise linears with a common input and one row-wise
+    linear at its end. Between scopes, each rank has a slice of the sequence.
+    """
+
+    @abstractmethod
+    def column(self, linear: nn.Module, local_rows: LocalRows) -> Callable[..., Tensor]:
+        """Return the forward of a column-wise linear, called within its scope.
+
+        Args:
+            linear: Linear with DTensor parameters.
+            local_rows: Function that is applied to weight and bias.
+        """
+
+    @abstractmethod
+    def row(self, slices: SequenceSlices) -> ParallelStyle:
+        """Return the style of row-wise linears, whose output is a slice of the sum over ranks."""
+
+    @abstractmethod
+    def scope(self, slices: SequenceSlices) -> ParallelStyle:
+        """Return the style of scopes, whose input is a slice. Applied after linears have styles."""
+
+    @abstractmethod
+    def take_slice(self, x_TD: Tensor, slice_rows: int) -> Tensor:
+        """Return the slice of this rank, padded with zeros. Backward gathers.
+
+        Args:
+            x_TD: All rows of the sequence, equal on all ranks.
+            slice_rows: Rows of a slice. All slices cover at least T rows.
+        """
+
+    @abstractmethod
+    def gather_slices(self, x_SD: Tensor, rows: int) -> Tensor:
+        """Return the slices of all ranks without padding, `rows` rows. Backward takes a slice."""
+
+
 class SequenceSlices:
     """The layers of one module, between which a rank has its slice of the sequence only.
 
@@ -39,14 +81,14 @@ class SequenceSlices:
     is noted on entry, and again by a layer that is recomputed.
 
     Args:
-        overlap: how linears communicate below their own products; None: before and after them.
+        overlap: styles of linears whose communication overlaps with their products, or None.
         exchange: how they do while something else is done (`collectives`); None: it is waited for.
     """
 
     def __init__(
         self,
         mesh: DeviceMesh,
-        overlap: Overlap | None = None,
+        overlap: OverlapStyles | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self._mesh = mesh
@@ -94,7 +136,7 @@ class SequenceSlices:
             return (self._slice(hidden, Replicate()), *args[1:])
         rows, batch = sequence_first(hidden)
         slice_rows = self.slice_length * batch.numel()
-        return (batch_first(take_slice(rows, slice_rows, self.overlap), batch), *args[1:])
+        return (batch_first(self.overlap.take_slice(rows, slice_rows), batch), *args[1:])
 
     def arrived(self, hidden: Tensor, positions: int) -> Tensor:
         """What is handed to the layers for a slice that came from the stage before.
@@ -195,7 +237,8 @@ class SequenceSlices:
         if self.overlap is None:
             return self.whole(output).to_local()
         rows, batch = sequence_first(output)
-        return batch_first(gather_slices(rows, self.length * batch.numel(), self.overlap), batch)
+        whole = self.overlap.gather_slices(rows, self.length * batch.numel())
+        return batch_first(whole, batch)
 
     def _slice(self, local: Tensor, placement: Placement) -> Tensor:
         padded = self._padded(local)

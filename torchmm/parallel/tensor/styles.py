@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchmm.common.layers import LayerDescription
-from torchmm.extensions.async_tp.styles import Column
 from torchmm.models.layers.delta_net import DeltaWeights
 from torchmm.models.layers.short_conv import Filters
 from torchmm.parallel.tensor.linears import compute_locally, multiply_of
@@ -38,6 +37,7 @@ from torchmm.parallel.tensor.low_rank import OWN_ROWS
 from torchmm.parallel.tensor.sequence import (
     LocalNorm,
     LocalWeights,
+    OverlapStyles,
     SequenceSlices,
     distribute_parameters,
 )
@@ -71,14 +71,14 @@ class PackedLinear(ParallelStyle):
     Args:
         linear: the linear's name.
         matrices: what it holds.
-        overlapped: whether the module is an `AsyncScope`, which computes the product.
+        overlap: Styles of linears whose communication overlaps with their products, or None.
     """
 
-    def __init__(self, linear: str, matrices: list[_Rows], overlapped: bool) -> None:
+    def __init__(self, linear: str, matrices: list[_Rows], overlap: OverlapStyles | None) -> None:
         super().__init__()
         self.linear = linear
         self.matrices = matrices
-        self.overlapped = overlapped
+        self.overlap = overlap
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear: Any = module.get_submodule(self.linear)
@@ -92,16 +92,18 @@ class PackedLinear(ParallelStyle):
             bias = None if linear.bias is None else own_rows(linear.bias)
             return multiply(x, own_rows(linear.weight), bias)
 
-        linear.forward = Column(linear, own_rows) if self.overlapped else forward
+        if self.overlap is not None:
+            forward = self.overlap.column(linear, own_rows)
+        linear.forward = forward
         return module
 
 
 class PackedQkv(PackedLinear):
     """An attention with queries, keys and values in one linear."""
 
-    def __init__(self, sizes: LayerDescription, overlapped: bool) -> None:
+    def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
         heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads)
-        super().__init__("", [_Rows(n, sizes.head_dim) for n in heads], overlapped)
+        super().__init__("", [_Rows(n, sizes.head_dim) for n in heads], overlap)
         self.sizes = sizes
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -123,8 +125,8 @@ class PackedGateUp(PackedLinear):
     """A feed-forward network whose gate is in the same linear as what it is for; of diffusers' only
     the part with that linear, `proj`."""
 
-    def __init__(self, sizes: LayerDescription, overlapped: bool) -> None:
-        super().__init__("gate_up_proj", [_Rows(sizes.ffn_size, 1)] * 2, overlapped)
+    def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
+        super().__init__("gate_up_proj", [_Rows(sizes.ffn_size, 1)] * 2, overlap)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if hasattr(module, "proj"):
@@ -138,16 +140,16 @@ class DeltaNetHeads(ParallelStyle):
     The linears that hold nothing but neighbouring rows of the heads are column-wise.
     """
 
-    def __init__(self, overlapped: bool) -> None:
+    def __init__(self, overlap: OverlapStyles | None) -> None:
         super().__init__()
-        self.overlapped = overlapped
+        self.overlap = overlap
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mixer: Any = module
         key = _Rows(mixer.num_k_heads, mixer.head_k_dim)
         matrices = [key, key, _Rows(mixer.num_v_heads, mixer.head_v_dim)]
         if hasattr(mixer, "in_proj_qkv"):
-            PackedLinear("in_proj_qkv", matrices, self.overlapped)._apply(mixer, device_mesh)
+            PackedLinear("in_proj_qkv", matrices, self.overlap)._apply(mixer, device_mesh)
         LocalNorm()._apply(mixer.norm, device_mesh)
         distribute_parameters(mixer.conv1d, device_mesh)
         distribute_parameters(mixer, device_mesh, A_log=Shard(0), dt_bias=Shard(0))
@@ -165,9 +167,9 @@ class DeltaNetHeads(ParallelStyle):
 class ConvolutionChannels(PackedLinear):
     """A short convolution between two gates: each rank has some of the channels of all three."""
 
-    def __init__(self, sizes: LayerDescription, overlapped: bool) -> None:
+    def __init__(self, sizes: LayerDescription, overlap: OverlapStyles | None) -> None:
         self.channels = _Rows(sizes.hidden_size, 1)
-        super().__init__("in_proj", [self.channels] * 3, overlapped)
+        super().__init__("in_proj", [self.channels] * 3, overlap)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         mixer: Any = super()._apply(module, device_mesh)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmm.extensions.low_precision.compact import CompactOptimizer
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.training.checkpoint.storage import dtype_named
+from torchmm.training.optimizers.optimizer import RunOptimizer
 
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 OptimizerState = dict[Tensor, dict[str, Tensor]]
@@ -87,9 +87,9 @@ def empty_optimizer_state(
         # Fused and capturable kernels read the step count on the device, others on the host.
         on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
-            if isinstance(optimizer, CompactOptimizer):
+            if isinstance(optimizer, RunOptimizer):
                 if entries[names[id(parameter)]]:
-                    state[parameter] = optimizer.new_state(parameter, group["rule"])
+                    state[parameter] = optimizer.new_state(parameter, group)
                 continue
             values = {
                 key: _empty_like(parameter, key, entry, on_device)

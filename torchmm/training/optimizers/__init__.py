@@ -1,1 +1,1 @@
-"""Optimizers with states in bfloat16, in 8 bits or in host memory, and Muon."""
+"""Optimizers (`optimizer.py` has the interface), and the moving average of weights."""

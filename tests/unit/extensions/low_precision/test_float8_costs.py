@@ -21,9 +21,9 @@ from torchmm.costs.layers import layer_operators
 from torchmm.costs.operators import operator_ms, rounded_matmul
 from torchmm.costs.sizes import llm_sizes
 from torchmm.extensions.low_precision.float8 import rounded_linears
+from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
-from torchmm.recipe.training_section import Float8Config
 
 ROWS, INPUTS, OUTPUTS = 480, 640, 1280
 SIZES = llm_sizes([MicrobatchMeta((SampleMeta("s", 0, 4096),), 4096)], [4096], padding=False)

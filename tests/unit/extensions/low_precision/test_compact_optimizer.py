@@ -1,4 +1,4 @@
-"""AdamW and Muon whose tensors rest in fewer bytes: numbers, rounding, states, offload."""
+"""AdamW and Muon on compact tensors: numbers, rounding, states, offload."""
 
 import math
 import shutil
@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from update_cases import BAD_STEPS, Trained, assert_equal, check_non_finite_step
 
 from torchmm.extensions.low_precision import compact, forms, fused
 from torchmm.extensions.low_precision.compact import CompactOptimizer
@@ -19,7 +20,7 @@ from torchmm.extensions.low_precision.forms import (
 )
 from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import build_optimizer, set_learning_rate
-from torchmm.training.optimizers.muon import orthogonal
+from torchmm.training.optimizers.muon import LocalMuon
 
 FAST = {"lr": 1e-2, "schedule": "constant"}
 
@@ -54,10 +55,6 @@ def distance(a: nn.Module, b: nn.Module) -> float:
     return math.sqrt(apart / moved)
 
 
-def test_float32_is_torchs_own_optimizer():
-    assert isinstance(optimizer_of(net()), torch.optim.AdamW)
-
-
 def test_states_on_the_host_change_no_bit(monkeypatch):
     monkeypatch.setattr(compact, "PORTION", 1000)  # many portions, in the middle of matrices
     plain, offloaded = net(), net()
@@ -85,7 +82,6 @@ def state_bytes(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> in
     [
         ({"state_dtype": "bfloat16"}, 4),
         ({"state_dtype": "int8"}, 2 + 8 / BLOCK),
-        ({"name": "muon"}, 4),
         ({"name": "muon", "state_dtype": "int8"}, 1 + 4 / BLOCK),
     ],
 )
@@ -164,40 +160,6 @@ def test_the_map_is_that_of_torchao(signed):
     assert torch.allclose(dynamic_map(signed), torch.tensor(utils.create_dynamic_map(signed)))
 
 
-def test_muon_is_torchs():
-    model, theirs = net(), net()
-    settings = {"lr": 0.02, "weight_decay": 0.1}
-    config = OptimizerConfig(name="muon", schedule="constant", **settings)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    ours = build_optimizer(model, lambda _: "llm", config, (), matrices, torch.bfloat16)
-    own = torch.optim.Muon(
-        [p for p in theirs.parameters() if p.ndim == 2], adjust_lr_fn="match_rms_adamw", **settings
-    )
-    steps(model, ours, 3)
-    steps(theirs, own, 3)
-    for a, b, start in zip(
-        model.parameters(), theirs.parameters(), net().parameters(), strict=True
-    ):
-        if a.ndim == 2:  # bfloat16 products in another order of brackets
-            assert (a - b).norm() < 0.05 * (b - start).norm()
-
-
-def test_orthogonal_matrices_have_singular_values_near_1():
-    torch.manual_seed(0)
-    found = torch.linalg.svdvals(orthogonal(torch.randn(3, 40, 24)))
-    assert found.shape == (3, 24) and found.min() > 0.5 and found.max() < 1.3
-
-
-def test_muon_is_for_matrices_of_layers_alone():
-    model = net()
-    config = OptimizerConfig(name="muon", **FAST)
-    optimizer = build_optimizer(model, lambda _: "llm", config, matrices=[model[2].weight])
-    steps(model, optimizer, 1)
-    by_muon = [p for p, s in optimizer.state.items() if "momentum_buffer" in s]
-    assert [id(p) for p in by_muon] == [id(model[2].weight)]
-    assert "exp_avg" in optimizer.state[model[0].weight]
-
-
 def test_learning_rates_are_set_as_of_other_optimizers():
     model = net()
     optimizer = optimizer_of(model, state_dtype="bfloat16")
@@ -252,19 +214,9 @@ def trained(shapes: list, dtype: torch.dtype, count: int = 3, **settings) -> dic
             | {"weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 3e-3},
         ],
-        compact.Settings(
-            **{
-                "betas": (0.9, 0.95),
-                "eps": 1e-8,
-                "momentum": 0.95,
-                "state_dtype": "float32",
-                "at_random": True,
-                "offload": False,
-                "muon_dtype": torch.float32,
-            }
-            | settings
-        ),
+        OptimizerConfig(**settings),
         {id(p): name for name, p in model.named_parameters()},
+        torch.float32,
     )
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
@@ -376,6 +328,46 @@ def test_update_divides_gradients_by_grad_scale(monkeypatch, fuses, rule):
         steps(scaled, OnlyGradients(scaled, 0.25), 1, number)
         optimizer.step()
     assert all(map(torch.equal, plain.parameters(), scaled.parameters()))
+
+
+STORAGES = [
+    ("bfloat16 states", {"state_dtype": "bfloat16"}, torch.float32),
+    ("int8 states", {"state_dtype": "int8"}, torch.bfloat16),
+    ("host states", {"state_dtype": "int8", "offload": True}, torch.bfloat16),
+    ("muon, int8", {"name": "muon", "state_dtype": "int8"}, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"), [k[1:] for k in STORAGES], ids=[k[0] for k in STORAGES]
+)
+@pytest.mark.parametrize("bad", BAD_STEPS)
+def test_non_finite_compact_step_changes_nothing(settings, dtype, bad):
+    check_non_finite_step(settings, dtype, bad)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_float32_storage_equals_muon_of_core(skips):
+    core = Trained(name="muon", max_grad_norm=0.1)
+    assert isinstance(core.optimizer, LocalMuon)
+    compact_muon = Trained(name="muon", max_grad_norm=0.1, offload=True)
+    assert isinstance(compact_muon.optimizer, CompactOptimizer)
+    for number in range(1, 4):
+        loss = math.nan if skips and number == 2 else 1.0
+        core.step(number, loss=loss)
+        compact_muon.step(number, loss=loss)
+    assert_equal(core.tensors(), compact_muon.tensors())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compact_optimizer_divides_by_grad_scale(dtype):
+    scaled, plain = Trained(dtype, state_dtype="bfloat16"), Trained(dtype, state_dtype="bfloat16")
+    for trained, size in ((scaled, 4.0), (plain, 1.0)):
+        trained.net.set_gradients(1, size)
+        trained.optimizer.grad_scale = torch.tensor(size)
+        trained.optimizer.step()
+    parameters = zip(scaled.net.parameters(), plain.net.parameters(), strict=True)
+    assert all(torch.equal(x, y) for x, y in parameters)
 
 
 class OnlyGradients:
