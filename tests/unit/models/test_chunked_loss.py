@@ -32,7 +32,7 @@ from torchmm.models.layers.loss import (
     cross_entropy_in_chunks,
 )
 from torchmm.models.registry import build_model
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 
