@@ -75,7 +75,7 @@ from torchmm.parallel.exchange import data_parallel_exchange
 from torchmm.parallel.mesh import build_mesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.run.cut import cut_for_rank
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe

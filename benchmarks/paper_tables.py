@@ -32,7 +32,7 @@ from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.flops import microbatch_flops
 from torchmm.pipelining.schedules.layouts import balanced_cuts
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.read import resolve_sizes
 
 

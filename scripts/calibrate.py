@@ -150,7 +150,8 @@ def _learn(options: argparse.Namespace) -> Profile:
         from torchmm.balance.costs.profiles import load_profile
         from torchmm.balance.run_costs import run_costs
         from torchmm.pipelining.view.records import read_content, read_records
-        from torchmm.planning.resolved import recipe_model, resolve
+        from torchmm.planning.recipe_model import recipe_model
+        from torchmm.planning.resolved import resolve
 
     profile, model = load_profile(options.profile), recipe_model(recipe)
     modules = [m.describe() for m in model.modality_modules()]

@@ -4,7 +4,7 @@
     run.llm, run.units, run.shares
 
 How large a mesh is, how many shares a global batch has and whether modules have ranks of their own
-is answered here; nothing computes it from the recipe again. So is which model a recipe describes.
+is answered here; nothing computes it from the recipe again.
 """
 
 from __future__ import annotations
@@ -12,13 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import LLM
-from torchmm.models.multimodal import MultimodalModel
-from torchmm.models.registry import build_model
-from torchmm.planning.converters import find_converters
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import encoder_mesh_sizes, resolve_sizes, units_of
 from torchmm.recipe.recipe import Recipe
@@ -100,26 +94,3 @@ def resolve(recipe: Recipe, world_size: int) -> Resolved:
     units = units_of(recipe, world_size)
     llm = units[LLM] if units else resolve_sizes(recipe.parallel, world_size)
     return Resolved(recipe, world_size, llm, units)
-
-
-def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> MultimodalModel:
-    """Return the model of a recipe on the meta device, with adapters, annotated by its converters.
-
-    Args:
-        dtype: of parameters.
-
-    Raises:
-        ConfigError: all problems of the sections.
-    """
-    model = build_model(recipe.model, recipe.freeze, dtype, recipe.adapters)
-    if recipe.model.chunked_loss is None and recipe.training.dtype == "bfloat16":
-        model.llm.chunk_sharded_loss()
-    validation = recipe.validation
-    longest = recipe.training.sequence_length
-    longest += validation.max_new_tokens if validation.samples else 0
-    if problem := model.llm.rotary_limits.problem(longest):
-        raise ConfigError(f"[model] training.sequence_length is too large: {problem}")
-    for converter in find_converters(recipe):
-        for module in model.modality_modules():
-            converter.annotate(module)
-    return model

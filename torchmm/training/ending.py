@@ -275,6 +275,19 @@ def closed_after(close: Callable[[], None]) -> Iterator[None]:
     close()
 
 
+def stop_message(step: int, *reasons: str) -> str:
+    """Return the message of a run that a signal has stopped.
+
+    Args:
+        step: Last finished step.
+        reasons: More sentences. Empty ones are skipped.
+    """
+    message = f"stopped after step {step}, which is saved"
+    if not step:
+        message = "stopped before the first step; nothing is to be saved"
+    return ". ".join(filter(None, [message, *reasons]))
+
+
 def write_failure(
     run_dir: Path, error: BaseException, step: int, rank: int, directory: CheckpointDirectory
 ) -> None:

@@ -37,7 +37,8 @@ from torchmm.planning.choices import choose_segments
 from torchmm.planning.converters import find_converters
 from torchmm.planning.executions import module_executions
 from torchmm.planning.first_step import first_step
-from torchmm.planning.resolved import Resolved, recipe_model
+from torchmm.planning.recipe_model import recipe_model
+from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.optimizers.optimizer import find_optimizer

@@ -86,7 +86,7 @@ def train(recipe: Recipe) -> int:
             with training(run_dir):
                 trainer.run()
         if rank == 0:
-            tell(run_dir, Status("done", trainer.step, 0, 0, trainer.complaint))
+            tell(run_dir, Status("done", trainer.step, 0, 0, parts.checkpoints.complaint))
     except BaseException as error:
         write_failure(run_dir, error, trainer.step if trainer else 0, rank, directory)
         raise

@@ -22,7 +22,7 @@ from torchmm.data.loader import StepBatch
 from torchmm.parallel.compilation import tell_graphs
 from torchmm.parallel.health.peers import Health
 from torchmm.training.agreement import agree_on_batch, check_losses, copy_losses
-from torchmm.training.ending import Status, StopSignal, closed_after, write_status
+from torchmm.training.ending import Status, StopSignal, closed_after, stop_message, write_status
 from torchmm.training.hooks.hook import StepDone, Training, TrainState
 from torchmm.training.hooks.table import build_hooks
 from torchmm.training.metrics import StepMeter
@@ -76,10 +76,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.finish()
         if self.step < self.parts.run.recipe.training.steps:
-            message = f"stopped after step {self.step}, which is saved"
-            if not self.step:
-                message = "stopped before the first step; nothing is to be saved"
-            raise Preempted(". ".join(filter(None, [message, without_data, self.complaint])))
+            raise Preempted(stop_message(self.step, without_data, self.parts.checkpoints.complaint))
 
     def _train(self) -> str:
         """Run the remaining steps.
@@ -160,11 +157,6 @@ class Trainer:
     def step(self) -> int:
         """Last finished step."""
         return self.state.step
-
-    @property
-    def complaint(self) -> str:
-        """Problem that did not end the run, for STATUS.json, or ""."""
-        return self.parts.checkpoints.complaint
 
     def close(self) -> None:
         """Stop planning, heartbeat and hooks. An error of one does not prevent the others."""

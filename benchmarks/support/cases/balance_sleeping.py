@@ -27,7 +27,8 @@ from support.sleepers import LLM_LAYERS, RANKS, TOWER_LAYERS, ShardedSleeper, Wo
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.run_costs import run_costs
 from torchmm.costs.sizes import pack_sizes
-from torchmm.planning.resolved import recipe_model, resolve
+from torchmm.planning.recipe_model import recipe_model
+from torchmm.planning.resolved import resolve
 
 PROFILE = Path(__file__).parents[2] / "results" / "profile_h200.json"
 ORDERS = {PLAIN: "natural", SORTED: "equal slices", IMAGES: "balanced images"}

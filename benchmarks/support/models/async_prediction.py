@@ -17,7 +17,7 @@ from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.layers import ModuleDescription
 from torchmm.costs.execution import Execution
 from torchmm.costs.sizes import llm_sizes
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.read import load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "papers"

@@ -27,7 +27,7 @@ from support.one_gpu.theirs import VARIANTS, HfSide, TrlSide, Variant, smaller
 from support.one_gpu.trace import trace_step
 from torchmm.data.loader import StepBatch
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 
 TOLERANCE = 1e-2
 """Relative difference of the first losses of two programs in bf16."""

@@ -39,7 +39,8 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.resolved import Resolved, recipe_model, resolve
+from torchmm.planning.recipe_model import recipe_model
+from torchmm.planning.resolved import Resolved, resolve
 from torchmm.recipe.recipe import Recipe
 from torchmm.training import build, model_build
 from torchmm.training.ending import StopSignal

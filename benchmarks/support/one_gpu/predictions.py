@@ -35,7 +35,8 @@ from torchmm.pipelining.run.cut import cut_for_rank
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.run.runtime import PipelineRuntime
 from torchmm.pipelining.run.stage import make_stage
-from torchmm.planning.resolved import Resolved, recipe_model, resolve
+from torchmm.planning.recipe_model import recipe_model
+from torchmm.planning.resolved import Resolved, resolve
 from torchmm.planning.step import plan_layout, plan_step
 
 CALIBRATION_S, ROUNDS = 12.0, 2

@@ -18,7 +18,7 @@ from torchmm.balance.simulation.workload import sample_microbatches
 from torchmm.costs.operators import COMPUTE_KINDS
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.generator import GeneratorModule
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.step import plan_layout, plan_step
 from torchmm.recipe.read import dump_recipe, load_recipe
 from torchmm.recipe.recipe import Recipe

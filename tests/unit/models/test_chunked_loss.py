@@ -23,7 +23,7 @@ from torchmm.models.layers.loss import (
     chunk_rows,
     cross_entropy_in_chunks,
 )
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 

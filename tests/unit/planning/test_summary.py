@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.resolved import recipe_model, resolve
+from torchmm.planning.recipe_model import recipe_model
+from torchmm.planning.resolved import resolve
 from torchmm.planning.summary import StateBytes, run_states
 from torchmm.recipe.read import load_recipe
 

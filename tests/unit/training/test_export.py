@@ -31,7 +31,7 @@ from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.experts_apart import taken_apart
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
 from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe

@@ -23,7 +23,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.parallel.fsdp import needs_fsdp
 from torchmm.planning.first_step import training_samples
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.planning.run_length import estimate_pass_steps, length_lines, with_steps_of_epochs
 from torchmm.planning.summary import run_summary
 from torchmm.recipe.data_section import is_address

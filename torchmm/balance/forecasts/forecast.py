@@ -58,7 +58,8 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.pipelining.schedules.colocated import encoder_names
 from torchmm.pipelining.schedules.layouts import ModuleLayers, megatron_layout
 from torchmm.planning.first_step import one_by_one
-from torchmm.planning.resolved import Resolved, recipe_model, resolve
+from torchmm.planning.recipe_model import recipe_model
+from torchmm.planning.resolved import Resolved, resolve
 from torchmm.planning.step import plan_layout, step_graph
 from torchmm.recipe.check import find_problems
 from torchmm.recipe.parallel_section import ParallelConfig

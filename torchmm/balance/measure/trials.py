@@ -59,7 +59,7 @@ from torchmm.parallel.activation import apply_activation_checkpoint
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.tensor.apply import apply_tensor_parallel, choose_overlap
 from torchmm.planning.executions import recompute_mode
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.recipe import Recipe
 
 ALIKE = 3

@@ -54,7 +54,7 @@ def producer_of(
     # Late: mistakes on the command line should not take the seconds that these need to load.
     from torchmm.data.tokenizer import load_tokenizer  # noqa: PLC0415
     from torchmm.extensions.remote.producers.server import open_producer  # noqa: PLC0415
-    from torchmm.planning.resolved import recipe_model  # noqa: PLC0415
+    from torchmm.planning.recipe_model import recipe_model  # noqa: PLC0415
     from torchmm.recipe.read import load_recipe  # noqa: PLC0415
 
     recipe = load_recipe(arguments.config, overrides).recipe

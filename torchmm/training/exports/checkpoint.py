@@ -41,7 +41,7 @@ from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import check_range, whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.explain import without_removed_keys
 from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe

@@ -110,5 +110,6 @@ def test_run_balances_images_by_recipe(data, tmp_path):
 def test_balanced_images_reject_keys(data, tmp_path, arguments, text):
     read(data, tmp_path, {}, {})
     file = tmp_path / "recipe.toml"
-    found = problems_of(file, "--data.balance", "images", *arguments.split())
+    own = ["--data.balance", "images", *arguments.split()]
+    found = problems_of(file, *own, world_size=4)
     assert [p for p in found if "data.balance" in p and text in p], found

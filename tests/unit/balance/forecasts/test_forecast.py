@@ -19,7 +19,7 @@ from torchmm.balance.search.search import compare_schedules
 from torchmm.balance.search.space import describe_choices
 from torchmm.common.errors import ConfigError
 from torchmm.pipelining.view.records import read_records
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.recipe import Recipe

@@ -8,7 +8,7 @@ import pytest
 
 from torchmm.balance.forecasts.dry_run import describe_run
 from torchmm.common.errors import ConfigError
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.read import load_recipe
 
 ROOT = Path(__file__).parents[4]

@@ -22,7 +22,7 @@ from torchmm.balance.measure.trials import interpolation_errors, make_trials
 from torchmm.balance.search.disaggregated import orchestration_problem, sampled_packs
 from torchmm.balance.search.search import search_plans
 from torchmm.common.errors import ConfigError
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.placement_sizes import units_of
 from torchmm.recipe.recipe import Recipe
 

@@ -26,7 +26,7 @@ from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
 from torchmm.models.registry import build_model
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports.checkpoint import export_checkpoint

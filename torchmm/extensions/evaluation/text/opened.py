@@ -28,7 +28,7 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import FreezeConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.checkpoint.manifest import checkpoints_at, find_problems

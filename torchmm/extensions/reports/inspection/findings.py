@@ -40,7 +40,7 @@ from torchmm.data.steps.packing import members, pack_all
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.extensions.reports.inspection.pictures import file_pictures
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.planning.resolved import recipe_model
+from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.recipe.recipe import Recipe
 
