@@ -168,26 +168,6 @@ def test_the_default_recipe_loads_back_equal(write):
     assert load_recipe(write("default.toml", dump_recipe(Recipe()))).recipe == Recipe()
 
 
-@pytest.mark.parametrize(
-    ("upload", "fix"),
-    [
-        ("memory://bucket/runs", "use a bucket or a directory"),
-        ("file://host/runs", "use a path, or file:///PATH"),
-        ("file:/runs", "use file://... or a path"),
-        ("s3:/bucket/runs", "use s3://... or a path"),
-        ("~nobody-has-this-name/runs", "use an absolute path"),
-    ],
-)
-def test_upload_to_unusable_address_is_rejected(valid, upload, fix):
-    problem = one_problem(valid, "--checkpoint.upload", upload, world_size=1)
-    assert "checkpoint.upload" in problem and upload in problem and fix in problem
-
-
-def test_staging_at_address_is_rejected(valid):
-    options = ["--checkpoint.upload", "/copies", "--checkpoint.staging", "s3://bucket/runs"]
-    assert "use a directory" in one_problem(valid, *options, world_size=1)
-
-
 @pytest.mark.parametrize("place", ["{}", "file://{}", "file://localhost{}"])
 def test_resume_accepts_directory_as_address(valid, tmp_path, place):
     load_recipe(valid, ["--checkpoint.resume", place.format(tmp_path)], 1)
@@ -262,12 +242,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "--data.stages [{weights={a=1.0}}]",
             "training.epochs",
             "set training.steps",
-        ),
-        (
-            "--training.epochs 1 --data.producers.plan true "
-            "--data.producers.addresses ['localhost:7411']",
-            "training.epochs",
-            "only producers know the number of samples",
         ),
         ("--model.source x/y", "model", "keep one"),
         ("--model.encoders.audio {}", "model.encoders.audio", "neither source nor config"),

@@ -7,6 +7,7 @@ argument of `is_used` is a `SourceConfig`. It returns True if the source may hav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -41,7 +42,7 @@ class SourceFormat(Protocol):
         ...
 
     def open(
-        self, config: SourceConfig, files: list[AnyFile], fingerprint: str, places: Places
+        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
     ) -> MapSource:
         """Open a source for random access.
 

@@ -74,7 +74,7 @@ class EnergonFormat:
         )
 
     def open(
-        self, config: SourceConfig, files: list[AnyFile], fingerprint: str, places: Places
+        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
     ) -> MapSource:
         """Open an Energon dataset; raise DataError if it cannot be read."""
         storage = next((file.storage for file in files if isinstance(file, RemoteFile)), None)

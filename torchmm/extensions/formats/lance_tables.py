@@ -9,6 +9,7 @@ it is opened by the process that reads from it, since its threads do not survive
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class LanceFormat:
         return []
 
     def open(
-        self, config: SourceConfig, files: list[AnyFile], fingerprint: str, places: Places
+        self, config: SourceConfig, files: Sequence[AnyFile], fingerprint: str, places: Places
     ) -> MapSource:
         """Open a table; raise ConfigError or DataError if it cannot be read."""
         return LanceSource(config)

@@ -74,3 +74,29 @@ def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
     assert f"is needed with data.producers.tls_{given}" in problem
     load_recipe(valid, local, 1)
     load_recipe(valid, [*half, f"--data.producers.tls_{missing}", "other.pem"], 1)
+
+
+@pytest.mark.parametrize(
+    ("upload", "fix"),
+    [
+        ("memory://bucket/runs", "use a bucket or a directory"),
+        ("file://host/runs", "use a path, or file:///PATH"),
+        ("file:/runs", "use file://... or a path"),
+        ("s3:/bucket/runs", "use s3://... or a path"),
+        ("~nobody-has-this-name/runs", "use an absolute path"),
+    ],
+)
+def test_upload_to_unusable_address_is_rejected(valid, upload, fix):
+    problem = one_problem(valid, "--checkpoint.upload", upload, world_size=1)
+    assert "checkpoint.upload" in problem and upload in problem and fix in problem
+
+
+def test_staging_at_address_is_rejected(valid):
+    options = ["--checkpoint.upload", "/copies", "--checkpoint.staging", "s3://bucket/runs"]
+    assert "use a directory" in one_problem(valid, *options, world_size=1)
+
+
+def test_producers_that_plan_reject_epochs(valid):
+    planned = ["--data.producers.plan", "true", "--data.producers.addresses", '["localhost:7411"]']
+    problem = one_problem(valid, "--training.epochs", "1", *planned, world_size=1)
+    assert "only producers know the number of samples" in problem
