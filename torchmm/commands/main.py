@@ -11,6 +11,8 @@ import sys
 from importlib import import_module
 
 from torchmm import __version__
+from torchmm.common.errors import ConfigError
+from torchmm.common.extensions import FOLDERS
 
 COMMANDS = {
     "train": ("train", "train the model of a recipe"),
@@ -45,5 +47,18 @@ def main() -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     options = parser.parse_args(sys.argv[1:] or ["--help"])
     module, _ = COMMANDS[options.command]
-    command = import_module(f"torchmm.commands.{module}")
-    return int(command.main(options.arguments, f"torchmm {options.command}"))
+    try:
+        command = import_module(f"torchmm.commands.{module}")
+        return int(command.main(options.arguments, f"torchmm {options.command}"))
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing.startswith(FOLDERS):
+            raise
+        extension = missing.removeprefix("torchmm.extensions.").removeprefix("torchmm.")
+        name = extension.partition(".")[0]
+        print(
+            f'torchmm {options.command}: the extension "{name}" is not installed; use a complete '
+            "installation of torchmm",
+            file=sys.stderr,
+        )
+        return ConfigError.exit_code

@@ -75,6 +75,28 @@ def test_unknown_command_exits_with_names(monkeypatch, capsys):
     assert "'train'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "extension"),
+    [("evaluate", "evaluation"), ("show", "reports"), ("prepare-data", "demo_data")],
+)
+def test_command_names_missing_extension(command, extension, monkeypatch, capsys):
+    folder = f"torchmm.extensions.{extension}"
+    for name in [name for name in sys.modules if name.startswith(folder)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"torchmm.commands.{COMMANDS[command][0]}", raising=False)
+    monkeypatch.setitem(sys.modules, folder, None)
+    monkeypatch.setattr(sys, "argv", ["torchmm", command, "--help"])
+    assert main() == 2
+    assert f'the extension "{extension}" is not installed' in capsys.readouterr().err
+
+
+def test_missing_module_of_the_core_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmm.commands.plan", None)
+    monkeypatch.setattr(sys, "argv", ["torchmm", "plan", "--help"])
+    with pytest.raises(ModuleNotFoundError, match=r"torchmm\.commands\.plan"):
+        main()
+
+
 @pytest.mark.parametrize("option", [[], ["--config"]], ids=["first argument", "option"])
 def test_recipe_is_first_argument_or_option(option, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
