@@ -195,7 +195,6 @@ def test_a_valid_recipe_has_no_problems(valid):
             "use 80",
         ),
         ("--optimizer.betas [0.9,1.0]", "optimizer.betas", "< 1"),
-        ("--training.parameter_dtype bfloat16", "training.parameter_dtype", "training.dtype"),
         ("--optimizer.stochastic_rounding=false", "optimizer.stochastic_rounding", "no use"),
         ("--optimizer.module_lr.lm 1", "optimizer.module_lr", 'did you mean "llm"'),
         ("--compile.modules ['vison']", "compile.modules", 'did you mean "vision"'),

@@ -92,12 +92,6 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
             'use "default"',
         ),
         (
-            "--parallel.gradient_reduction microbatch --training.dtype bfloat16 "
-            "--training.parameter_dtype bfloat16",
-            "parallel.gradient_reduction",
-            "in bfloat16",
-        ),
-        (
             "--parallel.gradient_reduction microbatch --parallel.placement colocated "
             "--parallel.schedule optimus",
             "parallel.gradient_reduction",

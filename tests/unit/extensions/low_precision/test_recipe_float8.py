@@ -72,3 +72,22 @@ def test_valid(recipe: Path, arguments: str) -> None:
 def test_refused(recipe: Path, arguments: str, key: str, text: str) -> None:
     found = problems_of(recipe, *arguments.split(), world_size=4)
     assert any(key in problem and text in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "text"),
+    [
+        ("--training.parameter_dtype bfloat16", "training.parameter_dtype", "training.dtype"),
+        (
+            "--parallel.gradient_reduction microbatch --training.dtype bfloat16 "
+            "--training.parameter_dtype bfloat16 --parallel.shard 4",
+            "parallel.gradient_reduction",
+            "in bfloat16",
+        ),
+    ],
+)
+def test_bfloat16_parameters_are_rejected(
+    recipe: Path, arguments: str, key: str, text: str
+) -> None:
+    found = problems_of(recipe, *arguments.split(), world_size=4)
+    assert any(f": {key}" in problem and text in problem for problem in found), found
