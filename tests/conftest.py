@@ -69,6 +69,8 @@ CAMPAIGNS = {
     # Whole runs of what the equality tests above them compare step by step.
     "test_train_disaggregated.py",
     "test_train_generation.py",
+    "test_step_overlap.py::test_planning_ahead_keeps_losses_and_weights",
+    "test_train_producers.py::test_wrong_producer_does_not_change_losses",
     "test_train_reordering.py",
     "test_train_searched.py",
     "test_shared_plans.py::test_where_a_plan_is_made_changes_no_bit[separated]",
@@ -90,6 +92,7 @@ CAMPAIGNS = {
     # The emulated device on defects that it must find; one run without any stays.
     "test_cuda_emulation.py::test_the_emulated_device_finds_what_it_is_for",
     "test_cuda_emulation.py::test_defects_are_found[look_at_device-quickstart]",
+    "test_cuda_emulation.py::test_defects_are_found[timed_late-quickstart]",
     # Faults on real processes, which wait for time limits.
     "test_data_workers.py::test_a_process_with_idle_workers_exits_at_once",
     "test_data_workers.py::test_a_process_with_stopped_workers_exits_too",
@@ -132,6 +135,9 @@ CAMPAIGNS = {
     "test_searched_pipeline_benchmark.py::test_ranks_that_compute_write_rows_with_equal_gradients",
     "test_cost_accuracy_benchmark.py::test_it_writes_rows_of_one_and_two_ranks",
     "test_paper_recipes.py::test_strong_scaling_follows_from_one_cell",
+    # Benchmarks that search and simulate for more than ten seconds.
+    "test_disttrain_figures.py::test_reordering_and_frozen_modules_have_their_rows",
+    "test_plain_alternative_benchmark.py::test_pipelines_by_hand_fit_and_are_forecasts",
     # Long equality and whole runs on several ranks; shorter ones of the same kind run always.
     "test_launched_equality.py::test_launched_pieces_equal_one_process[4]",
     "test_compiled_tensor_parallel.py::test_compiled_layers_of_changing_lengths_equal_the_whole_model",

@@ -28,7 +28,8 @@ Tables (the module that reads a table describes its entries):
     source_formats    formats of data sources                  `torchmm.data.sources.formats`
     sample_services   processes that prepare samples           `torchmm.data.samples`
     checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
-    generators        generators and their images              `torchmm.models.registry`, `data`
+    generators        "module": a generator                    `torchmm.models.registry`
+    generators        "images": preparation of its images      `torchmm.data.generated`
     model_fallbacks   families of models that no table lists   `torchmm.models.registry`
 """
 
@@ -127,7 +128,7 @@ def require_entry(table: str, name: str, extension: str, key: str) -> Entry:
         table: Table.
         name: Name of the entry.
         extension: Extension that has the entry.
-        key: Recipe key that needs the entry, for the error message.
+        key: Key of the recipe that needs the entry, for the error message.
 
     Raises:
         ConfigError: The extension is not installed.

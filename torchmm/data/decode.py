@@ -27,6 +27,7 @@ from torchmm.common.processes import MORE_SHARED_MEMORY
 from torchmm.common.row_slices import BalancedMicrobatch, Reads
 from torchmm.common.tiles import Kept
 from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.generated import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.items import (
     BalancedShare,
     EncodedImages,
@@ -37,7 +38,6 @@ from torchmm.data.items import (
 )
 from torchmm.data.layouts.questions import references_of
 from torchmm.data.layouts.sample import Record
-from torchmm.data.media.generated import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import places_in_rows
 from torchmm.data.media.tiles import Tile

@@ -29,8 +29,8 @@ from torchmm.common.generated import GeneratorInputs, held_rows
 from torchmm.common.module_names import GENERATOR
 from torchmm.common.row_slices import BalancedMicrobatch
 from torchmm.common.tiles import Kept
+from torchmm.data.generated import DecodedDrawing, DrawingRow
 from torchmm.data.items import EncodedImages, Item, PackItems, microbatch_meta
-from torchmm.data.media.generated import DecodedDrawing, DrawingRow
 from torchmm.data.media.medium import MediaPreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions
 from torchmm.data.sources.reader import SampleReader

@@ -9,7 +9,7 @@ from recipe_problems import problems_of
 from torchmm.common import extensions
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
-from torchmm.data.media.generated import make_drawing_preprocessor
+from torchmm.data.generated import make_drawing_preprocessor
 
 GENERATION = '"generation" is not installed'
 AUTO_MODELS = '"auto_models" is not installed'

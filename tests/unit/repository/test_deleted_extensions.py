@@ -49,10 +49,10 @@ for name in sys.argv[1:]:
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 
 
-def dependents(extension: str) -> set[str]:
-    """Return the extensions that import an extension, directly or through another one."""
+def dependents(deleted: set[str]) -> set[str]:
+    """Return the extensions that import deleted extensions, directly or through another one."""
     found: set[str] = set()
-    remaining = {extension}
+    remaining = deleted
     while remaining:
         remaining = {name for name, needed in EXTENSION_IMPORTS.items() if needed & remaining}
         remaining -= found
@@ -61,9 +61,9 @@ def dependents(extension: str) -> set[str]:
 
 
 def test_dependents_follow_declared_imports():
-    assert dependents("balance") == {"reports"}
-    assert "reports" in dependents("async_tp")
-    assert dependents("reports") == set()
+    assert dependents({"balance"}) == {"reports"}
+    assert dependents({"evaluation"}) == {"generation"}
+    assert dependents({"reports"}) == set()
 
 
 def copy_repository(target: Path, *deleted: str) -> Path:
@@ -110,25 +110,27 @@ def losses(tmp_path_factory, real_data) -> list[float]:
     return found
 
 
-def independent_modules(copy: Path, extension: str) -> list[str]:
-    """Return all modules other than dependents, and than commands that import the extension."""
+def independent_modules(copy: Path, deleted: set[str]) -> list[str]:
+    """Return all modules other than dependents, and than commands that import deleted ones."""
     found = []
     for file in sorted((copy / "torchmm").rglob("*.py")):
         original = ROOT / file.relative_to(copy)
         name = ".".join(file.relative_to(copy).with_suffix("").parts).removesuffix(".__init__")
         is_program = name.startswith("torchmm.commands.") or short(original) in PROGRAMS
-        needs = extension in {extension_of(each) for each in own_imports(original)}
+        needs = deleted & {extension_of(each) for each in own_imports(original)}
         if name.endswith("__main__") or (is_program and needs):
             continue
-        if extension_of(name) not in dependents(extension):
+        if extension_of(name) not in dependents(deleted):
             found.append(name)
     return found
 
 
-@pytest.mark.parametrize("extension", EXTENSIONS)
-def test_core_works_without_extension(extension, tmp_path, losses, real_data):
-    copy = copy_repository(tmp_path / "copy", extension)
-    result = run_python(copy, "-c", IMPORT_ALL, *independent_modules(copy, extension))
+@pytest.mark.parametrize(
+    "deleted", [*({name} for name in EXTENSIONS), set(EXTENSIONS)], ids=[*EXTENSIONS, "all"]
+)
+def test_core_works_without_extension(deleted, tmp_path, losses, real_data):
+    copy = copy_repository(tmp_path / "copy", *deleted)
+    result = run_python(copy, "-c", IMPORT_ALL, *independent_modules(copy, deleted))
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     assert train_losses(copy, tmp_path / "run", real_data) == losses
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,28 @@ def test_table_factory_returns_planner(name):
     for method in METHODS:
         expected = inspect.signature(getattr(Planner, method)).parameters
         assert list(inspect.signature(getattr(planner, method)).parameters) == list(expected)
+
+
+class RecordingPipeline:
+    """Returns the number of the call as a plan."""
+
+    calls = 0
+
+    def plan(self, metas):
+        self.calls += 1
+        return self.calls
+
+
+def test_single_planner_reuses_plan_of_equal_metadata():
+    first, second = (SimpleNamespace(task_meta=name) for name in "ab")
+    planner = single.SinglePlanner(RecordingPipeline(), data_parallel_rank=1)
+    planner.plan_ahead(lambda: [["other rank"], ["a", "b"]])
+    assert planner.plan(1, [first, second]).plan == 1
+    assert planner.plan(2, [first, second]).plan == 2  # a plan is used once
+    planner.plan_ahead(lambda: [["other rank"], ["b", "a"]])
+    assert planner.plan(3, [first, second]).plan == 4  # another order of microbatches
+    planner.plan_ahead(lambda: None)
+    assert planner.plan(4, [first]).plan == 5
 
 
 @pytest.mark.parametrize(

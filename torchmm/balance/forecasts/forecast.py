@@ -24,7 +24,7 @@ import transformers
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.step_costs import slowest_update_ms
-from torchmm.balance.disttrain.arrangement import dealt, image_balance
+from torchmm.balance.disttrain.arrangement import dealt, image_balance, join_packs
 from torchmm.balance.forecasts.first_microbatches import (
     Workload,
     first_microbatches,
@@ -160,6 +160,7 @@ class StepSample:
         self.layered = {module.name: module for module in self.model.modality_modules()}
         self.modules = [module.describe() for module in self.layered.values()]
         self._shares: dict[tuple[int, int], list[list[MicrobatchMeta]]] = {}
+        self._joined: dict[int, list[MicrobatchMeta]] = {}
         self._cuts: dict[tuple[int, int], list[ModuleLayers]] = {}
 
     def shares(self, recipe: Recipe, count: int) -> list[list[MicrobatchMeta]]:
@@ -169,10 +170,26 @@ class StepSample:
             recipe: the recipe of the sample, with microbatches of any size.
             count: number of shares.
         """
-        key = count, recipe.training.microbatch_size
+        size = recipe.training.microbatch_size
+        key = count, size
         if key not in self._shares:
-            self._shares[key] = first_microbatches(recipe, self.model, count)
+            if recipe.data.sources:
+                self._shares[key] = first_microbatches(recipe, self.model, count)
+            else:  # statistics, which are drawn in the order of the packs
+                joined = self.joined(size)
+                own = len(joined) // count
+                self._shares[key] = [joined[rank * own :][:own] for rank in range(count)]
         return self._shares[key]
+
+    def joined(self, size: int) -> list[MicrobatchMeta]:
+        """Return microbatches of `size` consecutive packs."""
+        if size not in self._joined:
+            packs = self.packs
+            self._joined[size] = [
+                join_packs(packs[first : first + size])
+                for first in range(0, len(packs) - size + 1, size)
+            ]
+        return self._joined[size]
 
     def cut_layers(self, recipe: Recipe, count: int) -> list[ModuleLayers]:
         """Return the modules as they are cut for the microbatches of `shares`."""

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchmm.balance.costs.model import CostModel, StageCosts
-from torchmm.balance.disttrain.arrangement import join_packs
 from torchmm.balance.forecasts.forecast import StepSample
 from torchmm.balance.run_costs import run_costs
 from torchmm.balance.search.space import (
@@ -142,7 +141,7 @@ class PlanBounds:
             if module.kind == "llm" or plan.method == "chain":
                 ramp_ms += mean_ms
             elif plan.method == "separated":
-                ramp_ms += mean_ms / self._parts(module, plan.microbatch_size)
+                ramp_ms += mean_ms / self._parts(module, plan)
             least_ramp_ms += own.least_ms
             shared = self._module_sharing(plan, module, model)
             update_ms += shared.update_ms / pipeline
@@ -156,13 +155,34 @@ class PlanBounds:
             bound_ms += REGROUPED * least_ramp_ms * (pipeline - 1) / (2 * pipeline)
         return bound_ms, estimate_ms
 
-    def _parts(self, module: ModuleDescription, size: int) -> float:
+    def tasks(self, plan: Plan) -> int:
+        """Return the number of forward passes of stages in one pipeline, about right."""
+        pipeline = plan.size("pipeline")
+        llm_stages = pipeline * plan.size("virtual_stages")
+        stages = 0.0
+        for module in self._sample.modules:
+            parts = self._parts(module, plan)
+            if plan.method == "colocated" and module.kind == "encoder":
+                stages += len(module.layers)
+            elif plan.method == "separated":
+                stages += pipeline * plan.size(f"{module.name}.segments") * parts
+            elif plan.method == "disaggregated" and module.kind != "llm":
+                stages += plan.size(f"{module.name}.pipeline") * parts
+            elif module.kind == "llm":
+                stages += llm_stages
+        return round(self._microbatches(plan) * stages)
+
+    def _parts(self, module: ModuleDescription, plan: Plan) -> float:
         """Return the mean number of tasks that separate encoders divide a microbatch into."""
+        if module.kind == "llm":
+            return 1.0
+        key = f"parallel.{module.name}.sub_microbatch_images"
+        at_once = int(plan.changes.get(key, IMAGES_AT_ONCE[0]))
         if module.name not in self._images:
             packs = self._sample.packs
             images = sum(pack.images_of(module.name) for pack in packs)
             self._images[module.name] = images / len(packs)
-        return max(1.0, size * self._images[module.name] / IMAGES_AT_ONCE[0])
+        return max(1.0, plan.microbatch_size * self._images[module.name] / at_once)
 
     def _slowest_ms(self, plan: Plan, model: CostModel) -> float:
         """Return the estimated work of the slowest rank, of all layers.
@@ -321,8 +341,4 @@ class PlanBounds:
     @cached_property
     def _microbatches_by_size(self) -> dict[int, list[MicrobatchMeta]]:
         """Microbatches of the global batch, by the number of sequences in each."""
-        packs = self._sample.packs
-        return {
-            size: [join_packs(packs[i : i + size]) for i in range(0, len(packs), size)]
-            for size in microbatch_sizes(self._recipe)
-        }
+        return {size: self._sample.joined(size) for size in microbatch_sizes(self._recipe)}

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from torchmm.balance.search.result import Candidate
-from torchmm.balance.search.space import FIRST_SCHEDULES, Plan
+from torchmm.balance.search.space import FIRST_SCHEDULES, TUNED, Plan
 
 GAINS = {"searched": 0.75}
 """Expected step time of a neighbor over that of its plan, by schedule; 1 for other schedules. The
@@ -18,6 +18,41 @@ NEAR = 1.15
 """Neighbors are tried of plans whose step is at most this factor of the best of the schedule."""
 SETUP_ACTIONS = 500
 """Simulated actions that take as long as to prepare a simulation (measured: 0.1 s)."""
+
+MS_PER_TASK = {
+    ("static", False): 0.2, ("static", True): 0.45, ("searched", False): 1.0,
+    ("searched", True): 1.6, ("optimus", False): 2.6, ("optimus", True): 2.6,
+}  # fmt: skip
+"""Processor time of a simulation per task, by schedule and whether layers are tuned. Measured for
+PipeWeaver's VLM-S on 8 GPUs (1,400 to 8,900 tasks) and Optimus' model D (17,000 tasks)."""
+SETUP_TASKS, KNOWN_TASKS = 150, 1_000
+"""Tasks that take as long as to prepare a simulation, and weight of `MS_PER_TASK` in tasks."""
+CONFIRM = 1.25
+"""Expected time to simulate a searched plan as a dry run does, over that of the first time.
+Measured: 0.9 (omni_qwen3_8b), 1.0 (qwen3_vl_8b_video) and 1.2 (PipeWeaver's T2V-S)."""
+
+
+class SimulationTimes:
+    """Expected processor times of simulations, from `MS_PER_TASK` and measured times."""
+
+    def __init__(self) -> None:
+        self._seconds = {kind: KNOWN_TASKS * ms / 1e3 for kind, ms in MS_PER_TASK.items()}
+        self._tasks = dict.fromkeys(MS_PER_TASK, KNOWN_TASKS)
+
+    def expected_s(self, plan: Plan, tasks: int) -> float:
+        """Return the expected time of a simulation in seconds."""
+        kind = self._kind(plan)
+        return (SETUP_TASKS + tasks) * self._seconds[kind] / self._tasks[kind]
+
+    def add(self, plan: Plan, tasks: int, seconds: float) -> None:
+        """Add a measured time."""
+        kind = self._kind(plan)
+        self._seconds[kind] += seconds
+        self._tasks[kind] += SETUP_TASKS + tasks
+
+    def _kind(self, plan: Plan) -> tuple[str, bool]:
+        schedule = plan.schedule if plan.schedule in ("searched", "optimus") else "static"
+        return schedule, plan.recompute == TUNED
 
 
 @dataclass(order=True)
@@ -31,6 +66,8 @@ class Draft:
     is_rough: bool = field(compare=False, default=True)
     """Whether the estimate is not based on a simulated plan."""
     is_surveyed: bool = field(compare=False, default=False)
+    rough_ms: float = field(compare=False, default=inf)
+    """Estimate that is not based on a simulated plan; infinite for neighbors of other plans."""
 
 
 @dataclass
@@ -44,6 +81,8 @@ class MethodSearch:
     """Plans that follow from simulated plans."""
     known: set[str] = field(default_factory=set)
     best: Candidate | None = None
+    best_s: float = 0.0
+    """Processor time of the simulation of the fastest plan."""
     promise_ms: float = inf
     """Step that the bubble scheduler expects of the fastest plan."""
     sure: Candidate | None = None

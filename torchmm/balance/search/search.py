@@ -4,11 +4,12 @@
     result.best.recipe, result.best.step_ms, result.best_by_method["chain"]
 
 Every candidate is judged by the forecast that a dry run of its recipe shows (`Forecaster`). The
-first one is the recipe as it is. The search is best-first: methods take turns until each has a plan
-that fits, then the plan with the lowest estimate is simulated next. Plans whose lower bound exceeds
-the best step are skipped. If a plan is among the fastest of its schedule, its neighbors are tried:
-other schedules, stages per rank, segments, images at once. If a plan does not fit into memory, it
-is tried with layers tuned to memory.
+first one is the recipe as it is, after one plan of each method if the recipe leaves segments open.
+The search is best-first: methods take turns until each has a plan that fits, then the plan with the
+lowest estimate is simulated next. Plans whose lower bound exceeds the best step are skipped. If a
+plan is among the fastest of its schedule, its neighbors are tried: other schedules, stages per
+rank, segments, images at once. If a plan does not fit into memory, it is tried with layers tuned to
+memory. A plan is skipped if its simulation is expected to end after the time limit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchmm.balance.pipeweaver.segments import leaves_segments_open
 from torchmm.balance.run_costs import run_costs
 from torchmm.balance.search.bounds import PlanBounds
 from torchmm.balance.search.disaggregated import DisaggregatedPlans
-from torchmm.balance.search.method import GAINS, NEAR, Draft, MethodSearch
+from torchmm.balance.search.method import CONFIRM, GAINS, NEAR, Draft, MethodSearch, SimulationTimes
 from torchmm.balance.search.recipe_plans import (
     base_recipe,
     keys_changed,
@@ -58,13 +59,13 @@ RECOMPUTED = 1.05
 """The same for layers tuned to memory over no recomputation."""
 TRIES, FIRST_SHARE = 12, 0.15
 """Plans that a method simulates until one fits, and its share of the time, before other methods.
-Every method simulates at least one plan."""
+Every method simulates at least one plan, also after the time limit."""
 PROMISE_MARGIN = 1.05
 """Plans with the sizes of a recipe are simulated if the bubble scheduler expects at most this
 factor of the step that it expects of the best one."""
-MAX_TASKS, TASKS_PER_S, TASKS_SHARE = 10_000, 380.0, 0.25
-"""Largest number of tasks of a pipeline with colocated encoders, tasks that the bubble scheduler
-places per second (measured: 17,000 in 45 s), and the share of the time that one plan may take."""
+MAX_TASKS, TASKS_SHARE, TASKS_S = 10_000, 0.25, 2.5
+"""Largest number of tasks of a pipeline with colocated encoders, and the time that one such plan
+may take: a share of the limit, or seconds if that is more."""
 SCREENED = 100
 """Orders that are tried for a plan with a searched schedule, until it is the best of its method."""
 FIRST_REPORT_S = 1.0
@@ -96,7 +97,9 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         devices: Number of devices in the cluster.
         profile: Profile of one device.
         methods: Methods to search, from `METHODS`.
-        budget_s: Limit of the processor time in seconds. A simulation in progress is finished.
+        budget_s: Limit of the processor time in seconds. Every method simulates at least one plan.
+            Later simulations start only if they are expected to end before the limit. 0 simulates
+            only the recipe as it is.
         effort: Limit of the number of simulated actions.
         exact: Whether plans have to use all devices.
         schedules: Schedules to use; None for all.
@@ -127,7 +130,8 @@ def search_plans(  # noqa: PLR0913 - limits of the search
         sized=recipe if own_sizes else None,
     )  # fmt: skip
     own = None if schedules or limits or own_sizes else recipe
-    search.run([name for name in METHODS if name in methods], started + budget_s, effort, own)
+    deadline = started + budget_s if budget_s else -inf
+    search.run([name for name in METHODS if name in methods], deadline, effort, own)
     return search.result(time.thread_time() - started)
 
 
@@ -161,7 +165,10 @@ class _Search:
         self._limit_bytes = MEMORY_SHARE * profile.device.memory_bytes
         self._disaggregated: DisaggregatedPlans | None = None
         self._methods: dict[str, MethodSearch] = {}
+        self._allowed: dict[tuple[object, ...], bool] = {}
+        self._times = SimulationTimes()
         self._complete = True
+        self._deadline = inf
         self._budget_s = inf
         self._turns = 0
         self._own: Recipe | None = None
@@ -179,61 +186,71 @@ class _Search:
 
         Args:
             names: Methods to search.
-            deadline: Processor time of this thread at which the search stops, in seconds.
+            deadline: Processor time of this thread at which methods with a simulated plan stop, in
+                seconds. -inf simulates only `own`.
             effort: Limit of the number of simulated actions.
             own: Recipe that is also simulated as it is.
         """
         self._methods = {name: MethodSearch(name) for name in names}
-        self._own = own
-        self._improve(deadline, effort)
+        self._deadline = deadline
+        is_only = deadline == -inf
+        if own is not None and (is_only or not leaves_segments_open(own.parallel)):
+            self._add_recipe(own)
+        elif own is not None:  # choosing segments takes seconds
+            self._own = own
+        self._complete = not is_only
+        if not is_only:
+            self._improve(effort)
         for method in self._methods.values():
             if method.best is not None and method.best.is_short:
                 self._confirm(method)
 
-    def _improve(self, deadline: float, effort: float) -> None:
+    def _improve(self, effort: float) -> None:
         started = time.thread_time()
-        self._budget_s = deadline - started
+        self._budget_s = self._deadline - started
         next_report = FIRST_REPORT_S
         while True:
-            elapsed = time.thread_time() - started
-            spent = sum(each.spent for each in self._methods.values())
-            is_late = elapsed > self._budget_s / 2 or spent > effort / 2
-            if self._own is not None and (is_late or not leaves_segments_open(self._own.parallel)):
-                self._add_recipe(self._own)
-            method = self._next_method()
+            now = time.thread_time()
+            method = self._first_method()
             if method is None and self._own is not None:
                 self._add_recipe(self._own)
-                method = self._next_method()
+                continue
             if method is None:
-                return
-            if time.thread_time() > deadline or spent > effort:
-                self._complete = False
-                return
+                method = self._next_method()
+                if method is None:
+                    return
+                spent = sum(each.spent for each in self._methods.values())
+                if now + self._confirm_s() > self._deadline or spent > effort:
+                    self._complete = False
+                    return
+            elapsed = now - started
             if self._report is not None and elapsed > next_report:
                 self._report(self._progress(elapsed))
                 next_report = REPORT_GROWTH * elapsed
-            before = time.thread_time()
             if not method.started:
                 self._start(method)
             elif method.drafts:
                 self._try(method, method.pop())
             else:
                 self._extend(method)
-            method.seconds += time.thread_time() - before
+            method.seconds += time.thread_time() - now
+
+    def _confirm_s(self) -> float:
+        """Return the expected time to simulate the best plans as a dry run does."""
+        limit_ms = NEAR * self.best_ms
+        return sum(
+            CONFIRM * method.best_s
+            for method in self._methods.values()
+            if method.best is not None and method.best.is_short and method.best_ms <= limit_ms
+        )
 
     def _add_recipe(self, recipe: Recipe) -> None:
-        """Simulate a recipe as it is, and list it with its method.
-
-        This takes seconds if the run chooses segments, which is why such recipes are simulated in
-        the second half of the search.
-        """
+        """Simulate a recipe as it is, and list it with its method."""
         self._own = None
         own = recipe_candidate(recipe, self._devices, self._profile, self._sample)
         if own is None or own.method not in self._methods:
             return
         method = self._methods[own.method]
-        assert own.forecast.step is not None
-        method.spent += len(own.forecast.step.records)
         method.simulated += 1
         method.considered += 1
         method.known.add(own.plan.text)
@@ -246,13 +263,21 @@ class _Search:
             plan = own.plan.changed(activation_checkpoint__mode=first)
             self._push(method, plan, own.plan, own.step_ms)
 
+    def _first_method(self) -> MethodSearch | None:
+        """Return the first method without a simulated plan; None if there is none."""
+        for method in self._methods.values():
+            is_open = not method.started or method.drafts or method.open_ms < inf
+            if not method.simulated and is_open:
+                return method
+        return None
+
     def _next_method(self) -> MethodSearch | None:
         """Return the method whose plan is simulated next; None if no plan is left.
 
-        Methods without a plan come first, until they have used their share of the search. Then
-        turns alternate between the method with the lowest estimate below the best step, and the
-        method with little work so far and a low estimate. The first of these turns are for
-        methods with a plan, because estimates of plans that do not fit into memory say little.
+        Methods without a plan that fits come first, until they have used their share of the search.
+        Then turns alternate between the method with the lowest estimate, and the method with little
+        work so far and a low estimate. The first of these turns are for methods with a plan,
+        because estimates of plans that do not fit into memory say little.
         """
         self._turns += 1
         best_ms = self.best_ms
@@ -268,10 +293,9 @@ class _Search:
         for method in left:
             if not method.started or (method.best is None and not self._has_tried(method)):
                 return method
-        with_plan = [each for each in left if each.best is not None] or left
-        promising = min(with_plan, key=lambda each: each.score_ms)
-        if promising.score_ms < best_ms and self._turns % 2:
-            return promising
+        if self._turns % 2:
+            with_plan = [each for each in left if each.best is not None] or left
+            return min(with_plan, key=lambda each: each.score_ms)
         return min(left, key=lambda each: each.work * each.score_ms**2 if each.spent else 0.0)
 
     def _has_tried(self, method: MethodSearch) -> bool:
@@ -296,20 +320,17 @@ class _Search:
             method.name, self._recipe, self._devices, self._profile, self._sample,
             exact=self._exact,
         )  # fmt: skip
-        most = min(MAX_TASKS, TASKS_PER_S * TASKS_SHARE * self._budget_s)
         for plan in plans:
-            if method.name != "colocated" or self._tasks(plan) <= most:
-                self._push(method, plan)
+            if method.name == "colocated" and not self._is_small(plan):
+                method.problems["scheduling bubbles takes too long; use a higher --budget-s"] += 1
+                continue
+            self._push(method, plan)
 
-    def _tasks(self, plan: Plan) -> int:
-        """Return the number of tasks of a pipeline with a stage for each encoder layer."""
-        encoders = [len(own.layers) for own in self._sample.modules if own.kind == "encoder"]
-        return self._microbatches(plan) * (plan.size("pipeline") + sum(encoders))
-
-    def _microbatches(self, plan: Plan) -> int:
-        """Return the number of microbatches of a pipeline."""
-        batch = self._recipe.training.global_batch_size
-        return batch // (plan.shares * plan.microbatch_size)
+    def _is_small(self, plan: Plan) -> bool:
+        """Return True if a plan with colocated encoders may be simulated in time."""
+        tasks = self._bounds.tasks(plan)
+        limit_s = max(TASKS_S, TASKS_SHARE * self._budget_s)
+        return tasks <= MAX_TASKS and self._times.expected_s(plan, tasks) <= limit_s
 
     def _unsuitable(self, name: str) -> str:
         """Return why a method cannot run the model, or an empty string."""
@@ -328,18 +349,28 @@ class _Search:
             method.problems[_one_line(error)] += 1
             return
         for plan, bound_ms, estimate_ms in self._disaggregated.favorites():
-            self._push_draft(method, Draft(estimate_ms, plan.text, plan, bound_ms))
+            self._push_draft(
+                method, Draft(estimate_ms, plan.text, plan, bound_ms, rough_ms=estimate_ms)
+            )
         method.open_ms = self._disaggregated.open_ms
 
     def _extend(self, method: MethodSearch) -> None:
         """List further plans of modules on separate ranks."""
         assert self._disaggregated is not None
         for plan, bound_ms, estimate_ms in self._disaggregated.next_band():
-            self._push_draft(method, Draft(estimate_ms, plan.text, plan, bound_ms))
+            self._push_draft(
+                method, Draft(estimate_ms, plan.text, plan, bound_ms, rough_ms=estimate_ms)
+            )
         method.open_ms = self._disaggregated.open_ms
 
     def _push(
-        self, method: MethodSearch, plan: Plan, parent: Plan | None = None, parent_ms: float = inf
+        self,
+        method: MethodSearch,
+        plan: Plan,
+        parent: Plan | None = None,
+        parent_ms: float = inf,
+        *,
+        is_root: bool = False,
     ) -> None:
         """List a plan, with the first recomputation mode that may fit.
 
@@ -348,6 +379,7 @@ class _Search:
             plan: Plan to list.
             parent: Simulated plan that the estimate is based on.
             parent_ms: Step time of that plan.
+            is_root: Whether the parent has the same schedule and a rough estimate.
         """
         if plan.text in method.known:
             return
@@ -365,19 +397,25 @@ class _Search:
             method.considered += 1
             method.least_bytes = min(method.least_bytes, memory_bytes)
             for other in self._with_more_recomputation(plan):
-                self._push(method, other, parent, parent_ms)
+                self._push(method, other, parent, parent_ms, is_root=is_root)
             return
         estimate_ms = bound.estimate_ms
         if parent is not None:
-            expected = bound.estimate_ms / self._bounds.bound(parent).estimate_ms
-            if plan.schedule != parent.schedule:
-                gain = GAINS.get(plan.schedule)
-                expected *= 1.0 if gain is None else min(gain, method.gain)
-            if plan.changes.get("data.reorder") != parent.changes.get("data.reorder"):
-                expected = max(expected, REORDERED)
-            estimate_ms = parent_ms * expected
+            estimate_ms = parent_ms * self._expected_ratio(method, plan, parent)
         draft = Draft(estimate_ms, plan.text, plan, bound.step_ms, parent is None)
+        if parent is None or is_root:
+            draft.rough_ms = bound.estimate_ms
         self._push_draft(method, draft)
+
+    def _expected_ratio(self, method: MethodSearch, plan: Plan, parent: Plan) -> float:
+        """Return the expected step time of a plan over that of a simulated plan."""
+        ratio = self._bounds.bound(plan).estimate_ms / self._bounds.bound(parent).estimate_ms
+        if plan.schedule != parent.schedule:
+            gain = GAINS.get(plan.schedule)
+            ratio *= 1.0 if gain is None else min(gain, method.gain)
+        if plan.changes.get("data.reorder") != parent.changes.get("data.reorder"):
+            ratio = max(ratio, REORDERED)
+        return ratio
 
     def _push_draft(self, method: MethodSearch, draft: Draft) -> None:
         if draft.text not in method.known:
@@ -390,35 +428,62 @@ class _Search:
         modes = recompute_modes(self._recipe) if self._sized is None else ()
         for mode in modes[modes.index(plan.recompute) + 1 :] if plan.recompute in modes else ():
             tried = plan.changed(activation_checkpoint__mode=mode)
-            if not find_problems(planned_recipe(self._recipe, tried), plan.devices):
+            if self._allows_mode(tried):
                 yield tried
                 if mode == TUNED:  # not slower than the others
                     return
 
+    def _allows_mode(self, plan: Plan) -> bool:
+        """Return True if the recipe checks accept the recomputation mode of a plan."""
+        axes = (plan.size("expert") > 1, plan.size("llm.context") > 1)
+        key = plan.method, plan.schedule, plan.recompute, *axes
+        if key not in self._allowed:
+            problems = find_problems(planned_recipe(self._recipe, plan), plan.devices)
+            mode = "activation_checkpoint.mode"
+            self._allowed[key] = not any(problem.touches(mode) for problem in problems)
+        return self._allowed[key]
+
     def _try(self, method: MethodSearch, draft: Draft) -> None:
         """Simulate a plan and list the plans that follow from it."""
         plan = draft.plan
+        if method.simulated and self._is_too_long(plan):
+            self._complete = False
+            method.excluded_ms = min(method.excluded_ms, draft.bound_ms)
+            return
         if plan.method == "colocated" and not self._survey(method, draft):
             return
+        before, started = method.simulated, time.thread_time()
         candidate = self._simulate(method, plan)
+        seconds = time.thread_time() - started
+        if method.simulated > before:
+            self._times.add(plan, self._bounds.tasks(plan), seconds)
         if candidate is None:
             return
         if candidate.step_ms == inf:
             self._recompute_more(method, draft, candidate)
             return
-        if draft.is_rough:
-            ratio = candidate.step_ms / draft.estimate_ms
+        if draft.rough_ms < inf:
+            ratio = candidate.step_ms / draft.rough_ms
             method.factor = min(method.factor or ratio, ratio)
         best_ms = method.schedule_ms.get(plan.schedule, inf)
         method.schedule_ms[plan.schedule] = min(best_ms, candidate.step_ms)
         is_best = candidate.step_ms < method.best_ms
         if is_best:
-            method.best = candidate
+            method.best, method.best_s = candidate, seconds
             method.promise_ms = draft.estimate_ms if draft.is_surveyed else inf
         if not candidate.is_short and candidate.step_ms < method.sure_ms:
             method.sure = candidate
         if is_best or (self._sized is None and candidate.step_ms < NEAR * best_ms):
             self._push_neighbors(method, plan, candidate.step_ms)
+
+    def _is_too_long(self, plan: Plan) -> bool:
+        """Return True if the simulation of a plan is expected to end after the time limit."""
+        if self._deadline == inf:
+            return False
+        seconds = self._times.expected_s(plan, self._bounds.tasks(plan))
+        if plan.schedule == "searched":
+            seconds *= 1 + CONFIRM
+        return time.thread_time() + seconds > self._deadline
 
     def _recompute_more(self, method: MethodSearch, draft: Draft, candidate: Candidate) -> None:
         """List a plan that does not fit with more recomputation."""
@@ -434,8 +499,9 @@ class _Search:
         if method.name == "disaggregated":
             self._push_neighbors(method, draft.plan, expected_ms)
             return
+        is_root = draft.rough_ms < inf
         for other in self._with_more_recomputation(draft.plan):
-            self._push(method, other, draft.plan, expected_ms)
+            self._push(method, other, draft.plan, expected_ms, is_root=is_root)
 
     def _push_neighbors(self, method: MethodSearch, plan: Plan, step_ms: float) -> None:
         if self._sized is not None:
@@ -463,7 +529,7 @@ class _Search:
             forecaster = self._forecaster(method, draft.plan)
             if forecaster is None:
                 return False
-            method.spent += 2 * self._tasks(draft.plan)
+            method.spent += 2 * self._bounds.tasks(draft.plan)
             try:
                 expected_ms = forecaster.promised_ms(forecaster.recipe.parallel)
             except ConfigError as error:
@@ -473,6 +539,7 @@ class _Search:
                 ratio = expected_ms / draft.estimate_ms
                 method.factor = min(method.factor or ratio, ratio)
             draft.estimate_ms, draft.is_rough, draft.is_surveyed = expected_ms, False, True
+            draft.rough_ms = inf
             if expected_ms > method.best_ms or (self._sized is not None and method.roots):
                 method.push(draft)
                 return False
@@ -522,7 +589,7 @@ class _Search:
             return None
         method.simulated += 1
         if forecast.step is None:
-            method.spent += 2 * self._microbatches(plan) * plan.size("pipeline")
+            method.spent += 2 * self._bounds.tasks(plan)
             method.problems[forecast.problem] += 1
             return None
         method.spent += len(forecast.step.records)

@@ -20,6 +20,7 @@ from torchmm.common.batch import ImageMeta, ImageSpec, SampleMeta, TextSpec
 from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratedMeta
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError, naming_place
+from torchmm.data.generated import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import (
     FileSegment,
@@ -36,7 +37,6 @@ from torchmm.data.layouts.sample import (
 )
 from torchmm.data.media.chat import ChatTemplate
 from torchmm.data.media.chat_limits import LimitedTemplate
-from torchmm.data.media.generated import DecodedDrawing, DrawingPreprocessor, Key
 from torchmm.data.media.images import resolution_settings
 from torchmm.data.media.medium import ImageMedia, MediaPreprocessor, open_media
 from torchmm.data.media.text import EncodedSample, FramesSegment, TextEncoder, TiledSegment

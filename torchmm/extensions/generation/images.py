@@ -21,7 +21,7 @@ import torch
 from PIL import Image, ImageOps
 
 from torchmm.common.generated import GeneratorInputs
-from torchmm.data.media.generated import DrawingPreprocessor, Key
+from torchmm.data.generated import DrawingPreprocessor, Key
 from torchmm.data.media.images import count_frames, decode_frames, read_size
 
 

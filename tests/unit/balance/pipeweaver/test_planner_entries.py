@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from typing import get_args
 
 import pytest
 
+from torchmm.balance.optimus.llm_orders import INTERLEAVED, SEARCHED
 from torchmm.balance.pipeweaver import measuring, planners
 from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import SCHEDULES
+from torchmm.recipe.schedules import SCHEDULES, LlmSchedule
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import ActivationCheckpointConfig
 from torchmm.training.planners.table import find_planner
@@ -40,6 +42,12 @@ def test_planner_follows_schedule_drift_and_background(schedule):
     assert planner_name(plain, 2) == ("measuring" if is_searched else "background")
     assert planner_name(drift, 2) == "measuring"
     assert planner_name(alone, 2) == ("measuring" if is_searched else "static")
+
+
+def test_all_planned_schedules_have_entries():
+    planned = {name for name, schedule in SCHEDULES.items() if schedule.planned}
+    assert {entry.name for entry in find_entries("schedules")} == planned
+    assert {INTERLEAVED, SEARCHED} <= set(get_args(LlmSchedule))
 
 
 def test_tuned_layers_use_planners_of_extension():

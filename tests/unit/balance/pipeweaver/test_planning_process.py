@@ -57,7 +57,9 @@ def config(evaluations: int) -> ParallelConfig:
 def setup(evaluations: int) -> PlanningSetup:
     modules = tuple(m.describe() for m in CASE.build().modality_modules())
     layout = separated_layout(module_layers(modules, metas(0)), 2)
-    return PlanningSetup(layout, config(evaluations), modules, "none", COSTS)
+    return PlanningSetup(
+        layout, config(evaluations), modules, "none", COSTS, has_low_priority=False
+    )
 
 
 def metas(seed: int) -> tuple:
@@ -103,6 +105,7 @@ def test_optimus_is_planned_with_the_replicas_of_its_encoder():
     )
     layers = module_layers(modules, metas(0))
     made = PlanningSetup(OPTIMUS_SCHEDULE.layout(section, layers), section, modules, "none", COSTS)
+    made = replace(made, has_low_priority=False)
     process = PlanningProcess(made)
     try:
         process.submit(request(1, 1, 1e-6))

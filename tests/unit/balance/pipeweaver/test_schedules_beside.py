@@ -83,7 +83,7 @@ def test_a_process_gives_the_plan_that_is_made_before_the_step(name, tmp_path):
 @pytest.mark.slow
 def test_the_process_does_so():
     setup = setup_of("separated")
-    process = PlanningProcess(replace(setup, idle=False))
+    process = PlanningProcess(replace(setup, has_low_priority=False))
     request = PlanRequest(1, metas(1))
     try:
         process.submit(request)

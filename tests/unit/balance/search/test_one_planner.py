@@ -53,7 +53,7 @@ def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
     parallel = parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
     costs = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
     modules = tuple(forecaster.modules)
-    setup = PlanningSetup(graph.layout, parallel, modules, "step", costs)
+    setup = PlanningSetup(graph.layout, parallel, modules, "step", costs, has_low_priority=False)
     process = PlanningProcess(setup)
     try:
         metas = tuple(forecaster.workload.microbatches)

@@ -293,6 +293,28 @@ def test_methods_with_short_simulations_take_turns():
     assert searches._Search._next_method(search) is long
 
 
+@pytest.mark.parametrize("has_first", [True, False])
+def test_search_after_deadline_simulates_every_method(monkeypatch, has_first):
+    """Every call of the clock takes longer than the search may. The control omits the rule."""
+    seconds = iter(range(0, 10**6, 20))
+    monkeypatch.setattr(searches, "time", SimpleNamespace(thread_time=lambda: next(seconds)))
+    if not has_first:
+        monkeypatch.setattr(searches._Search, "_first_method", lambda _: None)
+    recipe, devices, profile = random_recipe(0)
+    found = search_plans(recipe, devices, profile, budget_s=10.0)
+    assert not found.complete
+    assert (min(found.simulated.values()) == 1) is has_first
+    assert max(found.simulated.values()) <= 2  # with the recipe as it is
+
+
+def test_search_skips_plans_that_take_too_long(monkeypatch):
+    monkeypatch.setattr(searches._Search, "_is_too_long", lambda *_: True)
+    recipe, devices, profile = random_recipe(1)
+    found = search_plans(recipe, devices, profile, methods=SEARCHED, budget_s=1_000.0)
+    assert not found.complete and found.best is not None
+    assert max(found.simulated.values()) <= 2  # with the recipe as it is
+
+
 def test_every_method_simulates_a_plan():
     """Listing the plans of a large model may take longer than the first share of a method."""
     search = SimpleNamespace(_budget_s=10.0)

@@ -37,6 +37,8 @@ class PlanningSetup:
             its cores.
         idle: whether the process runs only when nothing else wants its core; else it gets the
             little that others of the lowest priority get.
+        has_low_priority: Whether the process has a lower priority than training. Tests set False,
+            so that they do not wait for an idle core.
     """
 
     layout: StageLayout
@@ -50,6 +52,7 @@ class PlanningSetup:
     reduces_early: bool = False
     planners: int = 1
     idle: bool = True
+    has_low_priority: bool = True
 
     @property
     def workers(self) -> int:

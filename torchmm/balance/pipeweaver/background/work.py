@@ -179,7 +179,8 @@ def plan_before_step(
 def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
     """What the process does: plans the newest request, until the other side is closed."""
     ignore_signals()  # launchers send them to whole groups; the training process ends this one
-    yield_to_others(setup.idle)
+    if setup.has_low_priority:
+        yield_to_others(setup.idle)
     gc.freeze()  # of what it imports nothing is garbage: looking there took a sixth of planning
     plans = plans_in(directory)
     remembered = RememberedOrders()
