@@ -96,7 +96,10 @@ def _table(section: type[Section]) -> str:
     for name, field in section.model_fields.items():
         if section is Recipe and _is_section(field.annotation):
             continue
-        cells = [f"`{name}`", _type(field), _default(field), _one_line(field.description or "")]
+        description = field.description or ""
+        if not description and _is_section(field.annotation):  # added by an extension
+            description = (field.annotation.__doc__ or "").split(". ")[0].rstrip(".") + "."
+        cells = [f"`{name}`", _type(field), _default(field), _one_line(description)]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 

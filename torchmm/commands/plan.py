@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
         "--budget-s",
         type=float,
         metavar="S",
-        help="processor time of the search in seconds (10 for up to 64 GPUs, up to 100)",
+        help="processor time of the search in seconds (12 for up to 64 GPUs, up to 100); "
+        "0 simulates only the recipe",
     )
     add("--assumed", action="store_true", help="assume samples as [simulation] says, without data")
     add("--out", type=Path, metavar="FILE", help="write the best plan as a recipe")
@@ -117,7 +118,7 @@ def plan(
         gpus: Number of devices. If None, use `simulation.gpus` of the recipe.
         device: Name or profile file of a device. If None, use `simulation.device` of the recipe.
         placement: Methods to search, as of `torchmm plan --placement`.
-        budget_s: Processor time of the search in seconds. If None, use 10 s for up to 64 devices
+        budget_s: Processor time of the search in seconds. If None, use 12 s for up to 64 devices
             and up to 100 s for more.
 
     Raises:
@@ -184,8 +185,8 @@ def _search(
 
 
 def default_budget_s(devices: int) -> float:
-    """Return the processor time of a search: 10 s for up to 64 devices, 100 s for 1,296."""
-    return min(100.0, max(10.0, 10.0 + (devices - 64) * 90 / 1232))
+    """Return the processor time of a search: 12 s for up to 64 devices, 100 s for 1,296."""
+    return min(100.0, max(12.0, 12.0 + (devices - 64) * 88 / 1232))
 
 
 def _write(options: argparse.Namespace, best: Candidate, device: str, program: str) -> None:

@@ -28,7 +28,8 @@ Tables (the module that reads a table describes its entries):
     source_formats    formats of data sources                  `torchmm.data.sources.formats`
     sample_services   processes that prepare samples           `torchmm.data.samples`
     checkpoint_stores copies of checkpoints at addresses       `torchmm.training.checkpoint.copies`
-    generators        generators and their images              `torchmm.models.registry`, `data`
+    generators        "module": a generator                    `torchmm.models.registry`
+    generators        "images": preparation of its images      `torchmm.data.generated`
     model_fallbacks   families of models that no table lists   `torchmm.models.registry`
 """
 

@@ -12,7 +12,7 @@ from glob import glob
 from pathlib import Path
 
 from torchmm.common.errors import ConfigError
-from torchmm.common.extensions import find_entries, find_entry
+from torchmm.common.extensions import NOT_INSTALLED, find_entries, find_entry
 from torchmm.common.module_names import LLM
 from torchmm.recipe.check_model import (
     check_adapters,
@@ -79,7 +79,6 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *_check_layout(recipe, world_size),
         *check_tensor(recipe),
         *check_pipeline(recipe),
-        *_check_planners(recipe),
         *_check_optimizer(recipe),
         *_check_metrics(recipe),
         *_check_memory_limit(recipe),
@@ -89,25 +88,37 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
 
 
 def _check_installed(recipe: Recipe) -> Problems:
-    """Yield values that require entries of an extension that is not installed."""
+    """Yield values that require entries of "balance" if that extension is not installed."""
     data = recipe.data
     parallel = recipe.parallel
-    arrangements = "step_arrangements"
+    schedule = find_schedule(parallel.schedule)
+    is_planned = schedule is not None and schedule.planned
+    drift = parallel.replan_drift
+    bubbles = parallel.tensor_bubbles
     required = [
-        ("data.reorder", data.reorder, data.is_reordered, arrangements, "data.reorder"),
-        ("data.balance", data.balance, data.balance == "images", arrangements, "data.balance"),
-        ("parallel.orchestrate", True, parallel.orchestrate, "recipe_choices", "sizes"),
+        ("data.reorder", data.reorder, data.is_reordered, "step_arrangements", "data.reorder"),
         (
-            "parallel.tensor_bubbles",
-            parallel.tensor_bubbles,
-            parallel.tensor_bubbles > 0,
-            "action_runners",
-            "launches",
+            "data.balance",
+            data.balance,
+            data.balance == "images",
+            "step_arrangements",
+            "data.balance",
         ),
+        ("parallel.schedule", parallel.schedule, is_planned, "schedules", parallel.schedule),
+        ("parallel.orchestrate", True, parallel.orchestrate, "recipe_choices", "sizes"),
+        ("parallel.replan_drift", drift, drift > 0, "planners", "measuring"),
+        ("parallel.tensor_bubbles", bubbles, bubbles > 0, "action_runners", "launches"),
+    ]
+    checkpointing = recipe.activation_checkpoint
+    modes = {"mode": checkpointing.mode}
+    modes |= {f"modules.{name}": mode for name, mode in checkpointing.modules.items()}
+    required += [
+        (f"activation_checkpoint.{key}", mode, mode == "tuned", "planners", "tuned")
+        for key, mode in modes.items()
     ]
     for key, value, is_used, table, name in required:
-        if is_used and find_entry(table, name) is None:
-            yield Problem(key, value, 'the extension "balance" is not installed')
+        if is_used:
+            yield from _check_entry(key, value, table, name, "balance")
 
 
 def module_names(recipe: Recipe) -> list[str]:
@@ -292,7 +303,7 @@ def _check_entry(
 ) -> Problems:
     """Yield a problem if no installed extension has the entry that a value requires."""
     if find_entry(table, name) is None:
-        yield Problem(key, value, f'the extension "{extension}" is not installed')
+        yield Problem(key, value, NOT_INSTALLED.format(extension))
 
 
 def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
@@ -470,25 +481,6 @@ def _check_optimizer(recipe: Recipe) -> Problems:
         yield Problem(used, value, text, ("optimizer.name",))
 
 
-def _check_planners(recipe: Recipe) -> Problems:
-    """Yield values that need a schedule or planner of an extension that is not installed."""
-    parallel = recipe.parallel
-    schedule = find_schedule(parallel.schedule)
-    text = 'the extension "balance" is not installed'
-    is_planned = schedule is not None and schedule.planned
-    if is_planned and find_entry("schedules", parallel.schedule) is None:
-        yield Problem("parallel.schedule", parallel.schedule, text)
-    if parallel.replan_drift > 0 and find_entry("planners", "measuring") is None:
-        yield Problem("parallel.replan_drift", parallel.replan_drift, text)
-    if find_entry("planners", "tuned") is None:
-        checkpointing = recipe.activation_checkpoint
-        modes = {"mode": checkpointing.mode}
-        modes |= {f"modules.{name}": mode for name, mode in checkpointing.modules.items()}
-        for key, mode in modes.items():
-            if mode == "tuned":
-                yield Problem(f"activation_checkpoint.{key}", mode, text)
-
-
 def _check_memory_limit(recipe: Recipe) -> Problems:
     limit = recipe.activation_checkpoint.memory_limit
     try:
@@ -504,7 +496,7 @@ def _check_metrics(recipe: Recipe) -> Problems:
     if step > steps and recipe.training.epochs is None:
         text = f"comes after training.steps = {steps}; use an earlier step"
         yield Problem("metrics.profile_step", step, text, ("training.steps",))
-    if step and find_entry("hooks", "diagnostics") is None:
+    elif step and find_entry("hooks", "diagnostics") is None:
         text = 'the extension "reports" is not installed; set it to 0'
         yield Problem("metrics.profile_step", step, text)
     if metrics.artifacts and metrics.wandb == "disabled":

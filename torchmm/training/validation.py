@@ -12,14 +12,16 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.pipeline import Pipeline
 
 
-# Held-out batches are few and prompts of all lengths: compiling for them would cost more than it
-# saves, hence "force_eager".
+# "force_eager": compiling for a few held-out batches takes longer than it saves.
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
 def held_out_losses(
     pipeline: Pipeline, batches: Iterable[StepBatch], mesh: ParallelMesh
 ) -> dict[str, float]:
-    """Mean loss over all held-out batches and ranks: "llm" per target, "generator" per image."""
+    """Return mean losses over all held-out batches and ranks.
+
+    The loss of "llm" is the mean over target tokens, that of "generator" the mean over images.
+    """
     sums = {name: torch.zeros((), device=mesh.device) for name in ("llm", GENERATOR)}
     targets = images = 0
     for batch in batches:
@@ -28,8 +30,8 @@ def held_out_losses(
             sums[module] += torch.stack(by_microbatch).sum()
         targets += sum(m.target_count for m in batch.microbatches)
         images += sum(m.generated_count for m in batch.microbatches)
-    # Of ranks with the same samples, only one tensor-parallel group has a module's losses, while
-    # all have counted targets.
+    # All ranks with the same samples count targets, but only one tensor-parallel group of them has
+    # the losses of a module.
     share = mesh.samples_ranks / mesh.own.sizes.tensor
     local = [*(loss.item() * share for loss in sums.values()), targets, images]
     text, drawn, all_targets, all_images = mesh.sum_over_data(local)

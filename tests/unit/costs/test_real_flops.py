@@ -15,9 +15,6 @@ from random_orders import random_order
 from speech_cases import three_samples
 from test_multimodal import two_images
 
-from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.common.batch import (
     EncoderInputs,
     ImageMeta,
@@ -193,9 +190,6 @@ def test_actions_cost_what_torch_counts(
     graph = StageGraph(layout, len(batch), parts)
     metas = [padding_as_sample(m.meta) for m in batch]
     targets = [m.target_count for m in batch]
-    costs = plan_costs(
-        graph, modules, metas, CostModel(load_profile("cpu"), "float32"), targets=targets
-    )
     durations = task_durations(graph, modules, metas, targets)
     by_name = {m.name: m for m in model.modality_modules()}
     specs = message_specs(graph, by_name, [m.meta for m in batch], torch.float32)
@@ -209,6 +203,5 @@ def test_actions_cost_what_torch_counts(
         counted, _ = count_flops(lambda: handlers[action.type](action))  # noqa: B023
         if action.type in COMPUTE:
             seen.add(action.type)
-            assert costs.flops[action] == pytest.approx(counted, rel=0.01), action
-            assert durations(action) == costs.flops[action]
+            assert durations(action) == pytest.approx(counted, rel=0.01), action
     assert ActionType.F in seen

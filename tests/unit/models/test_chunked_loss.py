@@ -1,8 +1,5 @@
 """The loss in chunks gives the loss and gradients of all logits at once, without them."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from model_cases import (
@@ -18,12 +15,7 @@ from model_cases import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchmm.balance.costs.model import CostModel
-from torchmm.balance.costs.profiles import load_profile
-from torchmm.common.batch import MicrobatchMeta, SampleMeta
 from torchmm.common.errors import ConfigError
-from torchmm.costs.execution import Execution
-from torchmm.costs.sizes import pack_sizes
 from torchmm.models.layers.loss import (
     CHUNK_TARGETS,
     MIN_CHUNKED_VOCABULARY,
@@ -31,9 +23,8 @@ from torchmm.models.layers.loss import (
     chunk_rows,
     cross_entropy_in_chunks,
 )
-from torchmm.models.registry import build_model
 from torchmm.planning.resolved import recipe_model
-from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
+from torchmm.recipe.model_section import LlmConfig, ModelConfig
 from torchmm.recipe.recipe import Recipe
 
 HIDDEN = 24
@@ -167,27 +158,3 @@ def test_default_chunks_only_sharded_vocabulary() -> None:
         found = recipe_model(recipe).llm
         assert (found.loss_rows, found.sharded_loss_rows) == rows
         assert found.bare().sharded_loss_rows == rows[1]
-
-
-def test_sharded_chunks_are_priced_with_tensor_parallelism() -> None:
-    """The cost model computes chunks if ranks share the vocabulary, and all logits otherwise."""
-    meta = MicrobatchMeta((SampleMeta("a", 0, 4096),), 4096)
-    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512}
-    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 1 << 17}
-    module = build_model(ModelConfig(llm=LlmConfig(config=config)), FreezeConfig()).llm.describe()
-    variants = {
-        "all": module,
-        "default": replace(module, sharded_loss_rows=331),
-        "always": replace(module, loss_rows=331),
-    }
-    _, sizes = pack_sizes(module, [meta])
-    assert sizes is not None
-    for tensor, same in ((1, "all"), (2, "always")):
-        executions = {"llm": Execution(tensor=tensor)}
-        model = CostModel(load_profile("h100"), "bfloat16", executions)
-        held = {}
-        for name, own in variants.items():
-            costs = model.stage_costs(own, 0, 1, sizes, np.array([True]))
-            held[name] = costs.kept_bytes[0], costs.workspace_bytes[0], costs.forward.total_ms[0]
-        assert held["default"] == held[same]
-        assert held["all"][1] > 2 * held["always"][1]

@@ -7,14 +7,11 @@ import pytest
 from pipeline_cases import Case, step_of
 from random_orders import random_order
 
-from torchmm.balance.optimus.order import optimus
-from torchmm.balance.step_costs import PlanCosts
-from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import decode_plan, encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.pipelining.schedules.colocated import colocated_layout
+from torchmm.pipelining.schedules.colocated import colocated_layout, spread_replicas
 from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 
@@ -45,9 +42,8 @@ def test_replicas_come_back():
     llm = ModuleLayers("llm", "llm", (1.0,) * 4)
     layout = colocated_layout([vision, llm], 2, slices={"vision": 2})
     graph = StageGraph(layout, 4, {"vision": (1, 2, 0, 1)})
-    durations = {Action(kind, *task): 1.0 for task in graph.tasks() for kind in COMPUTE}
-    found = optimus(graph, PlanCosts(durations), evaluations=20)
-    plan = lower_plan(found.order, found.graph, {}, sharding="step")
+    placed = spread_replicas(graph)
+    plan = lower_plan(random_order(placed, 0, 0.3), placed, {}, sharding="step")
     assert len(set(plan.graph.replica.values())) > 1
     assert decode_plan(encode_plan(plan), graph, lambda graph: {}) == plan
 

@@ -9,7 +9,6 @@ from fuzz.data import make_data
 from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 
-from torchmm.balance.forecasts.dry_run import describe_run
 from torchmm.common.errors import ConfigError
 from torchmm.data.loader import build_loader
 from torchmm.planning.first_step import training_samples
@@ -90,26 +89,6 @@ def test_keys_are_checked_against_steps_of_epochs(data, tmp_path):
     parts = build_unfilled_model(resolve(recipe, 1))
     with pytest.raises(ConfigError, match=r"epochs = 0.01 is 1 steps: optimizer.warmup_steps"):
         with_steps_of_epochs(recipe, *parts)
-
-
-def test_dry_run_warns_of_repeated_data_and_lost_results(data, tmp_path):
-    held_out = {"validation": [{"path": str(data / "images.jsonl")}]}
-    recipe = read(data, tmp_path, training={"steps": 100_000}, data=held_out)
-    recipe.checkpoint.__dict__["interval"] = 0
-    text = " ".join(describe_run(recipe, 1).split())
-    assert "100,000 steps; one pass over the training data is about" in text
-    assert "the run reads its training data" in text
-    assert "e+" not in text  # 100,000 passes, not 1e+05
-    assert "validation.interval = 0: [[data.validation]] is not evaluated" in text
-    ours = read(
-        data,
-        tmp_path,
-        training={"epochs": 2.0},
-        data=held_out,
-        validation={"interval": 500},
-    )
-    text = describe_run(ours, 1)
-    assert "warning" not in text and "every 2 steps, at most 3 of" in text
 
 
 def test_long_run_without_checkpoints_warns() -> None:

@@ -3,15 +3,9 @@
 import pytest
 from recipe_problems import problems_of
 
-from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.forecasts.dry_run import describe_run
-from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.search.search import compare_schedules
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolve_units
-from torchmm.recipe.read import load_recipe
-from torchmm.recipe.schedules import schedules_for
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 MODEL = """
@@ -32,14 +26,6 @@ intermediate_size = 64
 [training]
 global_batch_size = 8
 sequence_length = 256
-[simulation]
-device = "a100"
-[simulation.images.vision]
-patches = 196
-tokens = 49
-[[simulation.sequences]]
-samples = 2
-images = [1, 3]
 [parallel]
 placement = "disaggregated"
 """
@@ -126,24 +112,3 @@ def test_replicas_that_do_not_divide_form_one_group() -> None:
 def test_mistakes_are_told_with_a_remedy(recipe, arguments, key, message) -> None:
     found = problems_of(recipe, *arguments.split(), world_size=4)
     assert any(f": {key}" in problem and message in problem for problem in found), found
-
-
-def test_dry_run_tells_ranks_groups_and_a_simulated_step(recipe) -> None:
-    loaded = load_recipe(recipe, ["--parallel.vision.shard", "2", "--parallel.pipeline", "2"], 10)
-    text = " ".join(describe_run(loaded.recipe, 10).split())
-    assert "10 = 2 for vision + 8 for llm" in text
-    assert "ranks of llm pipeline 2 x shard 4" in text
-    assert "2 with replicas: 1 of vision, 2 of llm" in text
-    assert "first step" in text
-
-
-def test_forecasts_of_all_schedules(recipe) -> None:
-    loaded = load_recipe(recipe, ["--parallel.vision.shard", "3"], 5)
-    forecaster = Forecaster(loaded.recipe, 5, load_profile("a100"))
-    plans = compare_schedules(loaded.recipe, 5, forecaster.profile, forecaster.sample, budget_s=1.0)
-    found = [plan.forecast for plan in plans.values()]
-    assert [forecast.schedule for forecast in found] == list(schedules_for("disaggregated"))
-    for forecast in found:
-        assert forecast.step is not None, forecast.problem
-        assert len(forecast.step.peak_bytes) == 5
-        assert 0 < forecast.mfu < 1

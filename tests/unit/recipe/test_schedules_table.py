@@ -6,17 +6,15 @@ from typing import get_args
 
 import pytest
 
-from torchmm.balance.optimus.llm_orders import INTERLEAVED, SEARCHED
-from torchmm.common.extensions import find_entries
 from torchmm.pipelining.schedules.names import ORDERS
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Placement, registered, schedules_for
 
 
 def test_every_name_has_a_function_and_a_placement() -> None:
-    assert {*ORDERS, *(entry.name for entry in find_entries("schedules"))} == set(SCHEDULES)
-    assert set(get_args(LlmSchedule)) <= {*ORDERS, SEARCHED}
-    assert INTERLEAVED in ORDERS
+    planned = {name for name, schedule in SCHEDULES.items() if schedule.planned}
+    assert {*ORDERS, *planned} == set(SCHEDULES)
+    assert set(get_args(LlmSchedule)) <= {*ORDERS, "searched"}
     placed = [name for placement in get_args(Placement) for name in schedules_for(placement)]
     assert set(placed) == set(SCHEDULES)
 

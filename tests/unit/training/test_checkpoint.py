@@ -267,6 +267,9 @@ def test_another_recipe_is_logged(manager, caplog):
     saved(manager(recipe="one", table={"training": {"steps": 4, "seed": 1}}), 1)
     manager(recipe="two", table={"training": {"steps": 9, "seed": 1}}).resume(*build())
     assert "step-1 was saved under another recipe: training.steps 4 -> 9\n" in caplog.text
+    caplog.clear()
+    manager(recipe="other order", table={"training": {"seed": 1, "steps": 4}}).resume(*build())
+    assert "another recipe" not in caplog.text
 
 
 def test_another_recipe_is_logged_where_only_its_digest_is_known(manager, caplog):

@@ -322,7 +322,6 @@ class _Search:
         )  # fmt: skip
         for plan in plans:
             if method.name == "colocated" and not self._is_small(plan):
-                self._complete = False
                 method.problems["scheduling bubbles takes too long; use a higher --budget-s"] += 1
                 continue
             self._push(method, plan)
@@ -453,10 +452,11 @@ class _Search:
             return
         if plan.method == "colocated" and not self._survey(method, draft):
             return
-        started = time.thread_time()
+        before, started = method.simulated, time.thread_time()
         candidate = self._simulate(method, plan)
         seconds = time.thread_time() - started
-        self._times.add(plan, self._bounds.tasks(plan), seconds)
+        if method.simulated > before:
+            self._times.add(plan, self._bounds.tasks(plan), seconds)
         if candidate is None:
             return
         if candidate.step_ms == inf:
@@ -499,8 +499,8 @@ class _Search:
         if method.name == "disaggregated":
             self._push_neighbors(method, draft.plan, expected_ms)
             return
+        is_root = draft.rough_ms < inf
         for other in self._with_more_recomputation(draft.plan):
-            is_root = draft.rough_ms < inf
             self._push(method, other, draft.plan, expected_ms, is_root=is_root)
 
     def _push_neighbors(self, method: MethodSearch, plan: Plan, step_ms: float) -> None:

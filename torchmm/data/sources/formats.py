@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.common.extensions import find_entries
+from torchmm.common.extensions import NOT_INSTALLED, find_entries
 from torchmm.data.files.addresses import is_pattern, split_address
 from torchmm.data.files.places import Places
 from torchmm.data.files.remote import AnyFile, FileSystem, RemotePath
@@ -88,10 +88,8 @@ def _check_installed(config: SourceConfig, storage: FileSystem | None) -> None:
     elif found == "auto" and "energon" in missing and not is_pattern(config.path):
         found = "energon" if is_energon(source_directory(config, storage)) else "auto"
     if found in missing:
-        raise ConfigError(
-            f'source {config.path!r} has format = {found!r}: the extension "formats" is not '
-            "installed"
-        )
+        text = NOT_INSTALLED.format("formats")
+        raise ConfigError(f"source {config.path!r}: format = {found!r}: {text}")
 
 
 def is_energon(directory: Path | RemotePath) -> bool:

@@ -30,20 +30,20 @@ from torchmm.training.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Drawing:
-    """What the model drew for one text, and what it should have drawn; frames of a clip."""
+    """Generated frames of one image or clip, and the reference frames."""
 
     context_ids: list[int]
-    """Tokens it was drawn from, without placeholders of images that were read."""
+    """Tokens of the prompt, without placeholders of input images."""
     truth: list[Image.Image]
     drawn: list[Image.Image]
 
     def text(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """What it was drawn from, in words."""
+        """Return the text of the prompt."""
         return str(tokenizer.decode(self.context_ids, skip_special_tokens=True))
 
 
 def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Microbatch]:
-    """Microbatches with `count` images to be drawn in all, or as many as there are."""
+    """Yield microbatches with `count` images to generate in total, or fewer if data are short."""
     left = count
     for microbatch in (m for batch in batches for m in batch.microbatches):
         if left == 0:
@@ -61,7 +61,7 @@ def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Micr
 
 
 def with_inputs(microbatch: Microbatch, inputs: GeneratorInputs) -> Microbatch:
-    """The microbatch with (only the first of) its images to be drawn; metadata agree."""
+    """Return the microbatch with other generator inputs, and its metadata with as many images."""
     left = len(inputs.grids_thw)
     samples = []
     for sample in microbatch.meta.samples:
@@ -80,12 +80,14 @@ def draw_samples(
     mesh: ParallelMesh,
     steps: int,
 ) -> list[Drawing]:
-    """Draws all images of all microbatches; all ranks must pass the same ones.
+    """Generate all images of the microbatches. All ranks must pass the same microbatches.
 
     Args:
-        microbatches: from `held_out_drawings`; their noise is what drawing starts from.
-        spec: the generator's.
-        steps: from noise to image, of equal length (Euler's method).
+        pipeline: Model of this rank.
+        microbatches: Result of `held_out_drawings`. Generation starts from their noise.
+        spec: Specification of the generator.
+        mesh: Mesh of the run.
+        steps: Number of equal steps from noise to image (Euler's method).
     """
     drawings = []
     for microbatch in microbatches:
@@ -96,7 +98,7 @@ def draw_samples(
 
 @torch.no_grad()
 def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: int) -> Tensor:
-    """float32 (P, V) pixels, from the noise of the microbatch's images; on every rank."""
+    """Return generated pixels, float32 (P, V), on every rank, from the noise of a microbatch."""
     moved = microbatch.to(mesh.device)
     inputs = moved.generator
     assert inputs is not None
@@ -118,7 +120,7 @@ def draw(pipeline: Pipeline, microbatch: Microbatch, mesh: ParallelMesh, steps: 
 
 
 def _from_rank(source: int, found: Tensor | None, like: Tensor) -> Tensor:
-    """What one rank has found, on all of them."""
+    """Return the tensor of one rank on all ranks."""
     values = torch.empty_like(like) if found is None else found
     dist.broadcast(values, src=source)
     return values
@@ -149,7 +151,7 @@ def _drawings(microbatch: Microbatch, pixels_PV: Tensor, spec: GeneratorSpec) ->
 def to_frames(
     patches_PV: Tensor, grid_thw: tuple[int, int, int], patch_size_px: int
 ) -> list[Image.Image]:
-    """RGB frames from patches with values in [-1, 1]; others are clipped."""
+    """Return RGB frames of patches. Values outside [-1, 1] are clipped."""
     frames, rows, columns = grid_thw
     patch = patch_size_px
     blocks = patches_PV.view(frames, rows, columns, 3, patch, patch).permute(0, 1, 4, 2, 5, 3)

@@ -20,11 +20,17 @@ THUMBNAIL_PX = 192
 def keep_thumbnail(
     folder: Path, source: str, index: int, image: Image.Image | None = None
 ) -> str | None:
-    """Name of a small PNG of a sample's picture in the folder, written when it is first shown;
-    None without a picture."""
+    """Write a small PNG of a sample into a folder, unless it exists, and return its name.
+
+    Args:
+        folder: Folder of thumbnails.
+        source: Name of the source.
+        index: Index of the sample in its source.
+        image: Image of the sample. If None, the result is None.
+    """
     if image is None:
         return None
-    # Sources are named by users: not every name can be a file's.
+    # Users name sources, and not every name is valid as a file name.
     name = f"{xxhash.xxh64_hexdigest(source.encode())[:8]}-{index}.png"
     if not (folder / name).exists():
         folder.mkdir(exist_ok=True)
@@ -35,10 +41,12 @@ def keep_thumbnail(
 def plot_captions(
     samples: Sequence[tuple[Image.Image, str, str]], title: str, picture: Path
 ) -> None:
-    """Draw images with what the model wrote and what they are, as a PNG.
+    """Plot images with generated and reference captions to a PNG file.
 
     Args:
-        samples: (image, generated text, true text).
+        samples: Tuples of image, generated text and reference text.
+        title: Title of the figure.
+        picture: Path of the PNG file.
     """
     columns = min(3, len(samples))
     rows = math.ceil(len(samples) / columns)
@@ -60,10 +68,12 @@ def plot_pictures(
     title: str,
     picture: Path,
 ) -> None:
-    """Draw what the model drew above what it should be, as a PNG; a clip's frames side by side.
+    """Plot generated images above reference images to a PNG file, clips as rows of frames.
 
     Args:
-        samples: (frames of the truth, frames drawn, the text they were drawn from).
+        samples: Tuples of reference frames, generated frames and the text of the prompt.
+        title: Title of the figure.
+        picture: Path of the PNG file.
     """
     frames = max(len(drawn) for _, drawn, _ in samples)
     columns = min(len(samples), max(1, 8 // frames))

@@ -20,12 +20,12 @@ from torchmm.recipe.data_section import SourceConfig, unique_names
 from torchmm.training.pipeline import Pipeline
 
 PROMPTS_TOGETHER = 16
-"""Held-out samples whose text is written at the same time, at most."""
+"""Maximum number of held-out samples whose text is generated in one batch."""
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """What the model wrote for one held-out sample, and what it should have written."""
+    """Generated text of one held-out sample, and its reference."""
 
     source: str
     index: int
@@ -33,13 +33,13 @@ class GeneratedText:
     truth: str
     generated: str
     duration_ms: int = 0
-    """Length of the sounds and clips before it."""
+    """Duration of the audio and video of the sample."""
     references: tuple[str, ...] = ()
-    """All that people wrote, where that is more than `truth`."""
+    """All references of the sample, if it has more than `truth`."""
 
     @property
     def answer(self) -> Answer:
-        """To be scored."""
+        """The text and its references, for `score`."""
         return Answer(self.generated, self.references or (self.truth,))
 
 
@@ -53,13 +53,16 @@ def generate_samples(
     max_new_tokens: int,
     row_tokens: int = 8192,
 ) -> list[GeneratedText]:
-    """Greedy text for each prompt; all ranks must pass the same prompts.
+    """Generate text for each prompt by greedy decoding. All ranks must pass the same prompts.
 
     Args:
-        prompts: from `held_out_prompts`.
-        row_tokens: most of prompts that are continued together.
-        max_new_tokens: longest text, in tokens; generation stops at the token that ends a text, or
-            such an answer (`Prompt.own_ends`).
+        pipeline: Model of this rank.
+        prompts: Result of `held_out_prompts`.
+        tokenizer: Tokenizer of the LLM.
+        mesh: Mesh of the run.
+        max_new_tokens: Maximum length of a text, in tokens. Generation stops earlier at EOS or at a
+            token of `Prompt.own_ends`.
+        row_tokens: Maximum number of prompt tokens in one batch.
     """
     texts: list[GeneratedText] = []
     sampling = Sampling(max_new_tokens)
@@ -77,7 +80,13 @@ def generate_samples(
 def generated_text(
     prompt: Prompt, new_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> GeneratedText:
-    """What was written after a prompt, without the token that ended it."""
+    """Return the decoded text of a prompt.
+
+    Args:
+        prompt: Prompt of a held-out sample.
+        new_ids: Generated tokens without the one that ended the text.
+        tokenizer: Tokenizer of the LLM.
+    """
     row, truth_ids, sample = prompt
     shown = row.input_ids_T.clone()
     for encoder in row.encoders.values():
@@ -89,10 +98,10 @@ def generated_text(
 
 
 def with_references(texts: Iterable[GeneratedText], loader: Loader) -> list[GeneratedText]:
-    """The texts with what else people have written for their samples.
+    """Return the texts with all references of their samples.
 
     Raises:
-        DataError: a sample's column of references holds no texts.
+        DataError: The column of references of a sample has other types than text.
     """
     found = []
     for text in texts:
@@ -107,7 +116,7 @@ def with_references(texts: Iterable[GeneratedText], loader: Loader) -> list[Gene
 def source_scores(
     texts: Sequence[GeneratedText], sources: Sequence[SourceConfig]
 ) -> dict[str, float]:
-    """By "SOURCE/SCORE", of the sources that say how they are judged and have texts."""
+    """Return scores by "SOURCE/SCORE" for the sources that set `scores` and have texts."""
     found: dict[str, float] = {}
     for name, source in zip(unique_names(sources), sources, strict=True):
         if answers := [text.answer for text in texts if text.source == name]:
@@ -116,20 +125,22 @@ def source_scores(
 
 
 def scored_sources(sources: Sequence[SourceConfig]) -> set[str]:
-    """Names of those that say how they are judged."""
+    """Return the names of the sources that set `scores`."""
     return {n for n, s in zip(unique_names(sources), sources, strict=True) if s.scores}
 
 
 def held_out_prompts(
     batches: Iterable[StepBatch], count: int, scored: Collection[str] = ()
 ) -> Iterator[Prompt]:
-    """The first `count` samples with images, cut before the text to be generated.
+    """Yield the prompts of the first `count` samples with images, without the text to generate.
 
-    Batches must come from a loader with one pack per microbatch, whose samples are its first
-    segments.
+    Batches must come from a loader with one packed sequence per microbatch, whose samples are its
+    first segments.
 
     Args:
-        scored: names of sources of which samples without images count, too.
+        batches: Batches of held-out samples.
+        count: Maximum number of prompts.
+        scored: Names of sources from which samples without images are used, too.
     """
     found = 0
     for microbatch in (m for batch in batches for m in batch.microbatches):

@@ -1,4 +1,4 @@
-"""`[data.storage]`: the cache and the patience of stores."""
+"""`[data.storage]`: cache and timeout of files at addresses."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torchmm.recipe.section import Section
 
 
 class StorageConfig(Section):
-    """Files that lie elsewhere (`s3://`, `gs://`, `hf://`, ...): how long a store may not answer,
-    and what is kept of them here. Credentials come from the environment."""
+    """Cache and timeout of files at addresses (`s3://`, `gs://`, `hf://`, ...). Credentials come
+    from the environment."""
 
     cache_dir: str | None = None
     """Directory on a local disk, shared by the processes of a machine, for what was read from

@@ -187,10 +187,12 @@ def _tell_what_is_another(
     logger: logging.Logger,
 ) -> None:
     if manifest["recipe_sha256"] != facts["recipe_sha256"]:
-        # Checkpoints of older versions hold the digest alone.
-        changed = changes(manifest.get("recipe") or {}, facts["recipe"])
-        what = f": {'; '.join(changed)}" if manifest.get("recipe") else ", which it does not hold"
-        logger.warning("%s was saved under another recipe%s", path, what)
+        saved = manifest.get("recipe")  # checkpoints of older versions have only the digest
+        changed = changes(saved or {}, facts["recipe"])
+        if not saved:
+            logger.warning("%s was saved under another recipe, which it does not hold", path)
+        elif changed:  # otherwise only the order of keys is different
+            logger.warning("%s was saved under another recipe: %s", path, "; ".join(changed))
     if not has_rng:
         logger.warning(
             "%s was saved by %s ranks in layout %s, now there are %s in %s: random streams "

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from typing import get_args
 
 import pytest
 
+from torchmm.balance.optimus.llm_orders import INTERLEAVED, SEARCHED
 from torchmm.balance.pipeweaver import measuring, planners
 from torchmm.common.extensions import find_entries
 from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import SCHEDULES, Schedule
+from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Schedule
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import ActivationCheckpointConfig
 from torchmm.training.planners.table import find_planner
@@ -46,6 +48,12 @@ def test_schedule_of_other_extension_is_not_searched(monkeypatch):
     monkeypatch.setitem(SCHEDULES, "timed", Schedule("separated", planned=True))
     parallel = ParallelConfig().model_copy(update={"schedule": "timed"})
     assert planner_name(Recipe(parallel=parallel), 2) == "background"
+
+
+def test_all_planned_schedules_have_entries():
+    planned = {name for name, schedule in SCHEDULES.items() if schedule.planned}
+    assert {entry.name for entry in find_entries("schedules")} == planned
+    assert {INTERLEAVED, SEARCHED} <= set(get_args(LlmSchedule))
 
 
 def test_tuned_layers_use_planners_of_extension():

@@ -15,7 +15,6 @@ from torchmm.data.media.images import decode_frames
 from torchmm.data.sources.local_and_hub import open_map_source
 from torchmm.extensions.demo_data import manifest, moving_stamps
 from torchmm.extensions.demo_data.parquet import split_of
-from torchmm.extensions.generation.images import DiffusionImages
 from torchmm.recipe.data_section import SourceConfig
 
 OPTIONS = {"source": {}, "frames": 5, "size_px": 32}
@@ -85,7 +84,8 @@ def test_every_stamp_has_two_motions_on_its_side_of_the_split(prepared):
 
 
 def test_a_generator_sees_all_frames(prepared):
-    targets = DiffusionImages(GeneratorSpec(16, 8, frames=3), 0, MAX_PIXELS)
+    images = pytest.importorskip("torchmm.extensions.generation.images")
+    targets = images.DiffusionImages(GeneratorSpec(16, 8, frames=3), 0, MAX_PIXELS)
     data = clips(prepared, "train")[0].columns["clip"]
     meta = GeneratedMeta(targets.grid(data), targets.context(4))
     assert meta.grid_thw == (3, 2, 2)

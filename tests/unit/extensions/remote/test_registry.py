@@ -32,7 +32,7 @@ from torchmm.extensions.remote.serve import make_parser as serve_parser
 from torchmm.extensions.remote.serve import serve
 from torchmm.recipe.data_section import ProducersConfig
 
-LAUNCH = Path(__file__).parents[3] / "scripts" / "launch"
+LAUNCH = Path(__file__).parents[4] / "scripts" / "launch"
 __all__ = ["site"]
 
 

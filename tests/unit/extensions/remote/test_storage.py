@@ -15,7 +15,6 @@ from recipe_problems import problems_of
 from tiny_recipe import QUICKSTART
 
 from torchmm.common.errors import ConfigError, DataError
-from torchmm.data.files.addresses import join_address, without_secrets
 from torchmm.data.files.remote import RemoteFile, RemotePath
 from torchmm.extensions.remote.storage.block_cache import BlockCache
 from torchmm.extensions.remote.storage.clients import ReplacedError, StoreClient
@@ -23,7 +22,6 @@ from torchmm.extensions.remote.storage.remote_files import (
     BLOCK_BYTES,
     Storage,
 )
-from torchmm.recipe.data_section import is_address, secret_in
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
 
@@ -304,36 +302,6 @@ def test_a_recipe_with_a_secret_in_an_address_is_refused_without_showing_it():
     found = problems_of(QUICKSTART, plain, "--data.storage.give_up_s=500.0", world_size=1)
     assert not any("data.sources[0].path" in p for p in found)
     assert any("data.storage.give_up_s" in p and "data.timeout_s" in p for p in found)
-
-
-def test_addresses():
-    assert is_address("s3://b/x") and is_address("hf://datasets/o/n")
-    assert not is_address("data/x") and not is_address("/x") and not is_address("file:///x")
-    assert join_address("s3://b/x", "y/../z.png") == "s3://b/x/z.png"
-    assert join_address("s3://b/x", "s3://b/x/z.png") == "s3://b/x/z.png"
-    for name in ("../z.png", "/z.png", "y/../../z.png", "s3://b/xy/z.png", "s3://c/x/z.png", "."):
-        assert join_address("s3://b/x", name) is None
-    assert join_address("s3://b", "z.png") == "s3://b/z.png"
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "https://me:word@host/x.tar",
-        "s3://key:word@bucket/x",
-        "https://host/x.tar?X-Amz-Credential=a&X-Amz-Signature=word",
-        "https://host/x.tar?sv=2020&sig=word",
-        "https://host/x?token=word",
-    ],
-)
-def test_secrets_in_addresses_are_found_and_never_shown(address):
-    found = secret_in(address)
-    assert found is not None and found != "word"
-    shown = without_secrets(f"cannot read {address}: no")
-    assert "word" not in shown
-    assert "host" in shown or "bucket" in shown
-    assert secret_in("az://container@account/x") is None
-    assert secret_in("https://host/x?download=true") is None
 
 
 @pytest.mark.parametrize("root", ["s3://written", "memory://written"])

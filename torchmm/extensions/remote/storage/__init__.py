@@ -1,1 +1,1 @@
-"""Local files and remote files (`s3://`, `gs://`, `hf://`) behind one interface."""
+"""File system of addresses (`s3://`, `gs://`, `hf://`) with a cache on the local disk."""

@@ -11,7 +11,7 @@ from torchmm.common.errors import ConfigError
 from torchmm.planning.resolved import recipe_model
 from torchmm.recipe.read import load_recipe
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ZOO = ROOT / "recipes" / "zoo"
 RECIPES = sorted(p for p in ZOO.glob("*.toml") if p.name != "base.toml")
 

@@ -1,0 +1,30 @@
+"""FLOPs of the cost model: those of the core, which are compared with the counter of torch."""
+
+from dataclasses import replace
+
+import pytest
+from pipeline_cases import KINDS
+from test_real_flops import SPLITS, batch_of, build, case_of, padding_as_sample
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.costs.step_costs import plan_costs
+from torchmm.costs.flops import task_durations
+from torchmm.pipelining.plan.graph import StageGraph
+
+
+@pytest.mark.parametrize("freeze", dict.fromkeys(freeze for freeze, _ in SPLITS), ids=str)
+@pytest.mark.parametrize("encoder", [*KINDS, "clip; loss in chunks"])
+def test_cost_model_has_flops_of_core(encoder: str, freeze: tuple[str, ...]) -> None:
+    encoder, _, chunks = encoder.partition("; ")
+    case = replace(case_of(encoder, freeze), chunked_loss=bool(chunks))
+    batch = batch_of(case, [3, 0, 2], seed=7)
+    modules = [m.describe() for m in build(case).modality_modules()]
+    graph = StageGraph(case.layout(), len(batch), dict.fromkeys(case.kinds, (2, 0, 1)))
+    metas = [padding_as_sample(m.meta) for m in batch]
+    targets = [m.target_count for m in batch]
+    model = CostModel(load_profile("cpu"), "float32")
+    costs = plan_costs(graph, modules, metas, model, targets=targets)
+    durations = task_durations(graph, modules, metas, targets)
+    assert costs.flops
+    assert all(durations(action) == flops for action, flops in costs.flops.items())

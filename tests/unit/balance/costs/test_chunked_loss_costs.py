@@ -1,0 +1,37 @@
+"""Costs of the loss in chunks."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from torchmm.balance.costs.model import CostModel
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.common.batch import MicrobatchMeta, SampleMeta
+from torchmm.costs.execution import Execution
+from torchmm.costs.sizes import pack_sizes
+from torchmm.models.registry import build_model
+from torchmm.recipe.model_section import FreezeConfig, LlmConfig, ModelConfig
+
+
+def test_sharded_chunks_are_priced_with_tensor_parallelism() -> None:
+    """The cost model computes chunks if ranks share the vocabulary, and all logits otherwise."""
+    meta = MicrobatchMeta((SampleMeta("a", 0, 4096),), 4096)
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 1 << 17}
+    module = build_model(ModelConfig(llm=LlmConfig(config=config)), FreezeConfig()).llm.describe()
+    variants = {
+        "all": module,
+        "default": replace(module, sharded_loss_rows=331),
+        "always": replace(module, loss_rows=331),
+    }
+    _, sizes = pack_sizes(module, [meta])
+    assert sizes is not None
+    for tensor, same in ((1, "all"), (2, "always")):
+        executions = {"llm": Execution(tensor=tensor)}
+        model = CostModel(load_profile("h100"), "bfloat16", executions)
+        held = {}
+        for name, own in variants.items():
+            costs = model.stage_costs(own, 0, 1, sizes, np.array([True]))
+            held[name] = costs.kept_bytes[0], costs.workspace_bytes[0], costs.forward.total_ms[0]
+        assert held["default"] == held[same]
+        assert held["all"][1] > 2 * held["always"][1]

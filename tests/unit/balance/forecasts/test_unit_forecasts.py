@@ -1,0 +1,70 @@
+"""Forecasts of disaggregated modules."""
+
+from pathlib import Path
+
+import pytest
+
+from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.forecasts.dry_run import describe_run
+from torchmm.balance.forecasts.forecast import Forecaster
+from torchmm.balance.search.search import compare_schedules
+from torchmm.recipe.read import load_recipe
+from torchmm.recipe.schedules import schedules_for
+
+MODEL = """
+[model]
+tokenizer = "gpt2"
+[model.llm.config]
+model_type = "llama"
+num_hidden_layers = 6
+num_attention_heads = 4
+hidden_size = 64
+intermediate_size = 64
+[model.encoders.vision.config]
+model_type = "siglip_vision_model"
+num_hidden_layers = 5
+num_attention_heads = 4
+hidden_size = 64
+intermediate_size = 64
+[training]
+global_batch_size = 8
+sequence_length = 256
+[simulation]
+device = "a100"
+[simulation.images.vision]
+patches = 196
+tokens = 49
+[[simulation.sequences]]
+samples = 2
+images = [1, 3]
+[parallel]
+placement = "disaggregated"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.toml"
+    file.write_text(MODEL)
+    return file
+
+
+def test_dry_run_tells_ranks_groups_and_a_simulated_step(recipe) -> None:
+    loaded = load_recipe(recipe, ["--parallel.vision.shard", "2", "--parallel.pipeline", "2"], 10)
+    text = " ".join(describe_run(loaded.recipe, 10).split())
+    assert "10 = 2 for vision + 8 for llm" in text
+    assert "ranks of llm pipeline 2 x shard 4" in text
+    assert "2 with replicas: 1 of vision, 2 of llm" in text
+    assert "first step" in text
+
+
+def test_forecasts_of_all_schedules(recipe) -> None:
+    loaded = load_recipe(recipe, ["--parallel.vision.shard", "3"], 5)
+    forecaster = Forecaster(loaded.recipe, 5, load_profile("a100"))
+    plans = compare_schedules(loaded.recipe, 5, forecaster.profile, forecaster.sample, budget_s=1.0)
+    found = [plan.forecast for plan in plans.values()]
+    assert [forecast.schedule for forecast in found] == list(schedules_for("disaggregated"))
+    for forecast in found:
+        assert forecast.step is not None, forecast.problem
+        assert len(forecast.step.peak_bytes) == 5
+        assert 0 < forecast.mfu < 1
