@@ -4,7 +4,11 @@ from typing import Any
 
 from torchmm.balance.section import SearchConfig
 from torchmm.common.extensions import Entries, Entry
-from torchmm.recipe.schedules import find_schedule
+
+
+def is_own_schedule(name: str) -> bool:
+    """Return True if this extension plans the schedule: other extensions may add schedules."""
+    return any(entry.name == name for entry in ENTRIES["schedules"])
 
 
 def _selects_layers(run: Any, pipeline_size: int) -> bool:
@@ -12,10 +16,9 @@ def _selects_layers(run: Any, pipeline_size: int) -> bool:
 
 
 def _uses_times(run: Any, pipeline_size: int) -> bool:
-    """Return True for schedules with a cost model, and for all with `parallel.replan_drift`."""
-    schedule = find_schedule(run.recipe.parallel.schedule)
-    is_planned = schedule is not None and schedule.planned
-    return pipeline_size > 1 and (is_planned or run.recipe.parallel.replan_drift > 0)
+    """Return True for the schedules of this extension, and for all with `parallel.replan_drift`."""
+    parallel = run.recipe.parallel
+    return pipeline_size > 1 and (is_own_schedule(parallel.schedule) or parallel.replan_drift > 0)
 
 
 def _plans_in_background(run: Any, pipeline_size: int) -> bool:

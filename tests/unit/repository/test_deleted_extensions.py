@@ -46,6 +46,12 @@ for name in sys.argv[1:]:
 """
 """Program that imports modules and prints those that need a deleted module."""
 
+COPY_ONLY = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in getattr(f, "__module__", "")]
+"""
+"""`sitecustomize.py` of a copy: an editable installation would find deleted modules elsewhere."""
+
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 
 
@@ -77,6 +83,7 @@ def copy_repository(target: Path, *deleted: str) -> Path:
         folder = extension if extension == "balance" else f"extensions/{extension}"
         shutil.rmtree(target / "torchmm" / folder)
         shutil.rmtree(target / "tests/unit" / folder, ignore_errors=True)
+    (target / "sitecustomize.py").write_text(COPY_ONLY)
     return target
 
 
@@ -139,8 +146,11 @@ def test_deleted_module_fails_imports(tmp_path):
     """Negative control: modules of the core are not optional."""
     copy = copy_repository(tmp_path / "copy", "reports")
     (copy / "torchmm/recipe/section.py").unlink()
-    result = run_python(copy, "-c", IMPORT_ALL, "torchmm.recipe.recipe")
+    result = run_python(
+        copy, "-c", IMPORT_ALL, "torchmm.recipe.recipe", "torchmm.extensions.reports.extension"
+    )
     assert "torchmm.recipe.recipe: No module named 'torchmm.recipe.section'" in result.stdout
+    assert "No module named 'torchmm.extensions.reports'" in result.stdout
 
 
 def test_core_tests_pass_without_extensions(tmp_path, real_data):

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torchmm.balance.costs.model import CostModel
+from torchmm.balance.extension import is_own_schedule
 from torchmm.balance.pipeweaver.background.process import PlanningProcess
 from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.background.work import StepWork
@@ -54,7 +55,6 @@ from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.run.runtime import StepResult, channel_pairs
 from torchmm.planning.planner import StepPlan
 from torchmm.planning.resolved import Resolved
-from torchmm.recipe.schedules import find_schedule
 from torchmm.training.pipeline import Pipeline
 
 SHOWN = 3
@@ -70,9 +70,8 @@ def build_measuring_planner(
         ConfigError: `simulation.device` is unknown.
     """
     recipe = run.recipe
-    schedule = find_schedule(recipe.parallel.schedule)
     costs = None
-    if schedule is not None and schedule.planned:
+    if is_own_schedule(recipe.parallel.schedule):
         costs = run_costs(run, pipeline.descriptions, run_profile(recipe, mesh.device))
     layerwise = pipeline.sharding == "layer"
     return MeasuringPlanner(

@@ -14,7 +14,7 @@ from torchmm.planning.planner import Planner
 from torchmm.planning.resolved import Resolved
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
-from torchmm.recipe.schedules import SCHEDULES, LlmSchedule
+from torchmm.recipe.schedules import SCHEDULES, LlmSchedule, Schedule
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import ActivationCheckpointConfig
 from torchmm.training.planners.table import find_planner
@@ -42,6 +42,12 @@ def test_planner_follows_schedule_drift_and_background(schedule):
     assert planner_name(plain, 2) == ("measuring" if is_searched else "background")
     assert planner_name(drift, 2) == "measuring"
     assert planner_name(alone, 2) == ("measuring" if is_searched else "static")
+
+
+def test_schedule_of_other_extension_is_not_searched(monkeypatch):
+    monkeypatch.setitem(SCHEDULES, "timed", Schedule("separated", planned=True))
+    parallel = ParallelConfig().model_copy(update={"schedule": "timed"})
+    assert planner_name(Recipe(parallel=parallel), 2) == "background"
 
 
 def test_all_planned_schedules_have_entries():
