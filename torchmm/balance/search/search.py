@@ -452,10 +452,11 @@ class _Search:
             return
         if plan.method == "colocated" and not self._survey(method, draft):
             return
-        before, started = method.simulated, time.thread_time()
+        simulated = method.simulated
+        started = time.thread_time()
         candidate = self._simulate(method, plan)
         seconds = time.thread_time() - started
-        if method.simulated > before:
+        if method.simulated > simulated:
             self._times.add(plan, self._bounds.tasks(plan), seconds)
         if candidate is None:
             return
