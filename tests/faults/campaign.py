@@ -967,10 +967,10 @@ FAULTS = [
         "-",
         "FAIL: the token left in clear text",
         (
-            "unit/recipe/test_recipe.py::test_nothing_goes_to_producers_elsewhere_unencrypted",
-            "unit/data/test_producers.py::test_other_machines_need_a_certificate_and_a_token",
-            "unit/data/test_producers.py::test_a_wrong_token_is_refused",
-            "unit/data/test_producers.py::test_an_unknown_certificate_is_not_trusted",
+            "unit/extensions/remote/test_remote_recipes.py::test_nothing_goes_to_producers_elsewhere_unencrypted",
+            "unit/extensions/remote/test_producers.py::test_other_machines_need_a_certificate_and_a_token",
+            "unit/extensions/remote/test_producers.py::test_a_wrong_token_is_refused",
+            "unit/extensions/remote/test_producers.py::test_an_unknown_certificate_is_not_trusted",
         ),
     ),
     Fault(
@@ -982,7 +982,7 @@ FAULTS = [
         "memory",
         "FAIL: 745 GiB were asked for",
         (
-            "unit/data/test_producers.py::test_what_is_no_request_is_said",
+            "unit/extensions/remote/test_producers.py::test_what_is_no_request_is_said",
             "unit/data/test_producers.py"
             "::test_requests_cannot_make_a_producer_decode_what_no_step_has",
         ),
@@ -1522,7 +1522,9 @@ FAULTS = [
         "key, value and fix are named",
         "-",
         "FAIL: reported as copied",
-        ("unit/recipe/test_recipe.py::test_upload_to_unusable_address_is_rejected",),
+        (
+            "unit/extensions/remote/test_remote_recipes.py::test_upload_to_unusable_address_is_rejected",
+        ),
     ),
 ]
 
