@@ -983,7 +983,7 @@ FAULTS = [
         "FAIL: 745 GiB were asked for",
         (
             "unit/extensions/remote/test_producers.py::test_what_is_no_request_is_said",
-            "unit/data/test_producers.py"
+            "unit/extensions/remote/test_producers.py"
             "::test_requests_cannot_make_a_producer_decode_what_no_step_has",
         ),
     ),
@@ -996,7 +996,7 @@ FAULTS = [
         "the batch",
         "FAIL: a traceback, code 1",
         (
-            "unit/data/test_producers.py"
+            "unit/extensions/remote/test_producers.py"
             "::test_answers_that_are_none_are_named_and_asked_for_elsewhere",
         ),
     ),
