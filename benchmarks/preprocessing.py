@@ -34,7 +34,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torchmm.common.batch import ImageSpec, TextSpec
-from torchmm.data.loader import Loader, build_loader
+from torchmm.data.build import build_loader
+from torchmm.data.loader import Loader
 from torchmm.extensions.remote.producers.calls import Server, connect
 from torchmm.extensions.remote.producers.messages import SCHEMA, Message, from_arrow, to_arrow
 from torchmm.extensions.remote.producers.server import open_producer

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights

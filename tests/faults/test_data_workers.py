@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from torchmm.common.batch import TextSpec
 from torchmm.recipe.data_section import SourceConfig
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 
 if __name__ == "__main__":
     directory = Path({directory!r})

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fuzz import reference
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.extensions.low_precision.float8 import float8_linears
 from torchmm.extensions.low_precision.section import Float8Config
 from torchmm.models.hf.export import hf_name, hf_prefixes

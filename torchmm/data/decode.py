@@ -50,7 +50,7 @@ from torchmm.data.rows import (
     blank_sample,
     sample_name,
 )
-from torchmm.data.sources.local_and_hub import MapSource
+from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.reader import (
     CHANGED,
     EncodedFile,

@@ -165,18 +165,6 @@ def _shard(
     """Apply FSDP2 or, on one rank, mixed precision."""
     if fsdp.needs_fsdp(own.sizes):
         expert_mesh = None if expert is None else own.expert_fsdp
-        fsdp.apply_fsdp(module, own.fsdp, dtype, reshards_after_forward(parallel), expert_mesh)
+        fsdp.apply_fsdp(module, own.fsdp, dtype, fsdp.reshards_after_forward(parallel), expert_mesh)
     elif dtype != torch.float32:
         apply_mixed_precision(module, dtype)
-
-
-def reshards_after_forward(parallel: ParallelConfig) -> bool:
-    """Whether FSDP2 frees gathered parameters after each forward, as the recipe says.
-
-    Not in a pipeline: every microbatch would gather them again. Not where modules have ranks of
-    their own: replicas run other tasks.
-    """
-    if parallel.reshard_after_forward == "default":
-        alone = parallel.pipeline * parallel.mirrors == 1
-        return alone and parallel.placement != "disaggregated"
-    return parallel.reshard_after_forward == "always"

@@ -41,6 +41,7 @@ from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.experts import expert_parts
 from torchmm.parallel import torch_private
 from torchmm.parallel.precision import MixedPrecision
+from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.sizes import MeshSizes
 
 
@@ -243,3 +244,15 @@ def _units(module: nn.Module) -> list[FSDPModule]:
 
 Sharding = StepSharding | LayerSharding | MixedPrecision
 """How the parameters of a stage are gathered and its gradients reduced, or, on one rank, cast."""
+
+
+def reshards_after_forward(parallel: ParallelConfig) -> bool:
+    """Return True if FSDP2 frees gathered parameters after each forward.
+
+    By default it does, except in a pipeline, where every microbatch would gather them again, and
+    with disaggregated modules, whose replicas run different tasks.
+    """
+    if parallel.reshard_after_forward == "default":
+        has_pipeline = parallel.pipeline * parallel.mirrors > 1
+        return not has_pipeline and parallel.placement != "disaggregated"
+    return parallel.reshard_after_forward == "always"

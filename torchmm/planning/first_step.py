@@ -11,7 +11,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from torchmm.data.samples import SampleSet
+    from torchmm.data.sources.sample_set import SampleSet
 
 
 def first_step(
@@ -23,7 +23,7 @@ def first_step(
     streamed source does not provide sizes.
     """
     # Late: the libraries of data take seconds to load, and statistics do without them.
-    from torchmm.data.loader import build_loader  # noqa: PLC0415
+    from torchmm.data.build import build_loader  # noqa: PLC0415
 
     sources = recipe.data.sources or recipe.data.validation
     loader = build_loader(

@@ -15,7 +15,7 @@ from torchmm.recipe.read import check_recipe
 from torchmm.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from torchmm.data.samples import SampleSet
+    from torchmm.data.sources.sample_set import SampleSet
 
 EXACT_STEPS = 1000
 """Steps that are planned to count the steps of `training.epochs`; more are extrapolated."""

@@ -19,10 +19,12 @@ from torchmm.common.extensions import load_entry
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.log import working
 from torchmm.common.row_slices import Reads
-from torchmm.data.loader import Loader, build_loader
-from torchmm.data.samples import SampleSet, find_samples
+from torchmm.data.build import build_loader
+from torchmm.data.loader import Loader
+from torchmm.data.samples import find_samples
 from torchmm.data.shared_reader import ReaderAddress
 from torchmm.data.sources.open import Samples
+from torchmm.data.sources.sample_set import SampleSet
 from torchmm.data.steps.step_packs import Arrange, Balance
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh

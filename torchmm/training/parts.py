@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.data.loader import Loader
-from torchmm.data.samples import SampleSet
+from torchmm.data.sources.sample_set import SampleSet
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.compilation import Compilation
 from torchmm.parallel.mesh import ParallelMesh

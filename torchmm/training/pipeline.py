@@ -38,9 +38,14 @@ from torchmm.models.layers.experts import RouterBalance
 from torchmm.models.layers.shared_rows import RowRanks
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.parallel.apply import reshards_after_forward
 from torchmm.parallel.exchange import FeatureRanks
-from torchmm.parallel.fsdp import FSDPModule, LayerSharding, Sharding, StepSharding
+from torchmm.parallel.fsdp import (
+    FSDPModule,
+    LayerSharding,
+    Sharding,
+    StepSharding,
+    reshards_after_forward,
+)
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.parallel.p2p import P2PChannels
 from torchmm.parallel.precision import mixed_precision

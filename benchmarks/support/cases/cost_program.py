@@ -29,7 +29,8 @@ from torchmm.costs.execution import Execution
 from torchmm.costs.operators import Profile
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize, module_of
-from torchmm.parallel.apply import parallelize, reshards_after_forward
+from torchmm.parallel.apply import parallelize
+from torchmm.parallel.fsdp import reshards_after_forward
 from torchmm.parallel.mesh import build_mesh
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import ImageSpec, TextSpec
-from torchmm.data.loader import StepBatch, build_loader
+from torchmm.data.build import build_loader
+from torchmm.data.loader import StepBatch
 from torchmm.data.media.images import make_processor
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig

@@ -14,11 +14,11 @@ from transformers import Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 from torchmm.common.batch import ImageSpec
 from torchmm.common.errors import ConfigError
+from torchmm.data.build import build_loader
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.columns import file_segment
 from torchmm.data.layouts.recognise import parse_record
 from torchmm.data.layouts.sample import AudioSegment, TextSegment
-from torchmm.data.loader import build_loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.media.medium import ImageMedia, open_media
 from torchmm.data.sources.local_and_hub import open_map_source

@@ -13,7 +13,8 @@ from torchmm.common import processes
 from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.row_slices import BalancedMicrobatch, Reads, Share, exchanged_row
-from torchmm.data.loader import Loader, StepBatch, build_loader
+from torchmm.data.build import build_loader
+from torchmm.data.loader import Loader, StepBatch
 from torchmm.data.sources.index.length_index import LengthIndex, Shard, ShardSizes
 from torchmm.data.steps import beside
 from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage

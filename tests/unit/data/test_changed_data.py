@@ -12,7 +12,7 @@ import pytest
 from data_cases import CLIP, caption, data_config, png, training, write_jsonl
 
 from torchmm.common.errors import CheckpointError
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.recipe.data_section import SourceConfig
 
 ROWS = 23

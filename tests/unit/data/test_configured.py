@@ -20,7 +20,7 @@ from data_cases import (
 )
 
 from torchmm.common.errors import CheckpointError, ConfigError, DataError
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.sources.local_and_hub import load, open_map_source
 from torchmm.data.sources.reader import TRUNCATED
 from torchmm.recipe.data_section import LengthFilter, SourceConfig

@@ -30,7 +30,7 @@ from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.video_utils import VideoMetadata
 
 from torchmm.common.batch import Microbatch, TextSpec
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.media.clip_files import write_clip
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.data.media.stored_pixels import values_of

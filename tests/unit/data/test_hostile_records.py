@@ -18,9 +18,9 @@ import datasets
 import pytest
 from data_cases import CLIP, data_config, png, training, write_parquet, write_shard
 
+from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import ImageSegment
-from torchmm.data.loader import build_loader
 from torchmm.data.sources import tar_samples, text_files
 from torchmm.recipe.data_section import SourceConfig
 

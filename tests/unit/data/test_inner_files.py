@@ -14,10 +14,10 @@ from data_cases import CLIP, caption, data_config, training
 from PIL import Image
 
 from torchmm.common.row_slices import Reads, Share
+from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.sample_files import SMALL_BYTES, FileRange, TableValue, row_of
 from torchmm.data.layouts.sample import ImageSegment
-from torchmm.data.loader import build_loader
-from torchmm.data.sample_files import SMALL_BYTES, FileRange, TableValue, row_of
 from torchmm.recipe.data_section import SourceConfig
 
 COUNT = 8

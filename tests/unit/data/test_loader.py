@@ -26,7 +26,7 @@ from data_cases import (
 
 from torchmm.common.batch import IGNORE_TARGET
 from torchmm.common.errors import CheckpointError, ConfigError, DataError
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.recipe.data_section import SourceConfig
 
 

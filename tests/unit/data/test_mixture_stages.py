@@ -10,7 +10,7 @@ import pytest
 from data_cases import caption, data_config, training, write_jsonl
 
 from torchmm.common.errors import CheckpointError
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.recipe.data_section import SourceConfig, StageConfig
 
 STAGES = [

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PixtralImageProcessorPil
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import places_in_rows
 from torchmm.recipe.data_section import SourceConfig

@@ -10,7 +10,8 @@ from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, 
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share
-from torchmm.data.loader import Loader, StepBatch, build_loader
+from torchmm.data.build import build_loader
+from torchmm.data.loader import Loader, StepBatch
 from torchmm.recipe.data_section import SourceConfig
 
 ALL = None

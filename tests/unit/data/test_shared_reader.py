@@ -27,7 +27,7 @@ from test_balanced_steps import ALTERNATE, assert_same_work, batches_of
 
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.data import shared_reader
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.samples import find_samples
 from torchmm.data.shared_reader import SLACK_STEPS, ReaderAddress, ReaderClient, SharedReader
 from torchmm.data.sources.streams import JsonLinesStream

@@ -32,9 +32,10 @@ from transformers import (
 )
 
 from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.build import build_loader
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.layouts.sample import Record, SampleOptions
-from torchmm.data.loader import Loader, build_loader
+from torchmm.data.loader import Loader
 from torchmm.data.media.audio import AudioPreprocessor
 from torchmm.data.sources.reader import SampleReader
 from torchmm.models.multimodal import MultimodalModel

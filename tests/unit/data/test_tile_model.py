@@ -25,8 +25,8 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from torchmm.common.batch import IGNORE_TARGET
+from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.loader import build_loader
 from torchmm.data.media.images import decode_rgb
 from torchmm.models.families.composites.table import COMPOSITES as FAMILIES
 from torchmm.models.hf.export import export_hf

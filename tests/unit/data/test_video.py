@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from torchmm.common.batch import ImageSpec, TextSpec
 from torchmm.common.errors import ConfigError
+from torchmm.data.build import build_loader
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.loader import build_loader
 from torchmm.data.media.clip_files import CONTAINERS, write_clip
 from torchmm.data.media.images import ImagePreprocessor
 from torchmm.data.media.text import VisionBlock, mrope_positions

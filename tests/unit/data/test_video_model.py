@@ -24,7 +24,7 @@ from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.media.clip_files import write_clip
 from torchmm.data.media.video import sampled_frames
 from torchmm.recipe.data_section import SourceConfig, VideoConfig

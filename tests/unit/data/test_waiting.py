@@ -12,7 +12,7 @@ from data_cases import caption, data_config, training, write_jsonl
 
 from torchmm.common.errors import DataError
 from torchmm.data import loader as loader_module
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import SourceConfig
 

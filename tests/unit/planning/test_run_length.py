@@ -10,7 +10,7 @@ from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 
 from torchmm.common.errors import ConfigError
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.planning.first_step import training_samples
 from torchmm.planning.resolved import resolve
 from torchmm.planning.run_length import (

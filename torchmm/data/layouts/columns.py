@@ -20,6 +20,7 @@ import numpy as np
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.remote import RemotePath
+from torchmm.data.files.sample_files import InnerFile, TableValue, content_of
 from torchmm.data.layouts.sample import (
     AudioSegment,
     FileSegment,
@@ -27,7 +28,6 @@ from torchmm.data.layouts.sample import (
     Root,
     VideoSegment,
 )
-from torchmm.data.sample_files import InnerFile, TableValue, content_of
 
 IMAGE_COLUMNS = ("image", "jpg", "jpeg", "png", "webp")
 VIDEO_COLUMNS = ("video", "mp4", "webm", "mkv", "mov", "avi")

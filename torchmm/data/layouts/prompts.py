@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 from torchmm.data.corrupt import CorruptSampleError
+from torchmm.data.files.sample_files import content_of
 from torchmm.data.layouts.chat_keys import check_columns, is_empty
 from torchmm.data.layouts.columns import files_of, text_of
 from torchmm.data.layouts.conversation import Conversation
 from torchmm.data.layouts.messages import chat_of
 from torchmm.data.layouts.parts import has_marks, read_contents, with_files_first
 from torchmm.data.layouts.sample import Record, Sample, Segment, TextSegment
-from torchmm.data.sample_files import content_of
 
 
 def read_prompt(record: Record) -> Sample | Conversation:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.files.remote import RemotePath
-from torchmm.data.sample_files import InnerFile, open_regular
+from torchmm.data.files.sample_files import InnerFile, open_regular
 from torchmm.recipe.data_section import SourceConfig
 
 Root = str | RemotePath | None

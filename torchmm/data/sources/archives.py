@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import first_of
 from torchmm.data.files.remote import AnyFile
-from torchmm.data.sample_files import open_regular
+from torchmm.data.files.sample_files import open_regular
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")

@@ -40,8 +40,8 @@ from torchmm.data.files.remote import (
     RemoteFile,
     RemotePath,
 )
+from torchmm.data.files.sample_files import row_of
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.sample_files import row_of
 from torchmm.data.sources.configured import MapSource, SelectedRows, SourceAsConfigured, Split
 from torchmm.data.sources.folders import FolderSource, described
 from torchmm.data.sources.formats import (

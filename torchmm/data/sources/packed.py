@@ -25,7 +25,7 @@ import pyarrow as pa
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.files import replace_atomically, sync_directory
 from torchmm.data.files.remote import AnyFile, RemoteFile
-from torchmm.data.sample_files import open_regular
+from torchmm.data.files.sample_files import open_regular
 
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 MAX_RATIO = 50

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, first_of
 from torchmm.data.files.remote import AnyFile
+from torchmm.data.files.sample_files import open_regular, row_of
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.sample_files import open_regular, row_of
 
 MANY_ROWS = 100_000
 MIN_ROW_BYTES = 4

@@ -27,9 +27,9 @@ from torchmm.common.errors import ConfigError, DataError
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.files.places import Places
 from torchmm.data.files.remote import AnyFile, FileSystem
+from torchmm.data.files.sample_files import open_regular, row_of
 from torchmm.data.items import Item
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.sample_files import open_regular, row_of
 from torchmm.data.sources.configured import (
     MapSource,
     RecordStream,

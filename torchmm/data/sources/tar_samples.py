@@ -26,9 +26,9 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, naming_place
 from torchmm.data.files.places import Places
 from torchmm.data.files.remote import AnyFile, RemoteFile
+from torchmm.data.files.sample_files import SMALL_BYTES, FileRange, open_regular
 from torchmm.data.layouts.columns import FILE_KINDS
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sample_files import SMALL_BYTES, FileRange, open_regular
 from torchmm.data.sources.archives import check_tars
 from torchmm.data.sources.text_files import MAX_RECORD_BYTES
 

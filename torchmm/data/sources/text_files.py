@@ -29,8 +29,8 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.places import Places
 from torchmm.data.files.remote import AnyFile, RemoteFile
+from torchmm.data.files.sample_files import open_regular
 from torchmm.data.layouts.sample import Record, Root
-from torchmm.data.sample_files import open_regular
 
 VERSION = 1
 """Increased when records are found differently, so that what was kept is not used."""

@@ -42,6 +42,10 @@ class BalancedSteps:
     def __next__(self) -> StepSamples:
         return balanced_step(next(self._steps), self._balance)
 
+    def close(self) -> None:
+        """End processes that plan steps."""
+        self._steps.close()
+
 
 def balanced_step(step: StepSamples, balance: Balance) -> StepSamples:
     """Return the step with the images that every rank encodes and generates."""

@@ -188,6 +188,9 @@ class StepsElsewhere:
         self._first: StepPart | None = None
         self._began = False
 
+    def close(self) -> None:
+        """Do nothing: the process that plans also serves others."""
+
     def __iter__(self) -> StepsElsewhere:
         return self
 

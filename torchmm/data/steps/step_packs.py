@@ -94,6 +94,9 @@ class Steps(Protocol):
 
     def __next__(self) -> StepSamples: ...
 
+    def close(self) -> None:
+        """End processes that plan steps."""
+
 
 @dataclass(frozen=True)
 class Packs:
@@ -284,6 +287,9 @@ class StepSequence:
         """Of sources that cannot be asked again."""
         if state is not None:
             self._restore(state, resume_changed)
+
+    def close(self) -> None:
+        """Do nothing: this process plans."""
 
     def __iter__(self) -> StepSequence:
         return self

@@ -25,7 +25,8 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from torchmm.common.batch import Microbatch
 from torchmm.common.errors import ConfigError
-from torchmm.data.loader import Loader, build_loader
+from torchmm.data.build import build_loader
+from torchmm.data.loader import Loader
 from torchmm.data.tokenizer import read_tokenizer
 from torchmm.extensions.evaluation.samples import (
     GeneratedText,

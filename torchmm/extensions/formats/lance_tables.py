@@ -17,8 +17,8 @@ from torchmm.common.errors import ConfigError, DataError, install_command
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.places import Places
 from torchmm.data.files.remote import AnyFile, FileSystem
+from torchmm.data.files.sample_files import row_of
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sample_files import row_of
 from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.formats import check_only_split
 from torchmm.recipe.data_section import SourceConfig, is_address

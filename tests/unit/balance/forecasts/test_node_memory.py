@@ -9,7 +9,7 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.forecasts.dry_run import describe_run
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.forecasts.host_memory import host_memory_bytes
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.tokenizer import load_tokenizer
 from torchmm.recipe.parallel_section import ParallelConfig
 

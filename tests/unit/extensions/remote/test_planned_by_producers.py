@@ -24,7 +24,7 @@ from pyarrow import flight
 from test_producers import DRAWN
 
 from torchmm.common.errors import CheckpointError, DataError
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.samples import SamplesElsewhere, find_samples
 from torchmm.data.steps.elsewhere import Asked
 from torchmm.extensions.remote.producers.calls import Server

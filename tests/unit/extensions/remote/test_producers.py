@@ -33,7 +33,7 @@ from test_video import clip_of
 from torchmm.common.errors import ConfigError, DataError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads, Share
-from torchmm.data.loader import build_loader
+from torchmm.data.build import build_loader
 from torchmm.data.sources.open import open_samples
 from torchmm.extensions.remote.producers.calls import (
     TOKEN_VARIABLE,

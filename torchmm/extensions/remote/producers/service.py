@@ -14,8 +14,9 @@ from torchmm.common.changes import changes
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of
-from torchmm.data.samples import SamplesElsewhere, SampleSet
+from torchmm.data.samples import SamplesElsewhere
 from torchmm.data.sources.reader import SampleReader
+from torchmm.data.sources.sample_set import SampleSet
 from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
 from torchmm.extensions.remote.producers.engine import started_producers
 from torchmm.extensions.remote.producers.planning import Described, ProducersPlans

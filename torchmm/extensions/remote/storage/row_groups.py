@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.files.remote import RemoteFile, RemotePath
+from torchmm.data.files.sample_files import row_of
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sample_files import row_of
 from torchmm.extensions.remote.storage.block_cache import BlockCache, entry_name
 
 MAX_GROUP_BYTES = 4 << 30
