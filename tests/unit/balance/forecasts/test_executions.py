@@ -36,6 +36,7 @@ RECIPES = sorted(
     if path.stem != "base" and path.parent.name != "bases"
 )
 BUILDERS = {
+    "torchmm/balance/run_costs.py",
     "torchmm/planning/executions.py",  # of the recipe's modules
     "torchmm/balance/costs/model.py",  # where none is given: whole, on one rank
     "torchmm/balance/disttrain/orchestration/unit_costs.py",  # of sizes that are only tried
@@ -79,16 +80,19 @@ def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch
     if recipe.parallel.leaves_units_open:  # which takes a minute to plan
         recipe = sized_recipe(recipe, SIZES)
         gpus = sum(sizes.devices for sizes in SIZES.values())
-    unordered = recipe.data.model_copy(update={"reorder": "none"})  # there is one sequence only
+    unordered = recipe.data.model_copy(update={"reorder": "none"})  # sequences are equal
     recipe = recipe.model_copy(update={"data": unordered})
     sources = [recipe.model.source, recipe.model.llm and recipe.model.llm.source]
     for source in filter(None, sources):
         if source.startswith("data/") and not (ROOT / source).is_dir():
             pytest.skip(f"{source} is not prepared here")
-    empty = [MicrobatchMeta((), recipe.training.sequence_length)]
-    monkeypatch.setattr(
-        forecast, "first_microbatches", lambda recipe, model, shares: [empty] * shares
-    )
+
+    def empty_microbatches(recipe, model, shares):
+        training = recipe.training
+        count = training.global_batch_size // (shares * training.microbatch_size)
+        return [[MicrobatchMeta((), training.sequence_length)] * count] * shares
+
+    monkeypatch.setattr(forecast, "first_microbatches", empty_microbatches)
     forecaster = Forecaster(recipe, gpus, profile)
     of_run = run_costs(resolve(recipe, gpus), forecaster.modules, profile)
     assert set(of_run.executions) == {module.name for module in forecaster.modules}
