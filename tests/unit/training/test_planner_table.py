@@ -81,7 +81,7 @@ def test_single_planner_reuses_plan_of_equal_metadata():
 )
 def test_missing_extension_is_reported(recipe, key, monkeypatch):
     message = f'{key}: the extension "balance" is not installed'
-    installed = [str(problem) for problem in find_problems(recipe, 1)]
+    installed = "\n".join(map(str, find_problems(recipe, 1)))
     assert message not in installed or not find_entries("planners")
     monkeypatch.setattr("torchmm.recipe.check.find_entry", lambda table, name: None)
-    assert message in [str(problem) for problem in find_problems(recipe, 1)]
+    assert message in "\n".join(map(str, find_problems(recipe, 1)))
