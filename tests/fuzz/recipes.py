@@ -8,8 +8,11 @@ from typing import Any
 from fuzz.data import VIDEO_FPS
 from fuzz.draw import merged
 from fuzz.models import is_sharp
+from torchmm.common.extensions import extension_names
 
 Table = dict[str, Any]
+
+HAS_REPORTS = "torchmm.extensions.reports" in extension_names()
 
 OPTIMIZER = {
     "lr": 1e-2,
@@ -48,7 +51,7 @@ def complete(table: Table, source: str, data: Path, directory: Path, steps: int)
         "training": {"steps": steps, "device": "cpu"},
         "optimizer": OPTIMIZER | (SMALL_STEPS if sways else {}),
         "checkpoint": {"interval": 2, "export_hf": False},
-        "metrics": {"peak_tflops": 1.0, "timeline_step": 0},
+        "metrics": {"peak_tflops": 1.0} | ({"timeline_step": 0} if HAS_REPORTS else {}),
         "parallel": {"timeout_s": 60},
     }
     return merged(fixed, table)

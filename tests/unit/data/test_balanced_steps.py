@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
+from installed import needs_extension
 
 from torchmm.common import processes
 from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
@@ -21,6 +22,7 @@ from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
 from torchmm.data.steps.step_packs import Packs, StepSequence
 from torchmm.recipe.data_section import SourceConfig
 
+pytestmark = needs_extension("extensions.generation")
 RANKS = 2
 TORN = (0, 3, 11, 13, 17)
 """Images of captions, of documents, and one that is generated."""

@@ -6,6 +6,7 @@ from itertools import islice
 import pytest
 import torch
 from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
+from installed import needs_extension
 
 from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.generated import GeneratorSpec
@@ -14,6 +15,7 @@ from torchmm.data.build import build_loader
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.recipe.data_section import SourceConfig
 
+pytestmark = needs_extension("extensions.generation")
 ALL = None
 NOTHING = Reads({})
 HALVES = [Reads({"vision": Share(part, 2), "generator": Share(part, 2)}) for part in range(2)]

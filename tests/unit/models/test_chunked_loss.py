@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from installed import needs_extension
 from model_cases import (
     COMPOSITES,
     LLMS,
@@ -133,6 +134,7 @@ def test_chunks_are_of_bounded_size() -> None:
     assert 0.09 * rounded_bytes < chunk_bytes < 0.1 * rounded_bytes
 
 
+@needs_extension("extensions.auto_models")
 def test_heads_with_a_bias_are_refused() -> None:
     config = {**LLMS["llama"], "model_type": "phi", "num_key_value_heads": 4}
     section = ModelConfig(llm=LlmConfig(config=config), chunked_loss=True)
@@ -140,6 +142,7 @@ def test_heads_with_a_bias_are_refused() -> None:
         build(section)
 
 
+@needs_extension("extensions.auto_models")
 def test_default_chunks_only_sharded_vocabulary() -> None:
     """In bfloat16, of a large vocabulary, with a plain head; an explicit value has precedence."""
     llm = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}

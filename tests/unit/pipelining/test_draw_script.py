@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from installed import needs_extension
 
 from torchmm.pipelining.plan.actions import Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
@@ -52,6 +53,7 @@ def test_every_schedule_is_drawn_with_all_tasks_of_every_stage(draw):
             assert len(found) >= 3 and found[0] == 0 + 1 + 1 + 3 and found[max(found)] == 4
 
 
+@needs_extension("balance")
 def test_colocated_encoders_are_drawn_in_bubbles(draw):
     step = ("--stages", 4, "--images", "0,3,1,7,0,2,5,1", "--layers", "vision=8,llm=16")
     code, text, _, actions = draw("--schedule", "megatron_balanced", "optimus:coarse", "optimus",

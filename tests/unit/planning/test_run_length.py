@@ -8,8 +8,10 @@ import tomli_w
 from fuzz.data import make_data
 from fuzz.draw import Table, merged
 from fuzz.recipes import complete
+from installed import needs_extension
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.extensions import find_entry
 from torchmm.data.build import build_loader
 from torchmm.planning.first_step import training_samples
 from torchmm.planning.resolved import resolve
@@ -58,11 +60,13 @@ def read(files: Path, run_dir: Path, **sections: Table) -> Recipe:
     }
     table = complete({"model": model}, "images", files, run_dir, steps=1)
     table["training"] = {"sequence_length": 64, "device": "cpu", "global_batch_size": 4}
-    table["simulation"] = {"device": "cpu"}
+    if find_entry("sections", "Recipe.simulation") is not None:
+        table["simulation"] = {"device": "cpu"}
     (run_dir / "recipe.toml").write_text(tomli_w.dumps(merged(table, sections)))
     return load_recipe(run_dir / "recipe.toml", [], 1).recipe
 
 
+@needs_extension("extensions.reports")
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0])
 def test_epochs_end_with_the_step_that_completes_them(data, tmp_path, monkeypatch, epochs):
     recipe = read(data, tmp_path, training={"epochs": epochs}, metrics={"profile_step": 1})

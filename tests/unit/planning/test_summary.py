@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from installed import needs_extension
 
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.recipe_model import recipe_model
@@ -23,6 +24,7 @@ def states(model: MultimodalModel, **parallel: object) -> StateBytes:
     return run_states(resolve(load_recipe(RECIPE, options).recipe, 8), model)
 
 
+@needs_extension("balance")
 @pytest.mark.parametrize(
     ("parallel", "gathered", "gradients"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from installed import needs_extension
 from recipe_problems import problems_of
 
 from torchmm.common.errors import ConfigError
@@ -409,6 +410,7 @@ images = [0, 3]
 """
 
 
+@needs_extension("balance")
 def test_statistics_stand_in_for_data_and_tokenizer(write):
     path = write("r.toml", MODEL.replace('tokenizer = "gpt2"', "") + SIMULATION)
     recipe = load_recipe(path, [], 1).recipe
@@ -417,6 +419,7 @@ def test_statistics_stand_in_for_data_and_tokenizer(write):
     assert any("tokenizer" in problem for problem in error.value.problems)
 
 
+@needs_extension("balance")
 @pytest.mark.parametrize(
     ("before", "after", "key", "text"),
     [

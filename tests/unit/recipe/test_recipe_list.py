@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from installed import needs_extension
 
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.read import find_recipe, list_recipes, load_recipe, recipes_directory
@@ -55,6 +56,7 @@ def test_unknown_recipe_stays_a_path(name, tmp_path, monkeypatch):
         load_recipe("n" * 300)
 
 
+@needs_extension("balance")
 def test_base_is_a_file_or_packaged_recipe(tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('base = "zoo/smolvlm"\n')

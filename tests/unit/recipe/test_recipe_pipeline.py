@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from installed import needs_extension
 from recipe_problems import problems_of
 
 from torchmm.planning.resolved import resolve
@@ -91,11 +92,12 @@ def test_valid_pipelines(recipe: Path, arguments: str) -> None:
             "parallel.reshard_after_forward",
             'use "default"',
         ),
-        (
+        pytest.param(
             "--parallel.gradient_reduction microbatch --parallel.placement colocated "
             "--parallel.schedule optimus",
             "parallel.gradient_reduction",
             '"interleaved"',
+            marks=needs_extension("balance"),
         ),
         (
             "--parallel.pipeline 2 --parallel.schedule zero_bubble --compile.enabled true",

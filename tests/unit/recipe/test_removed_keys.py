@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tomli
 import tomli_w
+from installed import needs_extension
 
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.explain import FORMER_DEFAULTS, REMOVED_KEYS
@@ -42,12 +43,14 @@ def test_removed_key_raises_error_with_replacement(key: str) -> None:
     assert caught.value.problems == [f"command line: {key} = 7: {REMOVED_KEYS[key]}"]
 
 
+@needs_extension("balance")
 def test_stored_recipe_with_removed_keys_loads_equal(tmp_path: Path) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(tomli_w.dumps(old_tables(DEFAULTS)))
     assert load_recipe(file).recipe == load_recipe(RECIPE).recipe
 
 
+@needs_extension("balance")
 def test_checkpoint_with_removed_keys_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = old_tables(dict.fromkeys(KEYS, "other"))
     kept = copy.deepcopy(tables)
@@ -56,6 +59,7 @@ def test_checkpoint_with_removed_keys_is_exported(monkeypatch: pytest.MonkeyPatc
     assert tables == kept
 
 
+@needs_extension("balance")
 def test_run_page_hides_removed_keys() -> None:
     tables = old_tables(DEFAULTS)
     shown = changed_values(tables)

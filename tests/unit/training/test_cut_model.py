@@ -11,6 +11,7 @@ import torch
 from fuzz.data import make_data
 from fuzz.draw import Table, merged
 from fuzz.recipes import complete
+from installed import needs_extension
 
 import torchmm.training.run
 from torchmm.common.errors import ConfigError
@@ -78,11 +79,12 @@ def check(data: Path, run_dir: Path, world_size: int, llm: Table, parallel: Tabl
     [
         (2, {"tie_word_embeddings": True}, {"pipeline": 2}, None),
         (2, EXPERTS, {"tensor": 2}, "tensor = 2 does not divide the 3 experts"),
-        (
+        pytest.param(
             2,
             EXPERTS | {"num_experts": 4},
             {"tensor": 2, "sequence_parallel": True, "async_tensor_parallel": True},
             "async_tensor_parallel is not implemented for layers with experts",
+            marks=needs_extension("extensions.async_tp"),
         ),
         (4, {"model_type": "olmo2"}, {"tensor": 4}, "more than the 2 key and value heads"),
         (8, {}, {"shard": 8, "llm": {"context": 8}}, "context = 8 is more than the"),
