@@ -13,6 +13,7 @@ from torchmm.balance.disttrain.orchestration.space import PlanSpace
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.search import disaggregated
 from torchmm.balance.search.disaggregated import plan_variants, sized_recipe
+from torchmm.balance.search.report import result_tables
 from torchmm.balance.search.result import fits
 from torchmm.balance.search.search import search_plans
 from torchmm.common.errors import ConfigError
@@ -145,6 +146,27 @@ def test_no_step_is_shorter_than_its_bound_and_none_that_fits_is_ruled_out(case)
             assert plan is not None, f"{variants[index].schedule} {sizes} fits"
         if plan is not None:
             assert plan.bound_s <= seconds * (1 + 1e-9)
+
+
+def test_module_table_shows_sizes_and_use_of_each_module(case, monkeypatch):
+    best = search(case, monkeypatch).best
+    _, table = result_tables(search(case, monkeypatch), "")
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert [row[0] for row in rows] == ["vision", "llm"]
+    step = best.forecast.step
+    busy = {rank: ms / step.makespan_ms for rank, ms in enumerate(step.timeline.busy_ms)}
+    for name, *numbers, percent, gib in rows:
+        devices, tensor, data, pipeline = map(int, numbers)
+        assert devices == tensor * data * pipeline
+        ranks = {
+            rank
+            for stage in step.plan.graph.layout.stages
+            for rank in stage.ranks
+            if stage.module == name
+        }
+        assert float(percent) == round(100 * max(busy[rank] for rank in ranks))
+        assert float(gib) == round(max(step.peak_bytes[rank] for rank in ranks) / 2**30, 1)
+    assert sum(int(row[1]) for row in rows) == best.devices
 
 
 def test_interrupted_search_has_valid_bound(case, monkeypatch):
