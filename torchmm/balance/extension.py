@@ -6,7 +6,7 @@ from torchmm.balance.section import SearchConfig
 from torchmm.common.extensions import Entries, Entry
 
 
-def is_own_schedule(name: str) -> bool:
+def plans_schedule(name: str) -> bool:
     """Return True if this extension plans the schedule: other extensions may add schedules."""
     return any(entry.name == name for entry in ENTRIES["schedules"])
 
@@ -18,7 +18,7 @@ def _selects_layers(run: Any, pipeline_size: int) -> bool:
 def _uses_times(run: Any, pipeline_size: int) -> bool:
     """Return True for the schedules of this extension, and for all with `parallel.replan_drift`."""
     parallel = run.recipe.parallel
-    return pipeline_size > 1 and (is_own_schedule(parallel.schedule) or parallel.replan_drift > 0)
+    return pipeline_size > 1 and (plans_schedule(parallel.schedule) or parallel.replan_drift > 0)
 
 
 def _plans_in_background(run: Any, pipeline_size: int) -> bool:

@@ -65,7 +65,7 @@ def run_costs(run: Resolved, modules: Sequence[ModuleDescription], profile: Prof
         raise ConfigError(f"training.dtype: {error}") from error
 
 
-def whole_costs(recipe: Recipe, module: ModuleDescription, profile: Profile) -> CostModel:
+def unsharded_costs(recipe: Recipe, module: ModuleDescription, profile: Profile) -> CostModel:
     """Return the cost model of an unsharded module with the recomputation of the recipe."""
     device = profile.device.type
     mode = recompute_mode(recipe, module, device)

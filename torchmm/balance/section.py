@@ -10,7 +10,7 @@ from torchmm.recipe.section import Section
 
 
 class SearchConfig(Section):
-    """How `schedule = "searched"` looks for the order of each step."""
+    """Search for the order of each step (`schedule = "searched"`)."""
 
     stages: Literal["separated", "megatron", "balanced", "auto"] = "separated"
     """How modules are cut. "separated": each into segments over all ranks; "megatron": whole

@@ -50,19 +50,22 @@ def searched_costs(
     fits: Mapping[RankKind, ActionFit] | None = None,
     between_ms: Mapping[Pair, float] | None = None,
 ) -> PlanCosts:
-    """What a searched schedule is planned with, in a run, beside it, and in forecasts of it: the
-    device's times, transfers and bytes.
+    """Return the costs of a searched schedule: times, transfers and bytes of the device.
+
+    Runs, their planning processes and forecasts use the same costs.
 
     Args:
-        model: of the run's device.
-        layerwise: whether FSDP2 gathers layer by layer.
-        rates: measured milliseconds per FLOP, by kind of action: all actions of a kind together
-            then take what was measured, and the model says how these differ; None, or empty: as
-            the model says.
-        fits: measured times of a rank's actions, in place of the rates where there are some: a
-            constant for each, and what they take beyond together, which differs as the model says.
-        between_ms: measured time of a mean message between two ranks, from which others differ by
-            as much as the model says.
+        graph: Graph of the step.
+        modules: Descriptions of the complete modules.
+        microbatches: Microbatches of the step.
+        model: Cost model of the device of the run.
+        layerwise: Whether FSDP2 gathers layer by layer.
+        rates: Measured milliseconds per FLOP, by kind of action. They scale the modelled times of
+            all actions of a kind to the measured sum. If None or empty, times are modelled.
+        fits: Measured times of the actions of a rank, used instead of the rates: a constant for
+            each action and a rate.
+        between_ms: Measured times of a mean message between two ranks. Other messages differ from
+            it by the modelled difference.
     """
     costs = plan_costs(graph, modules, microbatches, model, layerwise=layerwise)
     if not rates:
@@ -131,7 +134,7 @@ def _measured(
 def modelled_totals(
     graph: StageGraph, costs: PlanCosts, flops: Durations
 ) -> dict[ActionKind, Total]:
-    """What all actions of each kind take together by a model, and their FLOPs."""
+    """Return the modelled time and the FLOPs of all actions of each kind."""
     owners = [stage.module for stage in graph.layout.stages]
     found: dict[ActionKind, Total] = {}
     for action, action_ms in costs.compute_ms.items():

@@ -55,7 +55,7 @@ class Entry(NamedTuple):
     target: str
     """Object as "module:name". Its module is imported when the entry is used."""
     is_used: Callable[..., bool] = lambda *arguments: True
-    """Function that tells whether a run uses the entry, if the table asks for it."""
+    """Function that returns True if a run uses the entry. Some tables do not call it."""
     after: str = ""
     """Name of the entry that this one follows, in tables with an order. Default: the first."""
 

@@ -29,7 +29,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class DecodedDrawing:
-    """One image or video to generate, as arrays."""
+    """An image or video to generate, as arrays."""
 
     meta: GeneratedMeta
     patches_PV: np.ndarray | None

@@ -58,7 +58,7 @@ class GeneratorModule(LayeredModule):
 
         Returns:
             Last stage: float32 scalar, the sum of the losses of all images. Earlier stages: the
-            tensors that the next stage needs. None stands for a tensor that is not sent.
+            tensors that the next stage needs. None replaces a tensor that is not sent.
         """
 
     @abstractmethod

@@ -47,8 +47,8 @@ from torchmm.recipe.placement_sizes import unit_stages
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
 Purpose = Literal["training", "losses", "text", "drawing"]
-"""What a step is for: all but "training" are forwards only. For text the generator has nothing to
-do; for drawing it runs every microbatch as a whole."""
+"""Purpose of a step. All except "training" have forward passes only. The generator does not run for
+"text", and processes each microbatch in one task for "drawing"."""
 
 
 class PlannedSchedule(NamedTuple):

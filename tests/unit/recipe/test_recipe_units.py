@@ -1,34 +1,20 @@
 """Recipe keys of disaggregated modules: sizes that add up to the world, and mistakes."""
 
 import pytest
-from recipe_problems import problems_of
+from recipe_problems import UNITS_MODEL, problems_of
 
 from torchmm.common.errors import ConfigError
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.placement_sizes import resolve_units
 from torchmm.recipe.sizes import MeshSizes, replica_groups
 
-MODEL = """
-[model]
-tokenizer = "gpt2"
-[model.llm.config]
-model_type = "llama"
-num_hidden_layers = 6
-num_attention_heads = 4
-hidden_size = 64
-intermediate_size = 64
-[model.encoders.vision.config]
-model_type = "siglip_vision_model"
-num_hidden_layers = 5
-num_attention_heads = 4
-hidden_size = 64
-intermediate_size = 64
-[training]
-global_batch_size = 8
-sequence_length = 256
+MODEL = (
+    UNITS_MODEL
+    + """\
 [parallel]
 placement = "disaggregated"
 """
+)
 NAMES = ["vision", "llm", "generator"]
 
 

@@ -12,6 +12,7 @@ from fuzz.data import make_data
 from fuzz.draw import Table, merged
 from fuzz.recipes import complete
 from installed import needs_extension
+from small_parts import LLM, VISION
 
 import torchmm.training.run
 from torchmm.common.errors import ConfigError
@@ -21,25 +22,6 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.build import _step_after
 from torchmm.training.model_build import build_unfilled_model, cut_model
 
-LLM = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
 EXPERTS = {
     "model_type": "qwen3_moe",
     "head_dim": 8,

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.extension import is_own_schedule
+from torchmm.balance.extension import plans_schedule
 from torchmm.balance.pipeweaver.background.process import PlanningProcess
 from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.background.work import StepWork
@@ -71,7 +71,7 @@ def build_measuring_planner(
     """
     recipe = run.recipe
     costs = None
-    if is_own_schedule(recipe.parallel.schedule):
+    if plans_schedule(recipe.parallel.schedule):
         costs = run_costs(run, pipeline.descriptions, run_profile(recipe, mesh.device))
     layerwise = pipeline.sharding == "layer"
     return MeasuringPlanner(

@@ -23,7 +23,7 @@ from torchmm.balance.disttrain.orchestration.unit_costs import (
 )
 from torchmm.balance.forecasts.first_microbatches import first_microbatches
 from torchmm.balance.forecasts.forecast import StepSample
-from torchmm.balance.run_costs import trial_runner, whole_costs
+from torchmm.balance.run_costs import trial_runner, unsharded_costs
 from torchmm.balance.search.space import (
     TUNED,
     VIRTUAL_STAGES,
@@ -231,7 +231,7 @@ def _layer_share(
     sizes = pack_sizes(module, metas)[1]
     if not inner or sizes is None:
         return 0.0
-    model = whole_costs(recipe, module, profile)
+    model = unsharded_costs(recipe, module, profile)
     arrives_N = np.array([gradients_arrive(modules, meta)[module.name] for meta in metas], bool)
     whole = model.stage_costs(module, 0, len(module.layers), sizes, arrives_N)
     shares = []

@@ -131,7 +131,7 @@ class SimulationConfig(Section):
 
     @property
     def describes_samples(self) -> bool:
-        """Whether the section has a mixture of sequences."""
+        """Return True if the section has a mixture of sequences."""
         return bool(self.sequences)
 
 

@@ -58,7 +58,7 @@ class FileSystem(Protocol):
 
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """One version of a file at an address."""
+    """A version of a file at an address."""
 
     address: str
     size: int

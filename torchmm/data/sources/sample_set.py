@@ -13,11 +13,11 @@ from torchmm.recipe.training_section import TrainingConfig
 
 
 class SampleSet(Protocol):
-    """All sources of a run, or those held out."""
+    """Samples of the training sources of a run, or of the validation sources."""
 
     @property
     def decoder(self) -> StepDecoder:
-        """Of the samples that ranks decode, and of what others have decoded."""
+        """Decoder of these samples, also of samples that other processes have decoded."""
         ...
 
     @property
@@ -26,7 +26,7 @@ class SampleSet(Protocol):
         ...
 
     def sequence(self, data: DataConfig, training: TrainingConfig, position: Position) -> Steps:
-        """The steps they form; raises CheckpointError if the position belongs to other data."""
+        """Return the steps. Raise CheckpointError if the position belongs to other data."""
         ...
 
     def feeds(self) -> dict[str, int]:

@@ -205,7 +205,7 @@ def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
 
     def find(name: str) -> AnyFile | None:
         address = join_address(directory.address, name)
-        return listed.get(address or "") or _find_elsewhere(directory, name)
+        return listed.get(address or "") or _find_remote(directory, name)
 
     return find
 
@@ -218,7 +218,7 @@ def _find_here(directory: Path, name: str) -> Path | None:
         raise DataError(f"{name!r:.200} in {directory} cannot be read: {error.strerror}") from error
 
 
-def _find_elsewhere(directory: RemotePath, name: str) -> RemoteFile | None:
+def _find_remote(directory: RemotePath, name: str) -> RemoteFile | None:
     named = directory.join(name)
     return None if named is None else named.find()
 

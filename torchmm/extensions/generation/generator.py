@@ -2,8 +2,8 @@
 
 One pass is one denoising step: noisy patches, their times and the context go in, velocities or the
 flow-matching loss come out. Images of a sub-microbatch form a batch; if they differ in patches or
-context, shorter ones are padded and masked. Between stages travel the hidden states, the context
-after the connector and the embedded times, because all layers need all three.
+context, shorter ones are padded and masked. Stages send the hidden states, the context after the
+connector and the embedded times, because all layers need all three.
 
 Shape legend: N images, P patches of the largest image, L tokens of the longest context, K context
 tokens of all images, D features, V values of a patch, E features of an embedded time; "A" stands
@@ -66,7 +66,7 @@ class DitSpec:
         return self.config["num_attention_heads"] * self.config["attention_head_dim"]
 
 
-class Given(NamedTuple):
+class StageTensors(NamedTuple):
     """The tensors that one stage sends to the next."""
 
     hidden_NPD: Tensor
@@ -178,7 +178,7 @@ class DitModule(GeneratorModule):
 
     def forward(
         self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]
-    ) -> Tensor | Given:
+    ) -> Tensor | StageTensors:
         """Return the flow-matching loss of some images, or the input of the next stage.
 
         The loss of an image is the mean squared error of its velocity.
@@ -203,13 +203,13 @@ class DitModule(GeneratorModule):
         latents_AV = inputs.patches_PV - time_A1 * velocity_AV
         return self.latent_decoder(latents_AV, inputs.grids_thw)
 
-    def _run(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> Given:
+    def _run(self, inputs: GeneratorInputs, given: Tensor | tuple[Tensor, ...]) -> StageTensors:
         """Run the layers of this stage, and the embeddings before them on the first stage."""
         if self.is_first:
             assert isinstance(given, Tensor)
             hidden_NPD, context_KD, time_NE, latents_AV = self._begin(inputs, given)
         else:
-            hidden_NPD, context_KD, time_NE, latents_AV = Given(*given)
+            hidden_NPD, context_KD, time_NE, latents_AV = StageTensors(*given)
         context_NLD, context_mask = padded(context_KD, inputs.contexts)
         sizes = [prod(grid) for grid in inputs.grids_thw]
         masks = padding_mask(sizes, hidden_NPD), context_mask
@@ -222,9 +222,9 @@ class DitModule(GeneratorModule):
             hidden_NPD = self.between.leaving(hidden_NPD)
         # Views: backward of a stage cannot start at what it was itself given.
         context_KD = context_KD.view_as(context_KD)
-        return Given(hidden_NPD, context_KD, time_NE.view_as(time_NE), latents_AV)
+        return StageTensors(hidden_NPD, context_KD, time_NE.view_as(time_NE), latents_AV)
 
-    def _begin(self, inputs: GeneratorInputs, context_KD: Tensor) -> Given:
+    def _begin(self, inputs: GeneratorInputs, context_KD: Tensor) -> StageTensors:
         device = inputs.patches_PV.device
         sizes = [prod(grid) for grid in inputs.grids_thw]
         times_N = to_device(torch.tensor(inputs.times, dtype=torch.float32), device)
@@ -240,7 +240,7 @@ class DitModule(GeneratorModule):
         )
         time_NE = self.family.embed_times(self.dit, times_N)
         dtype = self.connector.linear_1.weight.dtype
-        return Given(hidden_NPD, self.connector(context_KD.to(dtype)), time_NE, latents_AV)
+        return StageTensors(hidden_NPD, self.connector(context_KD.to(dtype)), time_NE, latents_AV)
 
     def _latents(self, inputs: GeneratorInputs) -> Tensor | None:
         """(A, V) in the compute dtype; None where pixels are drawn."""
@@ -256,7 +256,7 @@ class DitModule(GeneratorModule):
             self._positions[grid_thw] = self.family.positions(self.spec.config, grid_thw).to(device)
         return self._positions[grid_thw]
 
-    def _velocity(self, inputs: GeneratorInputs, state: Given) -> Tensor:
+    def _velocity(self, inputs: GeneratorInputs, state: StageTensors) -> Tensor:
         v_NPV = self.family.finish(self.dit, self.output, state.hidden_NPD, state.time_NE).float()
         sizes = [prod(grid) for grid in inputs.grids_thw]
         if len(set(sizes)) == 1:
@@ -277,7 +277,7 @@ class DitModule(GeneratorModule):
 
     def messages_without_gradients(self) -> frozenset[int]:
         names = ("latents_AV",) if self.describe().trainable else ("time_NE", "latents_AV")
-        return frozenset(Given._fields.index(name) for name in names)
+        return frozenset(StageTensors._fields.index(name) for name in names)
 
     def hf_models(self) -> dict[str, tuple[Any, WeightFiles]]:
         models = {"": (self.whole_transformer(), self.weights)}
@@ -324,7 +324,7 @@ class DitModule(GeneratorModule):
 def _message_shapes(
     hidden_size: int, time_features: int, latent_values: int, images: Sequence[GeneratedMeta]
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors of `Given`, without that of latents if there are none."""
+    """Return the shapes of `StageTensors`, without those of latents if there are none."""
     patches = [image.patches for image in images]
     shapes: list[tuple[int, ...]] = [
         (len(images), max(patches), hidden_size),

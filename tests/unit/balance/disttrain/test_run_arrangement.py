@@ -9,6 +9,7 @@ from fuzz.data import make_data
 from fuzz.draw import merged
 from fuzz.recipes import complete
 from recipe_problems import problems_of
+from small_parts import LLM, VISION
 
 from torchmm.balance.disttrain.arrangement import reordered
 from torchmm.balance.forecasts.first_microbatches import first_microbatches
@@ -20,27 +21,8 @@ from torchmm.recipe.read import load_recipe
 from torchmm.training.data_build import build_arrangements
 from torchmm.training.model_build import build_unfilled_model, cut_model
 
-LLM = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": False,
-}
-VISION = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
 MODEL = {
-    "llm": {"config": LLM},
+    "llm": {"config": LLM | {"num_hidden_layers": 6}},
     "encoders": {"vision": {"config": VISION, "connector": "mlp"}},
 }
 CPU = torch.device("cpu")

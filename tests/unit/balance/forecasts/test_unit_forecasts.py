@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from recipe_problems import UNITS_MODEL
 
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.forecasts.dry_run import describe_run
@@ -11,24 +12,9 @@ from torchmm.balance.search.search import compare_schedules
 from torchmm.recipe.read import load_recipe
 from torchmm.recipe.schedules import schedules_for
 
-MODEL = """
-[model]
-tokenizer = "gpt2"
-[model.llm.config]
-model_type = "llama"
-num_hidden_layers = 6
-num_attention_heads = 4
-hidden_size = 64
-intermediate_size = 64
-[model.encoders.vision.config]
-model_type = "siglip_vision_model"
-num_hidden_layers = 5
-num_attention_heads = 4
-hidden_size = 64
-intermediate_size = 64
-[training]
-global_batch_size = 8
-sequence_length = 256
+MODEL = (
+    UNITS_MODEL
+    + """\
 [simulation]
 device = "a100"
 [simulation.images.vision]
@@ -40,6 +26,7 @@ images = [1, 3]
 [parallel]
 placement = "disaggregated"
 """
+)
 
 
 @pytest.fixture
