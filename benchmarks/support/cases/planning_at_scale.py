@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from support.harness import Row
+from support.papers.baselines import sized_recipe
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.disttrain.arrangement import arrangement
 from torchmm.balance.disttrain.orchestration.search import UnitSizes
@@ -26,7 +27,6 @@ from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.background.work import plan_before_step
 from torchmm.balance.run_costs import layer_tuning, run_costs
-from torchmm.balance.search.disaggregated import sized_recipe
 from torchmm.balance.step_plans import plan_costed_step
 from torchmm.common.batch import Arrangement, MicrobatchMeta
 from torchmm.common.dtypes import DTYPES

@@ -6,8 +6,8 @@ from math import ceil, inf
 
 import numpy as np
 import pytest
+from support.papers.baselines import ratio_shares, rigid_plan
 
-from torchmm.balance.disttrain.orchestration.baselines import ratio_shares, rigid_plan
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem, UnitCosts
 from torchmm.balance.disttrain.orchestration.search import UnitSizes, orchestrate, plan_with
 

@@ -6,13 +6,14 @@ from itertools import product
 
 import pytest
 import tomli
+from support.papers.baselines import sized_recipe
 from test_orchestration import PROFILE, RECIPE
 
 from torchmm.balance.disttrain.orchestration.search import UnitSizes, orchestrate
 from torchmm.balance.disttrain.orchestration.space import PlanSpace
 from torchmm.balance.forecasts.forecast import Forecaster, StepSample
 from torchmm.balance.search import disaggregated
-from torchmm.balance.search.disaggregated import plan_variants, sized_recipe
+from torchmm.balance.search.disaggregated import plan_variants
 from torchmm.balance.search.report import result_tables
 from torchmm.balance.search.result import fits
 from torchmm.balance.search.search import search_plans
