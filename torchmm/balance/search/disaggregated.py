@@ -305,7 +305,7 @@ class DisaggregatedPlans:
                 found = orchestrate(variant.problem, alternatives=FAVORITES, limits=self._limits)
             except ValueError:  # no plan fits with this recomputation
                 continue
-            for plan in (found.best, *found.alternatives):
+            for plan in found:
                 guess = self._spaces[-1].plan(index, tuple(unit.sizes for unit in plan.units))
                 if guess is not None:
                     yield self._listed(guess)
