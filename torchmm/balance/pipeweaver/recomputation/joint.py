@@ -154,7 +154,11 @@ class TunedSearch:
             if saved in found:
                 continue
             costs = charged(self._costs, recompute, self._choices)
-            found[saved] = _with_room(costs, self._room(costs))
+            # The dispatcher does not count messages and temporaries.
+            room = self._room(costs)
+            static = costs.static_bytes or (0,) * len(room)
+            used = tuple(a + b for a, b in zip(static, room, strict=True))
+            found[saved] = replace(costs, static_bytes=used)
             if level == 0 and _never_full(self._graph, found[saved]):
                 break
         return list(found.values())
@@ -225,23 +229,23 @@ class TunedSearch:
     def _tune(self, found: SearchedOrder) -> SearchedOrder | None:
         """An order with its time and memory when it is tuned; None if it does not fit then."""
         key = found.order
-        if key not in self._tuned:
-            self._tuned[key] = self._retimed(found)
-        return self._tuned[key]
-
-    def _retimed(self, found: SearchedOrder) -> SearchedOrder | None:
+        if key in self._tuned:
+            return self._tuned[key]
         plan = lower_plan(found.order, self._graph, self._tuner.specs)
         if self._book is None:
             self._book = RuleBook(plan)  # all orders have the same rules
         try:
             tuned = self._tuner.tune(plan, self._book)
         except PlanError:
+            self._tuned[key] = None
             return None
         assert tuned.plan.recompute is not None
         costs = charged(self._costs, tuned.plan.recompute, self._choices)
         free = Dispatcher(self._graph, replace(costs, memory_limit_bytes=None))
         makespan_ms = time_order(free, found.order).makespan_ms
-        return replace(found, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
+        best = replace(found, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
+        self._tuned[key] = best
+        return best
 
 
 class _Run:
@@ -291,9 +295,3 @@ def _never_full(graph: StageGraph, costs: PlanCosts) -> bool:
     for task in graph.tasks():
         kept[graph.rank(task)] += costs.kept_bytes.get(task, 0)
     return costs.memory_limit_bytes is None or max(kept) <= costs.memory_limit_bytes
-
-
-def _with_room(costs: PlanCosts, room: Sequence[int]) -> PlanCosts:
-    """Costs with more bytes in use on every rank, which the dispatcher does not count."""
-    static = costs.static_bytes or (0,) * len(room)
-    return replace(costs, static_bytes=tuple(a + b for a, b in zip(static, room, strict=True)))
