@@ -77,8 +77,8 @@ def plan_costs(
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         cache = caches[stage.module]
         found = model.stage_costs(*span, own.of_ranks, arrives_N, own.useful, cache, own.ranks)
-        collected.gather[stage.index] = model.gather_ms(*span)
-        collected.reduce[stage.index] = model.reduce_ms(*span)
+        collected.gather[stage.index] = model.gather_ms(own.module, stage.start, stage.stop)
+        collected.reduce[stage.index] = model.reduce_ms(own.module, stage.start, stage.stop)
         found = _sharded(found, graph, stage, own, model) if layerwise else found
         collected.add(graph, stage, own, found, arrives_N)
         graphs_bytes = _graph_bytes(own, found, model.execution(stage.module), model.element_bytes)

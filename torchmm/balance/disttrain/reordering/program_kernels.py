@@ -154,14 +154,15 @@ def fill_intervals(
         to_fill[group] = first_interval_GM[group, order[0]]
     fill_lanes(lanes, costs_GKM, orders, 0, 1)
     for slot in range(1, last + 1):
-        first, stop = tables.begin_M[slot - 1], tables.begin_M[slot]
+        first = tables.begin_M[slot - 1]
+        stop = tables.begin_M[slot]
         time_lanes(
             tables.pointers, tables.sources, lanes.place_N, lanes.costs_RG, ends, first, stop
         )
         for group in range(groups):
             if slot > warmup:
-                to, since = tables.idle_to_M[slot], tables.idle_from_M[slot]
-                target = ends[to, group] - ends[since, group]
+                since = ends[tables.idle_from_M[slot], group]
+                target = ends[tables.idle_to_M[slot], group] - since
             else:
                 target = to_fill[group] / (min(warmup, last) + 1 - slot)
             _take_closest(orders[group, slot : last + 1], entry_GM[group], target)

@@ -53,7 +53,8 @@ def time_order(dispatcher: Dispatcher, order: ComputeOrder) -> OrderTime:
     costs = dispatcher.costs
     peaks = list(costs.static_bytes or (0,) * len(rows))
     for rank, own in enumerate(np.split(flat, np.cumsum([len(row) for row in rows])[:-1])):
-        kept, freed = tables.takes_bytes[own], tables.gives_bytes[own]
+        kept = tables.takes_bytes[own]
+        freed = tables.gives_bytes[own]
         peaks[rank] += int((np.cumsum(kept) - np.cumsum(freed) + freed).max(initial=0))
     limit = costs.memory_limit_bytes
     fits = limit is None or max(peaks) <= limit
