@@ -30,7 +30,6 @@ from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.data_build import build_arrangements, build_data, log_data, open_data
 from torchmm.training.ending import Status, write_status
-from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.model_build import ModelCut, fill_model
 from torchmm.training.optim import build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
@@ -39,6 +38,7 @@ from torchmm.training.parts import RunParts
 from torchmm.training.planners.table import build_planner
 from torchmm.training.ranks import compare_choices, prepare_ranks, seed_rank
 from torchmm.training.report import print_summary
+from torchmm.training.tracking.recorder import MetricsRecorder
 
 
 def build_run(

@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,17 +62,6 @@ class StepOutcome:
     def compute_ms(self) -> float:
         """Time in forwards and backwards."""
         return sum(self.module_ms.values())
-
-
-class StepLosses(NamedTuple):
-    """Losses and gradient norm of a step over all ranks, before the update."""
-
-    loss: float
-    text: float
-    image: float
-    grad_norm: float
-    expert_load: float | None
-    """See `StepRecord.expert_load`."""
 
 
 def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:

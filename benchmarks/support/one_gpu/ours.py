@@ -266,7 +266,7 @@ class OurSide:
         """Train on batch `index` and return its loss."""
         done = self.trainer.run_step(iter([self.batches[index]]))
         assert done is not None
-        return done.record.loss
+        return done.record["loss"]
 
     def sizes(self, index: int = 0) -> StepSizes:
         """Return what the cost model needs to predict a step."""

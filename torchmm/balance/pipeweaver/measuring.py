@@ -184,7 +184,8 @@ class MeasuringPlanner(BackgroundPlanner):
             dist.all_reduce(torch.from_numpy(stamps), group=self._shared.group)
             self._transfers.learn(between_ranks_ms(stamps, self._channels))
         if self._leader is not None:
-            self._leader.remember(step_ms, planned.statistics.predicted_ms, result.span_ms)
+            predicted_ms = planned.statistics.get("predicted_ms")
+            self._leader.remember(step_ms, predicted_ms, result.span_ms)
         if self._monitor is not None and self._searches:  # on all ranks alike
             modelled = {(0, *kind): total for kind, total in self._modelled.items()}
             self._monitor.expect(step_totals(self._of_all_ranks(modelled, graph)))

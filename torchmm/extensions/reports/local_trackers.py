@@ -12,7 +12,7 @@ from PIL import Image
 
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.pipelining.view.draw import timeline_picture
-from torchmm.training.tracking.figures import Record, grouped
+from torchmm.training.metrics import Record, group_by_panel
 from torchmm.training.tracking.run_files import RunFiles, Sample, code_version
 from torchmm.training.tracking.trackers import BackgroundSink, TrackedRun
 
@@ -74,7 +74,7 @@ class TensorBoardTracker:
     def emit(self, record: Record) -> None:
         """Write one step, and the files that are new since the previous one."""
         step = record["step"]
-        for name, value in grouped(record).items():
+        for name, value in group_by_panel(record).items():
             self._writer.add_scalar(name, value, step)
         new = self._files.until(step)
         if new.samples:
@@ -128,7 +128,7 @@ class TrackioTracker:
 
     def emit(self, record: Record) -> None:
         """Log one step."""
-        self._run.log(grouped(record), step=record["step"])
+        self._run.log(group_by_panel(record), step=record["step"])
 
     def close(self) -> None:
         """Write the remaining records."""

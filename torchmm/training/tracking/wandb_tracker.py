@@ -17,7 +17,7 @@ from pathlib import Path
 import wandb
 
 from torchmm.training.checkpoint.manifest import step_of
-from torchmm.training.tracking.figures import Record, grouped
+from torchmm.training.metrics import Record, group_by_panel
 from torchmm.training.tracking.run_files import Sample, WholeModels
 from torchmm.training.tracking.trackers import CLOSE_TIMEOUT_S, BackgroundSink, TrackedRun
 
@@ -99,7 +99,7 @@ class WandbTracker:
         """Log one step, and what is new since the one before."""
         step = record["step"]
         new = self._files.until(step)
-        shown = grouped(record)
+        shown = group_by_panel(record)
         if new.samples:
             shown["validation/samples"] = _table(new.samples)
         for file in new.drawings.values():
