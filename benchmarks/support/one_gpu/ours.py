@@ -201,9 +201,7 @@ class OurSide:
             close=nothing,
             samples_per_pass=0,
         )
-        data = SimpleNamespace(
-            training=SimpleNamespace(digest=lambda: ("", "synthetic")), held_out=None
-        )
+        data = SimpleNamespace(digest=lambda: ("", "synthetic")), None
         replaced: dict[str, Callable[..., Any]] = {
             "open_data": lambda *_, **__: data,
             "build_data": lambda *_, **__: loader,

@@ -26,8 +26,10 @@ class CheckpointHook(Hook):
     def after_step(self, done: StepDone) -> None:
         """Save a checkpoint if one is due or a rank received a stop signal."""
         step = done.step
-        if step == self._warning_step:
-            self._warn_of_lost_steps(done.record)
+        if step == self._warning_step and self.parts.mesh.rank == 0:
+            hours = self.recipe.training.steps * done.record["step_ms"] / 3.6e6
+            if warning := lost_steps_warning(self.recipe, hours):
+                self.parts.logger.warning("%s", warning)
         with self.training.health.phase(step, "checkpoint"):
             if done.is_stopping or self.is_due(step, self.recipe.checkpoint.interval):
                 self.save(done.record)
@@ -67,10 +69,3 @@ class CheckpointHook(Hook):
         if complaint != self._complaint and parts.mesh.rank == 0:
             self._complaint = complaint
             write_status(parts.run_dir, Status("running", state.step, 0, message=complaint))
-
-    def _warn_of_lost_steps(self, record: Record) -> None:
-        """Warn on rank 0 if a long run saves no checkpoint, from the measured step time."""
-        hours = self.recipe.training.steps * record["step_ms"] / 3.6e6
-        warning = lost_steps_warning(self.recipe, hours)
-        if warning and self.parts.mesh.rank == 0:
-            self.parts.logger.warning("%s", warning)
