@@ -53,7 +53,8 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.run.runtime import StepResult, channel_pairs
-from torchmm.planning.planner import StepPlan
+from torchmm.planning.planned_step import PlannedStep
+from torchmm.planning.planner import StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.training.pipeline import Pipeline
 
@@ -150,14 +151,18 @@ class MeasuringPlanner(BackgroundPlanner):
             return Measured()
         return Measured(self._rates.complete(names), self._times.fits(), dict(self._transfers.ms))
 
-    def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
-        """Store the modelled times of the step if they are compared with measured times."""
-        if self._leader is None or self._monitor is None or not self._searches:
-            return
-        request = PlanRequest(step, tuple(metas), self._measured())
-        work = StepWork(self._leader.setup, request)
-        flops = task_durations(work.graph, self._pipeline.descriptions, metas)
-        self._modelled = modelled_totals(work.graph, work.costs, flops)
+    def _make_plan(
+        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
+    ) -> PlannedStep:
+        planned = super()._make_plan(step, metas, upcoming)
+        if self._monitor is not None and self._searches:
+            # Measured times of the step are compared with its modelled times.
+            assert self._leader is not None
+            request = PlanRequest(step, tuple(metas), self._measured())
+            work = StepWork(self._leader.setup, request)
+            flops = task_durations(work.graph, self._pipeline.descriptions, metas)
+            self._modelled = modelled_totals(work.graph, work.costs, flops)
+        return planned
 
     def learn(
         self,
