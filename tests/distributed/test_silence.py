@@ -33,7 +33,7 @@ BEFORE_STEPS = (
     "torchmm.training.ranks:check_ranks",
     "torchmm.training.data_build:find_samples",
     "torchmm.training.model_build:init_weights",
-    "torchmm.training.metrics:start_trackers",
+    "torchmm.training.tracking.recorder:start_trackers",
 )
 STEPS = (
     "torchmm.data.waiting:Waiting.get",
@@ -45,7 +45,7 @@ STEPS = (
 )
 AT_THE_END = (
     "torchmm.models.hf.export:_save",
-    "torchmm.training.metrics:plot_loss",
+    "torchmm.training.tracking.recorder:plot_loss",
     "torchmm.extensions.reports.page.pages:try_write_page",
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")

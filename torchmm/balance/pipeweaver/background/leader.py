@@ -141,7 +141,7 @@ class PlanLeader:
         if not planned.finished:
             say(
                 "step %d: planning time was over; the best of %d schedules is used",
-                step, planned.evaluations,
+                step, planned.statistics["planner_evaluations"],
             )  # fmt: skip
         return True
 

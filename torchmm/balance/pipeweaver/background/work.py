@@ -131,22 +131,15 @@ class StepWork:
         self.making_s = time.perf_counter() - begin_s
         return found
 
-    def planned(self, numbers: Int32s, best: PlannedOrder | None, finished: bool) -> PlannedStep:
-        """A plan and what it is worth; without an order it is the schedule's."""
-        request = self.request
-        planner_ms = self.elapsed_s * 1e3
-        if best is None:
-            return PlannedStep(request.step, numbers, planner_ms)
-        return PlannedStep(
-            request.step,
-            numbers,
-            planner_ms,
-            best.planner,
-            best.predicted_ms if request.rates else None,
-            best.gain_over_natural,
-            best.evaluations,
-            finished,
-        )
+    def planned(
+        self, numbers: Int32s, best: PlannedOrder | None = None, *, finished: bool = True
+    ) -> PlannedStep:
+        """Return the plan of an order, or of the schedule if None, with its statistics."""
+        statistics = dict(best.statistics) if best else {}
+        if not self.request.rates:
+            statistics.pop("predicted_ms", None)  # measured times are still unknown
+        statistics["planner_ms"] = self.elapsed_s * 1e3
+        return PlannedStep(self.request.step, numbers, statistics, finished)
 
 
 @without_collection()
@@ -166,14 +159,14 @@ def plan_before_step(
     """
     work = StepWork(setup, request)
     if setup.model is None:
-        return work.planned(work.numbers(None), None, finished=True)
+        return work.planned(work.numbers(None))
     judges = budget is not None or setup.config.schedule == "optimus"
     tuner = work.tuner if judges else None
     given = budget or Budget(evaluations=1)
     best = plan_by_costs(setup.config, work.graph, work.costs, setup.sharding, given, tuner)
-    found = work.planned(work.numbers(best.step), best, finished=True)
-    # Nobody has compared it with a measured step: what is predicted says how it is to be searched.
-    return replace(found, predicted_ms=None)
+    # Predictions of these orders are not compared with measured steps, so they are not reported.
+    statistics = {**best.statistics, "predicted_ms": None}
+    return work.planned(work.numbers(best.step), replace(best, statistics=statistics))
 
 
 def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
@@ -215,7 +208,7 @@ def plan_request(
     """Plans one step and leaves what it finds, until a newer request comes."""
     work = StepWork(setup, request)
     if setup.model is None:
-        plans.put(work.planned(work.numbers(None), None, finished=True).arrays())
+        plans.put(work.planned(work.numbers(None)).arrays())
         connection.send(request.step)
         return
     planning = _Planning(connection, plans, work)
@@ -258,4 +251,4 @@ class _Planning(Improvements):
             self._step = best.step
         self._left_ms = best.predicted_ms
         self._left_s = self._work.elapsed_s
-        self._plans.put(self._work.planned(self._made, best, finished).arrays())
+        self._plans.put(self._work.planned(self._made, best, finished=finished).arrays())
