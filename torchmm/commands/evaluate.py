@@ -104,17 +104,20 @@ def _written(
         with loading():
             import transformers
 
-            from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
+            from torchmm.extensions.evaluation.exported import write_texts
             from torchmm.extensions.evaluation.samples import source_scores
+            from torchmm.extensions.evaluation.text.opened import Export
 
         transformers.logging.set_verbosity_error()
-        writing = Writing(
-            arguments.samples,
-            arguments.max_new_tokens or held.validation.max_new_tokens,
-            arguments.batch_size,
-        )
         with working("answering"):
-            texts = write_texts(Export.read(target.export), held.data, held.training, writing)
+            texts = write_texts(
+                Export.read(target.export),
+                held.data,
+                held.training,
+                samples=arguments.samples,
+                max_new_tokens=arguments.max_new_tokens or held.validation.max_new_tokens,
+                batch_size=arguments.batch_size,
+            )
     scores = source_scores(texts, held.data.validation)
     samples = dict(Counter(text.source for text in texts))
     return Evaluation(str(target.export), _step(target), scores, samples), texts

@@ -192,7 +192,8 @@ def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
     if row.cu_seqlens[-1] == prompts and not row.encoders:  # a token of each already
         return replace(row, input_ids_T=tokens_B, position_ids=row.position_ids + 1)
     last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
-    positions_B = torch.stack(last) + 1  # the same in all three of those that have three
+    # Positions of three coordinates have the same value in all of them.
+    positions_B = torch.stack(last).to(tokens_B.device) + 1
     return Microbatch(
         input_ids_T=tokens_B,
         targets_T=torch.full_like(tokens_B, IGNORE_TARGET),
