@@ -40,7 +40,7 @@ STEPS = (
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:Updates.apply",
     "torchmm.training.validation:held_out_losses",
-    "torchmm.extensions.evaluation.samples:generate_tokens",
+    "torchmm.extensions.evaluation.text.generate:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
 )
 AT_THE_END = (
