@@ -197,7 +197,7 @@ def open_file_source(
         return WebdatasetSource(files, fingerprint, places)
     root = source_root(config, files)
     if kind == "parquet":
-        return _open_row_groups(files, root, fingerprint)
+        return RowGroups(files, root, fingerprint)
     try:
         if kind in FOLDERS:
             return FolderSource(kind, files, root, fingerprint)
@@ -206,14 +206,6 @@ def open_file_source(
         text = f"source {config.path!r}: cannot read {error.filename}: {error.strerror}"
         raise DataError(text) from error
     return TextSource(opened, fingerprint)
-
-
-def _open_row_groups(files: Sequence[AnyFile], root: Root, fingerprint: str) -> MapSource:
-    if not isinstance(root, RemotePath):
-        return RowGroups(files, root, fingerprint)
-    remote = [file for file in files if isinstance(file, RemoteFile)]
-    source: MapSource = root.storage.open_parquet(remote, root, fingerprint)
-    return source
 
 
 def text_of(file: AnyFile, kind: str, cache: str) -> AnyFile:
