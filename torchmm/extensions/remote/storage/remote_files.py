@@ -126,7 +126,7 @@ class Storage:
         for number in blocks:
             if number in found:
                 continue
-            kept = self.cache.get(entry_name(file, number)) if keep else None
+            kept = self.cache.get(entry_name(file, number))
             if kept is not None:
                 found[number] = kept
             else:
@@ -165,7 +165,7 @@ class Storage:
         already."""
         stop = first + 1
         while stop < min(last, first + REQUEST_BYTES // BLOCK_BYTES):
-            if keep and self.cache.place(entry_name(file, stop)).exists():
+            if self.cache.place(entry_name(file, stop)).exists():
                 break
             stop += 1
         start = first * BLOCK_BYTES
