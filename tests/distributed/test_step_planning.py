@@ -1,7 +1,9 @@
 """Plans made beside training: which one a step gets, and what happens if there is none."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,7 +23,6 @@ from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import PipelinePlan
 from torchmm.planning.planned_step import PlannedStep
-from torchmm.planning.planner import PlanStatistics
 from torchmm.planning.step import step_graph
 from torchmm.recipe.parallel_section import ParallelConfig
 
@@ -47,9 +48,9 @@ class FakeProcess:
         graph = self.graph(request)
         order = tuple(tuple(row) for row in reversed_microbatches(graph, self.setup.config))
         plan = lower_plan(order, graph, {}, sharding="step")
-        predicted_ms = 50.0 if request.rates else None
-        finished = self.mood == "finished"
-        return PlannedStep(step, encode_plan(plan), 7.0, "search", predicted_ms, 0.2, 33, finished)
+        statistics = {"planner_ms": 7.0, "planner": "search", "gain_over_natural": 0.2}
+        statistics |= {"planner_evaluations": 33, "predicted_ms": 50.0 if request.rates else None}
+        return PlannedStep(step, encode_plan(plan), statistics, self.mood == "finished")
 
     def graph(self, request: PlanRequest) -> StageGraph:
         return step_graph(self.setup.layout, self.setup.config, request.microbatches)
@@ -101,7 +102,7 @@ class Run:
         self.made.append(FakeProcess(setup))
         return self.made[-1]
 
-    def step(self, announced: int = 0) -> tuple[PlanStatistics, list[list]]:
+    def step(self, announced: int = 0) -> tuple[Mapping[str, Any], list[list]]:
         """A hard step; it is announced as the next one too, or text is."""
         of = self.of
         self.number += 1
@@ -145,10 +146,11 @@ def scenario(layout: dict[str, int]) -> list[str]:
         for made in run.made:
             made.mood = mood
         statistics, orders[name] = run.step(announced)
-        if [statistics.planner_evaluations, statistics.predicted_ms] != expected:
+        found = [statistics.get(key) for key in ("planner_evaluations", "predicted_ms")]
+        if found != (expected if leads else [None, None]):
             wrong.append(f"{name}: {statistics}")
-        if name == "planned" and abs(statistics.gain_over_natural - 0.2) > 1e-12:
-            wrong.append(f"gain {statistics.gain_over_natural}")
+        if name == "planned" and leads and abs(statistics["gain_over_natural"] - 0.2) > 1e-12:
+            wrong.append(f"gain {statistics['gain_over_natural']}")
     planned = [name for name, order in orders.items() if order == orders["planned"]]
     if planned != [STEPS[1][0], "planned", "unfinished", "planned again"]:
         wrong.append(f"the process's order was run in {planned}")
@@ -156,7 +158,8 @@ def scenario(layout: dict[str, int]) -> list[str]:
         wrong += problems_of_leader(run)
     dist.barrier()
     repeatable = Run(of, deterministic=True)
-    if repeatable.step()[0].planner_evaluations != 40 or repeatable.made:
+    evaluations = repeatable.step()[0].get("planner_evaluations")
+    if evaluations != (40 if leads else None) or repeatable.made:
         wrong.append("a run that has to repeat does not search before its steps")
     return wrong
 

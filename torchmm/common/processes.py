@@ -162,11 +162,6 @@ def make_worker_setup() -> Callable[[int], None]:
     return WorkerSetup(alive)
 
 
-def workers_of(steps: Iterator[Any]) -> list[BaseProcess]:
-    """The worker processes of a DataLoader's iterator, in the order of their turns."""
-    return list(getattr(steps, "_workers", []))
-
-
 def end_workers(workers: Sequence[BaseProcess]) -> None:
     """Kills workers that no longer deliver; they ignore gentler signals."""
     for worker in workers:

@@ -68,7 +68,7 @@ class SamplesDigest:
         for file in [*sample.files, *sample.generated_files]:
             if isinstance(file, Tile):
                 if file.number == 0:
-                    self._hash.update(file.of.picture.data)
+                    self._hash.update(file.of.data)
                 continue
             if not isinstance(file, ClipFrames):
                 self._hash.update(data_of(file))

@@ -26,7 +26,7 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.shared_reader import ReaderAddress, ReaderClient
-from torchmm.data.sources.open import make_reader, open_records, open_samples, seed_of
+from torchmm.data.sources.open import make_reader, open_buildings, open_samples
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.sample_set import SampleSet
 from torchmm.data.steps.elsewhere import Ask, StepsElsewhere
@@ -178,11 +178,16 @@ def find_samples(
             validation=validation,
             generator_spec=generator_spec,
         )
-    seed = seed_of(training, validation)
-    reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
+    reader = make_reader(
+        data, training, text_spec, image_specs, tokenizer, generator_spec, validation
+    )
     if streams is not None:
         # Before it is asked: what has to be measured is measured here, where progress is shown.
-        records = open_records(data, training, reader, tokenizer, validation)
+        records = []
+        for _, _, building in open_buildings(data, training, reader, tokenizer, validation):
+            if building is not None:
+                building.load()
+            records.append(None if building is None else building.source)
         client = ReaderClient(streams, validation, data.timeout_s)
         names, told = client.describe()
         decoder = StepDecoder(reader, records, training.sequence_length)

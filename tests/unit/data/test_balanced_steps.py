@@ -7,7 +7,17 @@ from itertools import cycle, islice
 import numpy as np
 import pytest
 import torch
-from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
+from data_cases import (
+    CLIP,
+    NAFLEX,
+    QWEN,
+    caption,
+    data_config,
+    planned_shares,
+    png,
+    training,
+    write_jsonl,
+)
 from installed import needs_extension
 
 from torchmm.common import step_process
@@ -315,7 +325,7 @@ def test_tensor_parallel_ranks_share_balanced_images(make):
 def test_step_bytes_of_balanced_share_match(make):
     loader = make(0)
     [batch] = batches_of(loader)
-    step = next(iter(loader._queue))
+    step = next(planned_shares(loader))
     nbytes = sum(m.nbytes - m.target_positions_L.nbytes for m in batch.microbatches)
     assert loader._decoder.step_bytes(step) == nbytes
 

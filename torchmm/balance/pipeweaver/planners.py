@@ -159,16 +159,11 @@ class BackgroundPlanner(StaticPlanner):
         self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
     ) -> PlannedStep:
         assert self._leader is not None
-        planned = self._leader.plan(step, metas, upcoming, self._measured())
-        self._record_request(step, metas)
-        return planned
+        return self._leader.plan(step, metas, upcoming, self._measured())
 
     def _measured(self) -> Measured:
         """Return measured times to plan with. A static schedule uses FLOPs instead."""
         return Measured()
-
-    def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
-        """Store data of the planned step that `learn` needs."""
 
     def close(self) -> None:
         """Stop the planning process."""

@@ -41,7 +41,7 @@ def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, 
     if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can only be exchanged where an encoder's images have one size")
     cut = cut_model(run, model, tokenizer, mesh.device)
-    pipeline = fill_model(run, model, mesh, cut).pipeline
+    pipeline, _ = fill_model(run, model, mesh, cut)
     logger = logging.getLogger(__name__)
     with open_checkpoints(run, run_dir, mesh, logger) as checkpoints:
         path = checkpoints.latest_valid()
@@ -68,7 +68,7 @@ def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
     run = replace(run, recipe=alone)
     model, tokenizer = build_unfilled_model(run)
     cut = cut_model(run, model, tokenizer, mesh.device)
-    pipeline = fill_model(run, model, mesh, cut).pipeline
+    pipeline, _ = fill_model(run, model, mesh, cut)
     model.eval()
     loader = build_data(run, model, tokenizer, mesh, validation=True)
     batches = islice(loader, recipe.validation.batches)

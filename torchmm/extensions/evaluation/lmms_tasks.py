@@ -26,7 +26,8 @@ from lmms_eval.tasks import TaskManager
 from PIL import Image
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
+from torchmm.extensions.evaluation.exported import write_texts
+from torchmm.extensions.evaluation.text.opened import Export
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -81,7 +82,9 @@ class ExportModel(lmms):
                 self._export,
                 data,
                 TrainingConfig(sequence_length=SEQUENCE_LENGTH),
-                Writing(len(records), length, self._batch_size),
+                samples=len(records),
+                max_new_tokens=length,
+                batch_size=self._batch_size,
             )
         written = {text.index: text.generated for text in texts}
         if missing := [n for n in range(len(records)) if n not in written]:

@@ -61,7 +61,7 @@ def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
         planned = process.take(1, 120)
     finally:
         process.close()
-    assert planned.finished and planned.evaluations == EVALUATIONS
+    assert planned.finished and planned.statistics["planner_evaluations"] == EVALUATIONS
     ran = decode_plan(planned.numbers, graph, lambda graph: {})
     assert compute_orders(ran) == compute_orders(step.plan)
     # Not by chance: an order that was searched with other costs is another one.

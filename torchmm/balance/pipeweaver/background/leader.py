@@ -184,7 +184,7 @@ class PlanLeader:
         if not planned.finished:
             self._logger.info(
                 "step %d: planning time was over; the best of %d schedules is used",
-                own.step, planned.evaluations,
+                own.step, planned.statistics["planner_evaluations"],
             )  # fmt: skip
         return True
 

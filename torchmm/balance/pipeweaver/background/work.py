@@ -126,22 +126,15 @@ class StepWork:
         self.making_s = time.perf_counter() - begin_s
         return found
 
-    def planned(self, numbers: Int32s, best: PlannedOrder | None, finished: bool) -> PlannedStep:
-        """A plan and what it is worth; without an order it is the schedule's."""
-        request = self.request
-        planner_ms = self.elapsed_s * 1e3
-        if best is None:
-            return PlannedStep(request.step, numbers, planner_ms)
-        return PlannedStep(
-            request.step,
-            numbers,
-            planner_ms,
-            best.planner,
-            best.predicted_ms if request.rates else None,
-            best.gain_over_natural,
-            best.evaluations,
-            finished,
-        )
+    def planned(
+        self, numbers: Int32s, best: PlannedOrder | None = None, *, finished: bool = True
+    ) -> PlannedStep:
+        """Return the plan of an order, or of the schedule if None, with its statistics."""
+        statistics = dict(best.statistics) if best else {}
+        if not self.request.rates:
+            statistics.pop("predicted_ms", None)  # measured times are still unknown
+        statistics["planner_ms"] = self.elapsed_s * 1e3
+        return PlannedStep(self.request.step, numbers, statistics, finished)
 
 
 @without_collection()
@@ -161,14 +154,14 @@ def plan_before_step(
     """
     work = StepWork(setup, request)
     if setup.model is None:
-        return work.planned(work.numbers(None), None, finished=True)
+        return work.planned(work.numbers(None))
     judges = budget is not None or setup.config.schedule == "optimus"
     tuner = work.tuner if judges else None
     given = budget or Budget(evaluations=1)
     best = plan_by_costs(setup.config, work.graph, work.costs, setup.sharding, given, tuner)
-    found = work.planned(work.numbers(best.step), best, finished=True)
-    # Nobody has compared it with a measured step: what is predicted says how it is to be searched.
-    return replace(found, predicted_ms=None)
+    # Predictions of these orders are not compared with measured steps, so they are not reported.
+    statistics = {**best.statistics, "predicted_ms": None}
+    return work.planned(work.numbers(best.step), replace(best, statistics=statistics))
 
 
 class PlanWork:
@@ -187,7 +180,7 @@ class PlanWork:
         try:
             work = StepWork(setup, request)
             if setup.model is None:
-                return work.planned(work.numbers(None), None, finished=True)
+                return work.planned(work.numbers(None))
             improvements = _SentPlans(progress, work)
             search = Search(request.least_gain, work.tuner, self._remembered, setup.workers)
             best = improve_order(
@@ -237,4 +230,4 @@ class _SentPlans(Improvements):
             self._step = best.step
         self._sent_ms = best.predicted_ms
         self._sent_s = self._work.elapsed_s
-        return self._work.planned(self._made, best, finished)
+        return self._work.planned(self._made, best, finished=finished)
