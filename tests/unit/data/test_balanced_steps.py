@@ -20,7 +20,7 @@ from data_cases import (
 )
 from installed import needs_extension
 
-from torchmm.common import processes
+from torchmm.common import step_process
 from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.row_slices import BalancedMicrobatch, Reads, Share, exchanged_row
@@ -332,10 +332,10 @@ def test_step_bytes_of_balanced_share_match(make):
 
 def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(processes, "BESIDE_FROM_MS", 0.0)
+    monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
     found, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
-    assert "beside training" in caplog.text
+    assert "arranging a step takes" in caplog.text
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.encoded == theirs.encoded and ours.state == theirs.state
         assert ours.imbalance == theirs.imbalance
