@@ -115,7 +115,6 @@ CAMPAIGNS = {
             "text_baseline",
             "calibrate",
             "evaluate",
-            "profile_modules",
             "inspect_data",
             "index_data",
             "simulate",

@@ -76,7 +76,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "scripts/inspect_data.py": (*QUICKSTART, "--out", "{folder}"),
     "scripts/plan.py": (*QUICKSTART, "--gpus", "2"),
     "scripts/prepare_data.py": ("emoji_scenes",),
-    "scripts/profile_modules.py": (*QUICKSTART, "--out", "trials.json"),
     "scripts/simulate.py": QUICKSTART,
     "scripts/text_baseline.py": ("outputs/mine",),
 }
