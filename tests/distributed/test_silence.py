@@ -40,7 +40,7 @@ STEPS = (
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:Updates.apply",
     "torchmm.training.validation:held_out_losses",
-    "torchmm.extensions.evaluation.samples:generate_tokens",
+    "torchmm.extensions.evaluation.text.generate:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
 )
 AT_THE_END = (
@@ -76,7 +76,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "scripts/inspect_data.py": (*QUICKSTART, "--out", "{folder}"),
     "scripts/plan.py": (*QUICKSTART, "--gpus", "2"),
     "scripts/prepare_data.py": ("emoji_scenes",),
-    "scripts/profile_modules.py": (*QUICKSTART, "--out", "trials.json"),
     "scripts/simulate.py": QUICKSTART,
     "scripts/text_baseline.py": ("outputs/mine",),
 }

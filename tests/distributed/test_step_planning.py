@@ -12,10 +12,10 @@ from searched_cases import CPU, Searched, batch_of, build_searched
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.pipeweaver.background.process import PlanningProcessError
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
 from torchmm.balance.schedules import SEARCHED_SCHEDULE
+from torchmm.common.step_process import Priority, StepProcessError
 from torchmm.parallel.mesh import start_process_group
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
@@ -36,12 +36,12 @@ class FakeProcess:
     mood: str = "finished"
     closed: bool = False
 
-    def submit(self, request: PlanRequest) -> None:
+    def submit(self, step: int, request: PlanRequest) -> None:
         self.requests.append(request)
 
-    def take(self, step: int) -> PlannedStep | None:
+    def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         if self.mood == "dead":
-            raise PlanningProcessError("the planning process ended with code -9")
+            raise StepProcessError("the planning process ended with code -9")
         request = self.requests[-1] if self.requests else None
         if self.mood == "late" or request is None or request.step != step:
             return None
@@ -55,7 +55,7 @@ class FakeProcess:
     def graph(self, request: PlanRequest) -> StageGraph:
         return step_graph(self.setup.layout, self.setup.config, request.microbatches)
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self) -> None:
         self.closed = True
 
 
@@ -98,7 +98,7 @@ class Run:
         )  # fmt: skip
         self.number = 0
 
-    def start(self, setup: PlanningSetup) -> FakeProcess:
+    def start(self, setup: PlanningSetup, priority: Priority) -> FakeProcess:
         self.made.append(FakeProcess(setup))
         return self.made[-1]
 

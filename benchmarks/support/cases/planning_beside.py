@@ -34,15 +34,17 @@ from support.models.pipeline_model import Size, load_steps
 from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.leader import start_planning
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup
 from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
 from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
+from torchmm.common.step_process import Priority, StepProcess
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
+from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.planner import StepPlan
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.step import StepOutcome, TrainStep
@@ -187,7 +189,7 @@ class Planned(Replayed):
     ) -> None:
         super().__init__(ON, model, batch, choice, mesh, shared)
         self.cores = cores
-        self.process: PlanningProcess | None = None
+        self.process: StepProcess[PlannedStep] | None = None
         self.number, self.planning = 0, False
         self.statistics: Mapping[str, Any] = {}
         logger = logging.getLogger(__name__)
@@ -196,10 +198,10 @@ class Planned(Replayed):
             deterministic=False, steps=ENDLESS, start=self._start,
         )  # fmt: skip
 
-    def _start(self, setup: PlanningSetup) -> PlanningProcess:
+    def _start(self, setup: PlanningSetup, priority: Priority) -> StepProcess[PlannedStep]:
         """On the pipeline's first rank."""
-        self.process = PlanningProcess(setup)
-        if self.cores is not None and self.process.pid is not None:
+        self.process = start_planning(setup, priority)
+        if self.cores is not None:
             os.sched_setaffinity(self.process.pid, self.cores.planning)
         return self.process
 

@@ -19,15 +19,15 @@ Rejected: ranks that search the same schedule independently, which requires one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.extension import plans_schedule
-from torchmm.balance.pipeweaver.background.process import PlanningProcess
-from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.leader import StartPlanning, start_planning
+from torchmm.balance.pipeweaver.background.requests import Measured, PlanRequest
 from torchmm.balance.pipeweaver.background.work import StepWork
 from torchmm.balance.pipeweaver.planners import BackgroundPlanner
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
@@ -113,7 +113,7 @@ class MeasuringPlanner(BackgroundPlanner):
         *,
         deterministic: bool,
         steps: int,
-        start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
+        start: StartPlanning = start_planning,
     ) -> None:
         config = pipeline.config
         self._rates = Rates()

@@ -12,13 +12,14 @@ from torchmm.extensions.evaluation.drawings import draw_samples, held_out_drawin
 from torchmm.extensions.evaluation.pictures import keep_thumbnail, plot_captions, plot_pictures
 from torchmm.extensions.evaluation.samples import (
     GeneratedText,
-    generate_samples,
+    generated_text,
     held_out_prompts,
-    scored_sources,
     source_scores,
-    with_references,
 )
 from torchmm.extensions.evaluation.scores import score
+from torchmm.extensions.evaluation.text.generate import generate_texts
+from torchmm.extensions.evaluation.text.prompts import in_groups
+from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
@@ -28,6 +29,9 @@ from torchmm.training.tracking.run_directory import (
     SAMPLES_FILE,
     SAMPLES_FOLDER,
 )
+
+MAX_BATCH_PROMPTS = 16
+"""Maximum number of held-out samples whose text is generated in one batch."""
 
 
 class SampleHook(Hook):
@@ -92,18 +96,13 @@ class SampleHook(Hook):
         """Return text generated for held-out samples; rank 0 writes samples.json, captions.png."""
         parts = self.parts
         loader = self._loader()
-        held_out = self.recipe.data.validation
-        prompts = held_out_prompts(loader, self._config.samples, scored_sources(held_out))
         training = self.recipe.training
-        texts = generate_samples(
-            parts.pipeline,
-            prompts,
-            parts.tokenizer,
-            parts.mesh,
-            self._config.max_new_tokens,
-            row_tokens=training.sequence_length * training.microbatch_size,
-        )
-        texts = with_references(texts, loader)
+        prompts = held_out_prompts(loader, self._config.samples, self.recipe.data.validation)
+        max_tokens = training.sequence_length * training.microbatch_size
+        batches = in_groups(prompts, MAX_BATCH_PROMPTS, max_tokens)
+        sampling = Sampling(self._config.max_new_tokens)
+        written = [*generate_texts(parts.pipeline, batches, parts.tokenizer, parts.mesh, sampling)]
+        texts = [generated_text(*pair, parts.tokenizer, loader) for pair in written]
         if parts.mesh.rank > 0 or not texts:
             return texts
         pictures = [loader.images(text.source, text.index)[:1] for text in texts]

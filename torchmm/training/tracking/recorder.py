@@ -42,7 +42,7 @@ class MetricsRecorder:
         name: str,
         steps: int,
         start_step: int,
-        recipe: Mapping[str, Any],
+        recipe: dict[str, Any],
         console: Console,
         log: logging.Logger,
     ) -> None:
