@@ -214,6 +214,17 @@ def yield_to_others(idle: bool) -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
+def restore_priority(pid: int) -> None:
+    """Give a process that called `yield_to_others` the time to exit on a busy machine.
+
+    Without privileges its niceness stays.
+    """
+    with suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, pid, 0)
+
+
 def keep_freed_memory() -> bool:
     """Makes malloc keep freed blocks of up to 1 GiB for reuse; returns whether it could.
 

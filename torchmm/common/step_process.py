@@ -34,6 +34,7 @@ from torchmm.common.processes import (
     describe_state,
     fork_server,
     make_worker_setup,
+    restore_priority,
     yield_to_others,
 )
 
@@ -190,6 +191,7 @@ class StepProcess(Generic[Answer]):
 
     def close(self) -> None:
         """Kill the process. It ignores other signals, and has no state to save."""
+        restore_priority(self.pid)
         self._process.kill()
         self._process.join(EXIT_S)
         self._replace_request(None)

@@ -121,6 +121,22 @@ def test_close_kills_stopped_process(start):
         process._connection.fileno()
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no idle priority")
+def test_idle_process_gets_time_to_exit(monkeypatch):
+    process = StepProcess(square, "test", "idle")
+    process.submit(1, 3)
+    assert process.take(1, WAIT_S) == 9
+    policies = [os.sched_getscheduler(process.pid)]
+    kill = process._process.kill
+    monkeypatch.setattr(
+        process._process,
+        "kill",
+        lambda: (policies.append(os.sched_getscheduler(process.pid)), kill()),
+    )
+    process.close()
+    assert policies == [os.SCHED_IDLE, os.SCHED_OTHER]
+
+
 def test_exit_does_not_wait_for_process():
     code = """if __name__ == "__main__":
         import sys
