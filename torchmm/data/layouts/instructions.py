@@ -38,7 +38,7 @@ def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
             "column context is not read beside an instruction or query; name it in the recipe: "
             'columns = { input = "context" }, or columns = { unused = "context" }'
         )
-    messages = []
+    messages: list[dict[str, Any]] = []
     for number, pair in enumerate(list_of(record.columns, "history"), start=1):
         name = f"history entry {number}"
         if not isinstance(pair, list | tuple) or len(pair) != 2:

@@ -64,7 +64,7 @@ def chat_of(
     tools = tools_of(columns)
     if not messages:
         raise CorruptSampleError("a chat without messages")
-    before = []
+    before: list[dict[str, Any]] = []
     system = columns.get("system")
     if not is_empty(system):
         first = messages[0] if isinstance(messages[0], dict) else {}

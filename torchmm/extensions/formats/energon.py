@@ -246,11 +246,12 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
     fields: dict[str, list[list[str]]] = {}
     for key, value in mapped.items():
         # "jpg,png" becomes [["jpg"], ["png"]], and "json[0][value]" [["json", "0", "value"]].
-        options = fields[str(key)] = []
+        options: list[list[str]] = []
         for access in map(str.strip, value.split(",")):
             match = _ACCESS.fullmatch(access)
             inside = re.findall(r"\[([^\[\]]+)\]", match[2]) if match else []
             options.append([match[1] if match else access, *inside])
+        fields[str(key)] = options
     parts = {option[0].rpartition(".")[2] for options in fields.values() for option in options}
     if pickled := sorted(parts & PICKLED):
         raise DataError(
