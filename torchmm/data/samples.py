@@ -95,9 +95,9 @@ def sample_service(data: DataConfig) -> SampleService | None:
 
 
 class Look(Protocol):
-    """Gives samples to people; methods as of `SampleSet`."""
+    """Returns images and texts of samples, see `StepDecoder`."""
 
-    def pictures(self, feed: int, index: int) -> list[Image.Image]: ...
+    def images(self, feed: int, index: int) -> list[Image.Image]: ...
     def references(self, feed: int, index: int) -> tuple[str, ...]: ...
 
 
@@ -111,7 +111,7 @@ class SamplesElsewhere:
         told: `digest` of who opened them.
         prepared: `fingerprint` of these.
         ask: who plans.
-        look: gives pictures and references.
+        look: returns images and references of samples.
         listed: fingerprint by which the producers that decode are known; None: ranks do.
     """
 
@@ -143,7 +143,7 @@ class SamplesElsewhere:
 
     def pictures(self, feed: int, index: int) -> list[Image.Image]:
         """Images and frames of a sample, to be shown."""
-        return self.look.pictures(feed, index)
+        return self.look.images(feed, index)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
         """All that people have written for a sample."""
@@ -192,7 +192,7 @@ def find_samples(
         client = ReaderClient(streams, validation, data.timeout_s)
         names, told = client.describe()
         decoder = StepDecoder(reader, records, training.sequence_length)
-        return SamplesElsewhere(names, decoder, told, "", client.part, client)
+        return SamplesElsewhere(names, decoder, told, "", client.part, decoder)
     service = sample_service(data)
     assert service is not None, "recipe checks require producers for data.producers.plan"
     return service.find_samples(training, reader, tokenizer, validation)
