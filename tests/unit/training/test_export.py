@@ -257,7 +257,7 @@ def test_what_cannot_be_exported_leaves_nothing(saved, tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("torchmm.training.exports.write.export_hf", full)
+    monkeypatch.setattr(exporting, "write_files", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*hf: No space left on device"):
         export_checkpoint(checkpoint, tmp_path / "hf")
     assert {p.name for p in tmp_path.iterdir()} == {"run", "there"}

@@ -107,14 +107,15 @@ class RankWeights:
             if first > 0 and rank == first:
                 assert whole is not None
                 dist.send(whole.detach().contiguous(), dst=0)
-            if rank > 0:
-                yield module, name, None
-                continue
-            if first > 0:
-                whole = torch.empty_like(like, device=device)
-                dist.recv(whole, src=first)
-            assert whole is not None
-            yield module, name, whole.detach().cpu()
+            value = None
+            if rank == 0:
+                if first > 0:
+                    whole = torch.empty_like(like, device=device)
+                    dist.recv(whole, src=first)
+                assert whole is not None
+                value = whole.detach().cpu()
+            del whole  # frees device memory before the next tensor is gathered
+            yield module, name, value
 
     def keep(self, values: list[Tensor]) -> list[Tensor]:
         """Return copies in memory."""

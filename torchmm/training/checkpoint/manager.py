@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -191,7 +190,7 @@ class CheckpointManager:
 
     def take_figures(self) -> dict[str, Any]:
         """Return metrics of saves and copies since the last call."""
-        return asdict(self._meter.take())
+        return self._meter.take()
 
     def save(
         self,

@@ -39,6 +39,7 @@ from torch import Tensor
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import CheckpointError, UploadError
 from torchmm.data.tokenizer import load_tokenizer
+from torchmm.models.hf.adapter_files import save_adapters
 from torchmm.models.hf.export import check_range, whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
@@ -48,8 +49,8 @@ from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
 from torchmm.training.checkpoint.storage import chunk_name, dtype_named, read_index
-from torchmm.training.exports.place import refuse_existing, scratch_directory
-from torchmm.training.exports.write import Trained, write_adapters, write_export
+from torchmm.training.exports.place import refuse_existing, scratch_directory, whole_directory
+from torchmm.training.exports.write import Trained, write_files
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size of a weight file, similar to that of other tools."""
@@ -95,14 +96,15 @@ def export_checkpoint(
     tokenizer = load_tokenizer(recipe.model)
     trained = Trained(recipe, step_of(path) or 0, path.parent.parent / "metrics.jsonl")
     try:
-        with scratch_directory(directory.parent) as scratch:
+        with (
+            whole_directory(directory, replaces=False) as place,
+            scratch_directory(directory.parent) as scratch,
+        ):
             weights = CheckpointWeights(path, scratch, averaged)
             if apart:
-                write_adapters(model, directory, weights, replaces=False)
+                save_adapters(model, place, weights)
             else:
-                write_export(
-                    model, directory, tokenizer, trained, weights, shard_bytes, replaces=False
-                )
+                write_files(model, place, tokenizer, trained, weights, shard_bytes)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(

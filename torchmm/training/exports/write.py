@@ -62,50 +62,57 @@ def write_export(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
     trained: Trained,
-    weights: Weights = RANK_WEIGHTS,
     shard_bytes: int | None = None,
-    replaces: bool = True,
 ) -> None:
-    """Write a model with its card. Collective; rank 0 writes.
+    """Write the model of a run with its card. Collective; rank 0 writes.
 
     The directory appears, or replaces an earlier export, when all files are complete.
 
     Args:
-        model: Model to export. Its structure is enough if `weights` reads a checkpoint.
+        model: Model to export.
         directory: Directory of the export.
         tokenizer: Tokenizer of the run.
         trained: Facts about the training.
-        weights: Source of the weights.
         shard_bytes: Maximum size of a weight file. If None, use the default of Hugging Face.
-        replaces: Whether to replace an existing directory.
 
     Raises:
-        ConfigError: Another process writes the directory, or it exists and may not be replaced.
+        ConfigError: Another process writes the directory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    with whole_directory(directory, replaces) if writes else nullcontext(directory) as place:
-        data = trained.recipe.data
-        chats = {has_chats(source, data) for source in data.sources if writes}
-        tokenizer = _as_in_training(tokenizer, chats)
-        ends = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
-        export_hf(model, place, tokenizer, weights, shard_bytes, ends)
-        if writes:
-            (place / CARD).write_text(card(model, place, tokenizer, trained, True in chats))
+    with whole_directory(directory) if writes else nullcontext(directory) as place:
+        write_files(model, place, tokenizer, trained, RANK_WEIGHTS, shard_bytes)
 
 
-def write_adapters(
+def write_files(
     model: MultimodalModel,
-    directory: Path,
-    weights: Weights = RANK_WEIGHTS,
-    replaces: bool = True,
+    place: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Trained,
+    weights: Weights,
+    shard_bytes: int | None,
 ) -> None:
-    """Write the adapters in PEFT format, or nothing if the model has none.
+    """Write an export into an existing directory. Collective; rank 0 writes."""
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    data = trained.recipe.data
+    chats = {has_chats(source, data) for source in data.sources if writes}
+    tokenizer = _as_in_training(tokenizer, chats)
+    ends = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
+    export_hf(model, place, tokenizer, weights, shard_bytes, ends)
+    if writes:
+        (place / CARD).write_text(card(model, place, tokenizer, trained, True in chats))
 
-    Collective; rank 0 writes. Arguments and errors: see `write_export`.
+
+def write_adapters(model: MultimodalModel, directory: Path) -> None:
+    """Write the adapters of a run in PEFT format, or nothing if the model has none.
+
+    Collective; rank 0 writes.
+
+    Raises:
+        ConfigError: Another process writes the directory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    with whole_directory(directory, replaces) if writes else nullcontext(directory) as place:
-        save_adapters(model, place, weights)
+    with whole_directory(directory) if writes else nullcontext(directory) as place:
+        save_adapters(model, place)
 
 
 def is_chat_model(directory: Path) -> bool:
