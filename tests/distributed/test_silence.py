@@ -33,19 +33,19 @@ BEFORE_STEPS = (
     "torchmm.training.ranks:check_ranks",
     "torchmm.training.data_build:find_samples",
     "torchmm.training.model_build:init_weights",
-    "torchmm.training.metrics:start_trackers",
+    "torchmm.training.tracking.recorder:start_trackers",
 )
 STEPS = (
     "torchmm.data.waiting:Waiting.get",
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:Updates.apply",
     "torchmm.training.validation:held_out_losses",
-    "torchmm.extensions.evaluation.samples:generate_tokens",
+    "torchmm.extensions.evaluation.text.generate:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
 )
 AT_THE_END = (
     "torchmm.models.hf.export:_save",
-    "torchmm.training.metrics:plot_loss",
+    "torchmm.training.tracking.recorder:plot_loss",
     "torchmm.extensions.reports.page.pages:try_write_page",
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
@@ -76,7 +76,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "scripts/inspect_data.py": (*QUICKSTART, "--out", "{folder}"),
     "scripts/plan.py": (*QUICKSTART, "--gpus", "2"),
     "scripts/prepare_data.py": ("emoji_scenes",),
-    "scripts/profile_modules.py": (*QUICKSTART, "--out", "trials.json"),
     "scripts/simulate.py": QUICKSTART,
     "scripts/text_baseline.py": ("outputs/mine",),
 }

@@ -379,7 +379,7 @@ class LlmModule(LayeredModule):
         """
         cu_seqlens = microbatch.cu_seqlens
         lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
-        sample_lengths = lengths if cache is None or cache.now is None else cache.now.lengths
+        sample_lengths = lengths if cache is None else cache.lengths
         longest = max(sample_lengths)
         if problem := self.rotary_limits.problem(longest):
             raise ValueError(problem)

@@ -75,11 +75,6 @@ class ContextRanks(FeatureRanks):
         dist.all_reduce(total, group=self.group)
         return total
 
-    def of_last(self, values: Tensor) -> Tensor:
-        values = values.detach().clone()
-        dist.broadcast(values, group_src=self.size - 1, group=self.group)
-        return values
-
 
 class ContextHeads:
     """Their exchange of tokens for heads (`torchmm.models.layers.shared_rows.RowHeads`).

@@ -6,20 +6,21 @@ import threading
 
 
 class SaveMeter:
-    """Metrics of the threads of this rank that save and copy, by name in metrics.jsonl."""
+    """Metrics of the threads of this rank that save and copy, see `torchmm.training.metrics`."""
 
     def __init__(self) -> None:
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def note(self, **figures: float) -> None:
+    def note(self, **metrics: float) -> None:
         """Set metrics of a save or copy that finished."""
         with self._lock:
-            self._figures |= figures
+            self._metrics |= metrics
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call. The number of failed copies stays."""
+        """Return the metrics since the last call, and the total number of failed uploads."""
         with self._lock:
-            taken = self._figures
-            self._figures = {k: v for k, v in taken.items() if k == "failed_uploads"}
+            taken = self._metrics
+            failed = {name: taken[name] for name in ("failed_uploads",) if name in taken}
+            self._metrics = failed
         return taken

@@ -189,7 +189,7 @@ class CheckpointManager:
         return "" if self._uploads is None else self._uploads.complaint
 
     def take_figures(self) -> dict[str, Any]:
-        """Return metrics of saves and copies since the last call."""
+        """Return metrics of the saves and copies that finished since the last call."""
         return self._meter.take()
 
     def save(
