@@ -106,8 +106,8 @@ def load_verified(
     has_averages = any(name.startswith(AVERAGE_PREFIX) for name in index)
     averages = average.zeros() if average is not None and has_averages else None
     tensors |= average_tensors(model, averages or {})
-    has_both = averages is not None
-    problems = find_misfits(index, saved["trainable"], tensors, trainable, has_both, group)
+    with_averages = averages is not None
+    problems = find_misfits(index, saved["trainable"], tensors, trainable, with_averages, group)
     if problems:
         raise CheckpointError(
             f"{path} does not fit the model or what of it is trained:\n{bullets(problems)}\n"

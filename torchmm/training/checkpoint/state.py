@@ -123,7 +123,7 @@ def find_misfits(
         averages: Whether averages are loaded, equal on all ranks.
         group: All ranks.
     """
-    local = set()
+    local: set[str] = set()
     for name, tensor in tensors.items():
         entry = index.get(name)
         if entry is None:
@@ -133,12 +133,12 @@ def find_misfits(
         elif tensor.dtype != (saved := dtype_named(entry["dtype"])):
             local.add(f"{name}: {saved} saved, {tensor.dtype} wanted")
     of_ranks = group.gather((local, set(tensors), set(trainable or ())))
-    problems = set().union(*(found for found, _, _ in of_ranks))
-    wanted = set().union(*(names for _, names, _ in of_ranks))
+    problems = {problem for found, _, _ in of_ranks for problem in found}
+    wanted = {name for _, names, _ in of_ranks for name in names}
     kinds = [MODEL_PREFIX]
     if trainable is not None:
         kinds.append("optimizer.")
-        now = set().union(*(names for _, _, names in of_ranks))
+        now = {name for _, _, names in of_ranks for name in names}
         before = set(saved_trainable)
         problems |= {f"trained when saved, frozen now: {name}" for name in before - now}
         problems |= {f"frozen when saved, trained now: {name}" for name in now - before}
