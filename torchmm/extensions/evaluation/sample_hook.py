@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 from torchmm.common.files import replace_atomically
 from torchmm.data.loader import Loader
@@ -113,13 +112,16 @@ class SampleHook(Hook):
             keep_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
             for t, images in zip(texts, pictures, strict=True)
         ]
-        self._append_samples(
-            step,
-            [
-                {"step": step, **asdict(text), "picture": name}
-                for text, name in zip(texts, names, strict=True)
-            ],
-        )
+        # After a resume, the file may have samples of this and later steps.
+        file = parts.run_dir / SAMPLES_FILE
+        earlier = json.loads(file.read_text()) if file.exists() else []
+        samples = [sample for sample in earlier if sample["step"] < step]
+        samples += [
+            {"step": step, **asdict(text), "picture": name}
+            for text, name in zip(texts, names, strict=True)
+        ]
+        content = json.dumps(samples, indent=1, ensure_ascii=False)
+        replace_atomically(file, content.encode())
         shown = [
             (image, text.generated, text.truth)
             for text, images in zip(texts, pictures, strict=True)
@@ -129,11 +131,3 @@ class SampleHook(Hook):
             title = f"held-out images after step {step}"
             plot_captions(shown, title, parts.run_dir / "captions.png")
         return texts
-
-    def _append_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Add samples to samples.json and remove samples of this and later steps."""
-        file = self.parts.run_dir / SAMPLES_FILE
-        earlier = json.loads(file.read_text()) if file.exists() else []
-        kept = [s for s in earlier if s["step"] < step]
-        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
-        replace_atomically(file, text.encode())
