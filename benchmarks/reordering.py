@@ -20,12 +20,12 @@ import torch
 from numpy.typing import NDArray
 from support.cases import reorder_slices
 from support.harness import Row, describe_machine, make_parser, report
-from support.step_times import makespans_ms
 
 from torchmm.balance.disttrain.reordering.groups import balance_groups, load_bound
 from torchmm.balance.disttrain.reordering.microbatches import (
     SearchEffort,
     interval_orders,
+    makespans_ms,
     reorder_microbatches,
 )
 from torchmm.balance.disttrain.reordering.program import StepProgram, compile_order

@@ -33,7 +33,7 @@ BEFORE_STEPS = (
     "torchmm.training.ranks:check_ranks",
     "torchmm.training.data_build:find_samples",
     "torchmm.training.model_build:init_weights",
-    "torchmm.training.metrics:start_trackers",
+    "torchmm.training.tracking.recorder:start_trackers",
 )
 STEPS = (
     "torchmm.data.waiting:Waiting.get",
@@ -45,7 +45,7 @@ STEPS = (
 )
 AT_THE_END = (
     "torchmm.models.hf.export:_save",
-    "torchmm.training.metrics:plot_loss",
+    "torchmm.training.tracking.recorder:plot_loss",
     "torchmm.extensions.reports.page.pages:try_write_page",
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")
@@ -76,7 +76,6 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "scripts/inspect_data.py": (*QUICKSTART, "--out", "{folder}"),
     "scripts/plan.py": (*QUICKSTART, "--gpus", "2"),
     "scripts/prepare_data.py": ("emoji_scenes",),
-    "scripts/profile_modules.py": (*QUICKSTART, "--out", "trials.json"),
     "scripts/simulate.py": QUICKSTART,
     "scripts/text_baseline.py": ("outputs/mine",),
 }

@@ -2,8 +2,8 @@
 
 Kernels are cached on disk. Numba does not notice when something changes in another file that a
 cached kernel calls, so none calls functions of another file, except for those at the end of this
-one. These never change: a function that is to do something else gets another name, and with it
-its callers' files change.
+file and `simulation.graph_kernels.time_lanes`. These never change: a function that is to do
+something else gets another name, and with it its callers' files change.
 
 Types of arguments are cached by name, and found again by a function's name and line: where a tuple
 that kernels take gets another name, move the functions that take it by a line.

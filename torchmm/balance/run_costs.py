@@ -9,7 +9,6 @@ import torch
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.disttrain.orchestration.trials import load_trials, trial_conditions, trials_run
 from torchmm.balance.disttrain.orchestration.unit_costs import TrialRunner, cost_model_run
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.balance.simulation.section import SimulationConfig
@@ -79,31 +78,20 @@ def trial_runner(
 ) -> TrialRunner:
     """Return the function that returns the time of a module on dedicated ranks of a device.
 
-    Times are those of `simulation.trials`, or of the cost model if the recipe has no trials.
-
     Raises:
-        ValueError: The profile does not have the dtype, or the trials are of another model.
+        ValueError: The profile does not have the dtype.
     """
     parallel = recipe.parallel
-    dtype = recipe.training.dtype
-    recompute = {m.name: recompute_mode(recipe, m, profile.device.type) for m in modules}
-    run = cost_model_run(
+    device = profile.device.type
+    return cost_model_run(
         profile,
-        dtype,
+        recipe.training.dtype,
         modules,
         sequence_parallel=parallel.sequence_parallel,
         async_tensor=parallel.async_tensor_parallel,
-        recompute=recompute,
-        compiled=frozenset(
-            m.name
-            for m in modules
-            if recipe.compile.concerns(m, profile.device.type, recipe.parallel)
-        ),
+        recompute={m.name: recompute_mode(recipe, m, device) for m in modules},
+        compiled=frozenset(m.name for m in modules if recipe.compile.concerns(m, device, parallel)),
     )
-    if not SimulationConfig.of(recipe).trials:
-        return run
-    conditions = trial_conditions(modules, dtype, recompute, parallel.sequence_parallel)
-    return trials_run(load_trials(Path(SimulationConfig.of(recipe).trials)), conditions, run)
 
 
 def layer_tuning(

@@ -39,11 +39,6 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int
     add = parser.add_argument
     add("--gpus", type=int, help="number of devices (default: the recipe's [simulation] gpus)")
     add("--device", help="name or profile file (default: the recipe's [simulation] device)")
-    add(
-        "--trials",
-        metavar="FILE",
-        help="measured times of modules, from scripts/profile_modules.py (simulation.trials)",
-    )
     add("--global-batch-size", type=int, metavar="N", help="sequences per step (the recipe's)")
     names = (*PLACEMENTS, *PLACEMENTS["auto"])
     add(
@@ -77,8 +72,6 @@ def _plan(options: argparse.Namespace, overrides: list[str], program: str) -> in
         overrides += ["--training.global_batch_size", str(options.global_batch_size)]
     if options.assumed:
         overrides += ["--data.sources", "[]"]
-    if options.trials is not None:
-        overrides += ["--simulation.trials", options.trials]
     recipe = load_recipe(options.config, overrides).recipe
     log_to_console(make_console(stderr=True), only_progress=True)
     result, cluster = _search(

@@ -134,6 +134,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
                 *processor,
                 llm_hidden_size=llm_config.hidden_size,
                 dtype=dtype,
+                connector_from_files=True,
                 **part.settings,
             )
             encoders[name] = EncoderModule(spec, replace(part.files, source=config.place))

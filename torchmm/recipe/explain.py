@@ -67,6 +67,8 @@ REMOVED_KEYS = {
     "parallel.bubble_pieces": "is no longer supported; delete the key: `parallel.tensor_bubbles` "
     "> 0 alone lets encoder layers run in pieces during communication of the LLM",
     "parallel.search.seed": "is no longer supported; delete the key: the search always uses seed 0",
+    "simulation.trials": "is no longer supported; delete the key, and set simulation.device to a "
+    "profile of the device that scripts/calibrate.py writes",
 }
 """Maps a removed key to the rest of an error message, with the replacement."""
 FORMER_DEFAULTS: dict[str, Any] = {
@@ -74,6 +76,7 @@ FORMER_DEFAULTS: dict[str, Any] = {
     "model.generator.connector": "mlp",
     "parallel.search.strategy": "annealing",
     "parallel.search.seed": 0,
+    "simulation.trials": "",
 }
 """Maps a removed key to its default. Runs store every key in recipe.toml: a removed key with this
 value is dropped when a recipe is read. Without an entry, only recipes in directories of runs may

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchmm.balance.measure.trial_inputs import encoder_inputs, text_microbatch
+from support.one_gpu.inputs import encoder_inputs, text_microbatch
 from torchmm.common.batch import IGNORE_TARGET, ImageMeta, Microbatch, MicrobatchMeta, SampleMeta
 from torchmm.data.loader import StepBatch
 from torchmm.models.multimodal import MultimodalModel

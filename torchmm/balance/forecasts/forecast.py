@@ -36,11 +36,10 @@ from torchmm.balance.optimus.choice import StepOrder
 from torchmm.balance.pipeweaver.recomputation.costs import costs_of_plan
 from torchmm.balance.pipeweaver.recomputation.tuning import Tuner
 from torchmm.balance.pipeweaver.segments import chosen_segments, leaves_segments_open
-from torchmm.balance.run_costs import layer_tuning, run_costs, trial_runner
+from torchmm.balance.run_costs import layer_tuning, run_costs
 from torchmm.balance.schedules import plan_by_costs, promised_ms
 from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.balance.simulation.simulator import SimulatedStep, simulate
-from torchmm.balance.step_costs import PlanCosts
 from torchmm.balance.step_plans import plan_costed_step, searched_costs
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
@@ -51,7 +50,6 @@ from torchmm.costs.flops import gradients_arrive, module_layers, step_flops
 from torchmm.costs.operators import Profile
 from torchmm.costs.sizes import pack_sizes
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.pipelining.plan.actions import Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
 from torchmm.pipelining.plan.plan import Durations, Gathering
 from torchmm.pipelining.run.messages import message_specs
@@ -394,7 +392,6 @@ class Forecaster:
         costs = costs_of_plan(
             plan, self.modules, metas, model, layerwise=layerwise, peers=workload.peers
         )
-        costs = self._as_measured(costs, plan.graph.layout)
         if self._balanced:
             ranks = self.run.shares
             costs = with_feature_exchange(costs, plan.graph, self.modules, metas, model, ranks)
@@ -433,41 +430,6 @@ class Forecaster:
         if all(model.execution(module.name).shard == 1 for module in self.modules):
             return "none", layerwise
         return ("layer" if layerwise else "step"), layerwise
-
-    def _as_measured(self, costs: PlanCosts, layout: StageLayout) -> PlanCosts:
-        """Costs with each module's times scaled to what trials of it took, where the recipe has
-        trials and modules run alone, as in trials.
-
-        Raises:
-            ConfigError: trials are of something else.
-        """
-        if not SimulationConfig.of(self.recipe).trials or not self.run.units:
-            return costs
-        packs = self.sample.packs
-        modelled = SimulationConfig.of(self.recipe).model_copy(update={"trials": ""})
-        try:
-            runs = [
-                trial_runner(own, self.modules, self.profile)
-                for own in (self.recipe, self.recipe.model_copy(update={"simulation": modelled}))
-            ]
-        except ValueError as error:
-            raise ConfigError(f"simulation.trials: {error}") from error
-        factors = {}
-        for module in self.modules:
-            own = [packs[i] for i in pack_sizes(module, packs)[0]]
-            tensor = self.run.units[module.name].tensor
-            measured_s, modelled_s = (
-                float(run(module, tensor, own).seconds_N.sum()) if own else 1.0 for run in runs
-            )
-            factors[module.name] = measured_s / modelled_s
-        owners = [stage.module for stage in layout.stages]
-
-        def scaled(times_ms: Mapping[Action, float]) -> dict[Action, float]:
-            return {a: ms * factors[owners[a.stage]] for a, ms in times_ms.items()}
-
-        return replace(
-            costs, compute_ms=scaled(costs.compute_ms), tensor_ms=scaled(costs.tensor_ms)
-        )
 
     def rate(
         self,

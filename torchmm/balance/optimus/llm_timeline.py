@@ -13,14 +13,14 @@ they could have.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from torchmm.balance.compiled import Int32s, Int64s, compiled
+from torchmm.balance.compiled import Int64s
 from torchmm.balance.optimus.free_time import (
     FreeTime,
     Pieces,
@@ -29,23 +29,18 @@ from torchmm.balance.optimus.free_time import (
     spans_of,
 )
 from torchmm.balance.picoseconds import SimulationError, to_picoseconds
-from torchmm.balance.simulation.graph_kernels import time_nodes
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
-from torchmm.pipelining.plan.graph import Message, StageGraph, Task
+from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
+from torchmm.pipelining.plan.transfers import action_inputs
 
 # [Note: deferred forwards]
 #
-# The LLM's step is a graph of operators: actions (one queue for each rank, in the order given),
-# transfers between ranks (without a queue: they never wait for each other) and, where parameters
-# are sharded, gathers (one queue for each rank, encoders' stages first). `CompiledGraph` has them
-# in topological order: operator n is at `place[n]`, and what place i waits for is
-# `sources[pointers[i] : pointers[i + 1]]`. Two walks along it give all times:
-#
-#     time_nodes, first to last:  start = latest of its release and the ends of what it waits for
-#     _defer, last to first:      movable ones end when the first that waits for them starts
+# The step of the LLM is an `OperatorGraph`: actions (a queue for each rank), transfers between
+# ranks (without a queue, because they do not wait for each other) and, if parameters are sharded,
+# gathers (a queue for each rank, stages of encoders first).
 #
 # Movable are forwards and transfers of their outputs. All others keep their earliest times, so no
 # backward moves and the step stays as long as it was. 1F1B of three microbatches on two ranks:
@@ -162,15 +157,10 @@ class LlmTimeline:
         return complement([np.array(both, np.int64).reshape(2, 1) for both in first])
 
     def waiting(self, released_ps: Mapping[Action, int]) -> LlmTimeline:
-        """The timeline as early as possible when some actions may not start before given times."""
-        graph = self.compiled
-        start_ps = np.zeros(len(graph.duration_ps), np.int64)
-        for action, time_ps in released_ps.items():
-            start_ps[graph.place[self.nodes[action]]] = time_ps
-        end_ps = np.empty_like(start_ps)
-        time_nodes(graph.duration_ps, graph.pointers, graph.sources, start_ps, end_ps)
+        """Return the earliest timeline in which some actions do not start before given times."""
+        released = {self.nodes[action]: time_ps for action, time_ps in released_ps.items()}
         order = [own.actions for own in self.ranks]
-        ranks = tuple(_by_rank(order, self.nodes, graph, start_ps, end_ps))
+        ranks = _by_rank(order, self.nodes, *self.compiled.times_ps(released))
         needed, returned, _ = _dependency_points(self.graph, ranks)
         return replace(self, ranks=ranks, needed_ps=needed, returned_ps=returned)
 
@@ -210,29 +200,57 @@ def llm_timeline(
     """
     if idle := [rank for rank, program in enumerate(order) if not program]:
         raise ValueError(f"ranks {idle} run nothing of the LLM; give it a stage on every rank")
-    builder = _Builder(graph, order, costs)
-    if sharding == "step":
-        builder.add_gathers()
-    builder.add_actions()
-    compiled = builder.compile()
-    start_ps = np.zeros_like(compiled.duration_ps)
-    end_ps = np.empty_like(start_ps)
-    time_nodes(compiled.duration_ps, compiled.pointers, compiled.sources, start_ps, end_ps)
-    gathered_ps = builder.gathered(compiled, end_ps)
-    if defer:
-        movable = np.array(builder.movable, bool)[compiled.node_at]
-        _defer(compiled.pointers, compiled.sources, movable, start_ps, end_ps)
-    nodes = builder.nodes
-    ranks = _by_rank(order, nodes, compiled, start_ps, end_ps)
+    stages = graph.layout.stages
+    llm_stages = {action.stage for program in order for action in program}
+    # Stages of a pipeline rank, or of the first of its mirrors.
+    rank_stages = [graph.layout.stages_of(r * graph.layout.mirrors) for r in range(len(order))]
+    operators = OperatorGraph()
+    movable: list[bool] = []  # by operator
+
+    gathers: dict[tuple[int, int], int] = {}
+    for rank, own in enumerate(rank_stages if sharding == "step" else ()):
+        for stage in own:
+            gathers[rank, stage] = operators.add(("gather", rank), costs.gather_ms.get(stage, 0.0))
+            movable.append(False)
+
+    problems: list[str] = []
+    nodes: dict[Action, int] = {}
+    for rank, program in enumerate(order):
+        for action in program:
+            if action not in costs.compute_ms:
+                problems.append(f"{action} on rank {rank} has no duration")
+            gather = gathers.get((rank, action.stage))
+            after = [] if gather is None else [gather]
+            duration_ms = costs.compute_ms.get(action, 0.0)
+            nodes[action] = operators.add(("rank", rank), duration_ms, after)
+            movable.append(action.type is ActionType.F)
+    problems += _add_inputs(graph, costs, operators, nodes, movable)
+    if problems:
+        raise SimulationError(problems)
+
+    compiled = operators.compile()
+    start_ps, end_ps = compiled.times_ps(movable=movable if defer else None)
+    ranks = _by_rank(order, nodes, start_ps, end_ps)
     needed, returned, entry = _dependency_points(graph, ranks)
+    encoders = [[stage for stage in own if stage not in llm_stages] for own in rank_stages]
+    gathered = [
+        max((int(end_ps[gathers[rank, stage]]) for stage in own if gathers), default=0)
+        for rank, own in enumerate(encoders)
+    ]
+    reduce_ps = {
+        stage.index: to_picoseconds(costs.reduce_ms.get(stage.index, 0.0))
+        for stage in stages
+        if stage.trainable and sharding == "step"
+    }
     return LlmTimeline(
         graph,
-        tuple(ranks),
+        ranks,
         entry,
         needed,
         returned,
-        gathered_ps,
-        *builder.reductions(sharding == "step"),
+        np.array(gathered, np.int64),
+        {stage: ps for stage, ps in reduce_ps.items() if stage in llm_stages},
+        np.array([sum(reduce_ps.get(s, 0) for s in own) for own in encoders], np.int64),
         reduction_hides,
         pieces,
         compiled,
@@ -240,114 +258,35 @@ def llm_timeline(
     )
 
 
-class _Builder:
-    """The LLM's actions, its transfers and gathers as operators."""
-
-    def __init__(self, graph: StageGraph, order: ComputeOrder, costs: PlanCosts) -> None:
-        self.graph, self.order, self.costs = graph, order, costs
-        self.operators = OperatorGraph()
-        self.movable: list[bool] = []  # by operator: whether it may be deferred
-        self.nodes: dict[Action, int] = {}
-        self.encoder_gathers: list[list[int]] = [[] for _ in order]
-        self._gather_of: dict[tuple[int, int], int] = {}
-        self._own = {action.stage for program in order for action in program}
-        self._problems: list[str] = []
-
-    def _stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages of a pipeline rank, or of the first of its mirrors."""
-        return self.graph.layout.stages_of(rank * self.graph.layout.mirrors)
-
-    def _add(
-        self, queue: Hashable, duration_ms: float, after: Sequence[int] = (), *, movable: bool
-    ) -> int:
-        self.movable.append(movable)
-        return self.operators.add(queue, duration_ms, after)
-
-    def add_gathers(self) -> None:
-        for rank in range(len(self.order)):
-            for stage in self._stages_of(rank):
-                duration_ms = self.costs.gather_ms.get(stage, 0.0)
-                node = self._add(("gather", rank), duration_ms, movable=False)
-                self._gather_of[rank, stage] = node
-                if stage not in self._own:
-                    self.encoder_gathers[rank].append(node)
-
-    def add_actions(self) -> None:
-        for rank, program in enumerate(self.order):
-            for action in program:
-                if action not in self.costs.compute_ms:
-                    self._problems.append(f"{action} on rank {rank} has no duration")
-                duration_ms = self.costs.compute_ms.get(action, 0.0)
-                gather = self._gather_of.get((rank, action.stage))
-                after = [] if gather is None else [gather]
-                movable = action.type is ActionType.F
-                self.nodes[action] = self._add(("rank", rank), duration_ms, after, movable=movable)
-        # I hands gradients on as B does.
-        self.gradients = {
-            Task(*a[1:4]): node
-            for a, node in self.nodes.items()
-            if a.type in (ActionType.B, ActionType.I)
-        }
-        for action in self.nodes:
-            self._add_needs(action)
-
-    def _add_needs(self, action: Action) -> None:
-        task = Task(*action[1:4])
-        node = self.nodes[action]
-        if action.type is ActionType.F:
-            for message in self.graph.incoming(task):
-                producer = self.graph.producer(message)
-                if producer.stage in self._own:
-                    before = self.nodes.get(Action(ActionType.F, *producer))
-                    self._connect(action, before, node, (message, False))
-            return
-        own = Action(ActionType.F, *task)
-        before = self.gradients.get(task) if action.type is ActionType.W else self.nodes.get(own)
-        self._connect(action, before, node)
-        for message in self.graph.outgoing(task) if action.type is not ActionType.W else ():
-            if self.graph.carries_gradient(message):
-                before = self.gradients.get(self.graph.consumer(message))
-                self._connect(action, before, node, (message, True))
-
-    def _connect(
-        self, action: Action, before: int | None, node: int, key: tuple[Message, bool] | None = None
-    ) -> None:
-        if before is None:
-            self._problems.append(f"{action} needs what is not in the order")
-            return
-        wire_ms = self.costs.transfer_ms.get(key, 0.0) if key else 0.0
-        if key and wire_ms:
-            ends = (self.graph.producer(key[0]), self.graph.consumer(key[0]))
-            if self.graph.rank(ends[0]) != self.graph.rank(ends[1]):
-                before = self._add(None, wire_ms, [before], movable=not key[1])
-        self.operators.add_edge(before, node)
-
-    def compile(self) -> CompiledGraph:
-        if self._problems:
-            raise SimulationError(self._problems)
-        return self.operators.compile()
-
-    def gathered(self, graph: CompiledGraph, end_ps: Int64s) -> Int64s:
-        """By rank: when the parameters of encoders are there."""
-        ends = [end_ps[graph.place[nodes]].max(initial=0) for nodes in self.encoder_gathers]
-        return np.array(ends, np.int64)
-
-    def reductions(self, sharded: bool) -> tuple[dict[int, int], Int64s]:
-        """By stage of the LLM, and by rank of encoders."""
-        stages = self.graph.layout.stages
-        reduce_ps = {
-            stage.index: to_picoseconds(self.costs.reduce_ms.get(stage.index, 0.0))
-            for stage in stages
-            if stage.trainable and sharded
-        }
-        of_encoders = [
-            sum(
-                reduce_ps.get(stage, 0) for stage in self._stages_of(rank) if stage not in self._own
-            )
-            for rank in range(len(self.order))
-        ]
-        own = {stage: ps for stage, ps in reduce_ps.items() if stage in self._own}
-        return own, np.array(of_encoders, np.int64)
+def _add_inputs(
+    graph: StageGraph,
+    costs: PlanCosts,
+    operators: OperatorGraph,
+    nodes: Mapping[Action, int],
+    movable: list[bool],
+) -> list[str]:
+    """Let actions wait for their inputs from other actions of the LLM; return what is missing."""
+    stages = {action.stage for action in nodes}
+    results = {
+        (ActionType.B if action.type is ActionType.I else action.type, action.task): node
+        for action, node in nodes.items()
+    }
+    problems = []
+    for action, node in nodes.items():
+        for kind, task, message in action_inputs(action, graph):
+            if task.stage not in stages:
+                continue  # an encoder
+            before = results.get((kind, task))
+            if before is None:
+                problems.append(f"{action} needs what is not in the order")
+                continue
+            backward = kind is ActionType.B
+            wire_ms = costs.transfer_ms.get((message, backward), 0.0) if message else 0.0
+            if wire_ms and graph.rank(task) != graph.rank(action.task):
+                before = operators.add(None, wire_ms, [before])
+                movable.append(not backward)
+            operators.add_edge(before, node)
+    return problems
 
 
 def _dependency_points(
@@ -369,29 +308,11 @@ def _dependency_points(
 
 
 def _by_rank(
-    order: Sequence[Sequence[Action]],
-    nodes: dict[Action, int],
-    graph: CompiledGraph,
-    start_ps: Int64s,
-    end_ps: Int64s,
-) -> list[RankActions]:
-    found = []
-    for program in order:
-        places = graph.place[[nodes[action] for action in program]]
-        found.append(RankActions(tuple(program), start_ps[places], end_ps[places]))
-    return found
-
-
-@compiled
-def _defer(
-    pointers: Int32s, sources: Int32s, movable: np.ndarray, start_ps: Int64s, end_ps: Int64s
-) -> None:
-    """Lets nodes that may move run as late as those that may not stay where they are."""
-    last = end_ps.max()
-    latest = np.full(len(movable), last, np.int64)
-    for node in range(len(movable) - 1, -1, -1):
-        if movable[node]:
-            start_ps[node] += latest[node] - end_ps[node]
-            end_ps[node] = latest[node]
-        for edge in range(pointers[node], pointers[node + 1]):
-            latest[sources[edge]] = min(latest[sources[edge]], start_ps[node])
+    order: Sequence[Sequence[Action]], nodes: dict[Action, int], start_ps: Int64s, end_ps: Int64s
+) -> tuple[RankActions, ...]:
+    """Return the times of the actions of each rank from those of all operators."""
+    at = [[nodes[action] for action in program] for program in order]
+    return tuple(
+        RankActions(tuple(program), start_ps[own], end_ps[own])
+        for program, own in zip(order, at, strict=True)
+    )

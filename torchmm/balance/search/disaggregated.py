@@ -17,10 +17,7 @@ from torchmm.balance.disttrain.orchestration.bounds import SampleSeconds, UnitBo
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
 from torchmm.balance.disttrain.orchestration.search import UnitSizes, orchestrate
 from torchmm.balance.disttrain.orchestration.space import PlanGuess, PlanSpace, Variant
-from torchmm.balance.disttrain.orchestration.unit_costs import (
-    TENSOR_SIZES,
-    Profiler,
-)
+from torchmm.balance.disttrain.orchestration.unit_costs import TENSOR_SIZES, profile_units
 from torchmm.balance.forecasts.first_microbatches import first_microbatches
 from torchmm.balance.forecasts.forecast import StepSample
 from torchmm.balance.run_costs import trial_runner, unsharded_costs
@@ -29,7 +26,6 @@ from torchmm.balance.search.space import (
     VIRTUAL_STAGES,
     Plan,
     Value,
-    recompute_modes,
     with_recompute,
 )
 from torchmm.common.batch import MicrobatchMeta
@@ -81,7 +77,7 @@ def orchestration_problem(
 
     Raises:
         ConfigError: the model cannot be built, the data are empty or have nothing for a module, the
-            device has no peak for the dtype, trials are of something else, or sizes make no sense.
+            device has no peak for the dtype, or sizes make no sense.
     """
     training = recipe.training
     sample = StepSample(recipe) if sample is None else sample
@@ -94,7 +90,7 @@ def orchestration_problem(
         most = min(devices, profile.device.devices_per_node)
         sizes = [size for size in TENSOR_SIZES if size <= most]
         states = parameter_states(recipe)
-        units = Profiler(modules, packs, profile, training.dtype, run, sizes, states).units()
+        units = profile_units(modules, packs, profile, training.dtype, run, sizes, states)
         return OrchestrationProblem(
             units,
             devices,
@@ -128,7 +124,7 @@ def plan_variants(
     """
     found = []
     packs = sampled_packs(recipe, sample.model)
-    for mode in MODES if len(recompute_modes(recipe)) > 1 else recompute_modes(recipe):
+    for mode in MODES:
         own = with_recompute(recipe, mode)
         problem = orchestration_problem(own, devices, profile, sample, packs)
         bounds = _bounds(own, problem, profile, sample)

@@ -35,13 +35,13 @@ from torchmm.balance.search.recipe_plans import (
 from torchmm.balance.search.result import Candidate, SearchResult
 from torchmm.balance.search.space import (
     METHODS,
+    RECOMPUTE_MODES,
     TUNED,
     Plan,
     describe_sizes,
     neighbors,
     plain_recipe,
     planned_recipe,
-    recompute_modes,
     shared_plans,
     with_memory_limit,
 )
@@ -259,8 +259,7 @@ class _Search:
         if own.step_ms < method.sure_ms:
             method.sure = own
         if own.method in ("fsdp", "chain", "separated"):
-            first = recompute_modes(self._recipe)[0]
-            plan = own.plan.changed(activation_checkpoint__mode=first)
+            plan = own.plan.changed(activation_checkpoint__mode=RECOMPUTE_MODES[0])
             self._push(method, plan, own.plan, own.step_ms)
 
     def _first_method(self) -> MethodSearch | None:
@@ -425,7 +424,7 @@ class _Search:
 
     def _with_more_recomputation(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the next mode that the recipe checks accept."""
-        modes = recompute_modes(self._recipe) if self._sized is None else ()
+        modes = RECOMPUTE_MODES if self._sized is None else ()
         for mode in modes[modes.index(plan.recompute) + 1 :] if plan.recompute in modes else ():
             tried = plan.changed(activation_checkpoint__mode=mode)
             if self._allows_mode(tried):

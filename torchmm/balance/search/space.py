@@ -18,7 +18,6 @@ from typing import get_args
 from torchmm.balance.disttrain.orchestration.unit_costs import TENSOR_SIZES, fitting_tensor_sizes
 from torchmm.balance.forecasts.forecast import StepSample
 from torchmm.balance.pipeweaver.partition import MOST_SEGMENTS
-from torchmm.balance.simulation.section import SimulationConfig
 from torchmm.common.layers import ModuleDescription
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.devices import MEMORY_SHARE
@@ -40,6 +39,9 @@ PIPELINES = (2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Pipeline sizes that are tried besides divisors of the number of LLM layers."""
 VIRTUAL_STAGES = (2, 4)
 TUNED = "tuned"
+RECOMPUTE_MODES = ("none", TUNED, "selective", "full")
+"""Modes of activation checkpointing to try, the fastest first. "tuned" is never slower than another
+mode that fits. Where it is not supported, fixed modes are tried."""
 LEAST_USED = 1 / 2
 """Smallest fraction of the devices that a plan uses."""
 IMAGES_AT_ONCE = (4, 2, 1)
@@ -143,10 +145,9 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     if table["reshard_after_forward"] == "always":
         table["reshard_after_forward"] = "default"
     updates: dict[str, Section] = {"parallel": ParallelConfig.model_validate(table)}
-    if len(recompute_modes(recipe)) > 1:
-        updates["activation_checkpoint"] = recipe.activation_checkpoint.model_copy(
-            update={"modules": {}}
-        )
+    updates["activation_checkpoint"] = recipe.activation_checkpoint.model_copy(
+        update={"modules": {}}
+    )
     return recipe.model_copy(update=updates)
 
 
@@ -190,17 +191,6 @@ def with_memory_limit(recipe: Recipe, device_bytes: float) -> Recipe:
         return recipe
     section = own.model_copy(update={"memory_limit": f"{MEMORY_SHARE:.0%}"})
     return recipe.model_copy(update={"activation_checkpoint": section})
-
-
-def recompute_modes(recipe: Recipe) -> tuple[str, ...]:
-    """Return modes of activation checkpointing to try, the fastest first.
-
-    "tuned" is never slower than another mode that fits. Where it is not supported, fixed modes are
-    tried. Measured times are of one mode.
-    """
-    if SimulationConfig.of(recipe).trials:
-        return (recipe.activation_checkpoint.mode,)
-    return ("none", TUNED, "selective", "full")
 
 
 def shared_plans(
@@ -251,7 +241,7 @@ def shared_plans(
                 "parallel.schedule": FIRST_SCHEDULES.get(method, "1f1b"),
                 "parallel.sequence_parallel": tensor > 1,
                 "training.microbatch_size": size,
-                "activation_checkpoint.mode": recompute_modes(recipe)[0],
+                "activation_checkpoint.mode": RECOMPUTE_MODES[0],
             }
             if context > 1:
                 changes["parallel.llm.context"] = context

@@ -1,27 +1,56 @@
-"""Compiled loops of the simulator over flat arrays, called by `operator_graph`.
+"""The clock of simulator and searches: earliest times of operators on queues, compiled.
 
-Times are whole picoseconds. Integer sums do not depend on their order, so a subgraph and a graph
-that contains it agree to the last bit. Nodes are numbered along the edges (*topological order*), so
-that one walk through memory times all of them.
+A queue runs its operators in order, so it is a chain of edges, and an operator starts at the end of
+the longest path to it. Operators are numbered along the edges (*topological order*): the operators
+that must have ended before operator n are `sources[pointers[n] : pointers[n + 1]]`, all less than
+n. One walk through memory then times all operators.
+
+    group_edges, sort_topologically   make this form (`operator_graph`)
+    time_nodes                        times of operators in picoseconds
+    time_lanes                        ends for many sets of durations side by side
+    defer_nodes                       the latest times of operators that may move
+
+Times of `time_nodes` are integers. Integer sums do not depend on their order, so a subgraph and a
+graph that contains it agree to the last bit.
+
+The dispatcher and the placement of encoder kernels have loops of their own, because they choose the
+next operator by the time at which it can start.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from torchmm.balance.compiled import Int32s, Int64s, compiled, loop
+from torchmm.balance.compiled import Float64s, Int32s, Int64s, Words, compiled, loop, without_nans
+
+
+@compiled
+def group_edges(keys: Int32s, values: Int32s, count: int) -> tuple[Int32s, Int32s]:
+    """Return where the values of each key begin (count + 1), and the values sorted by key."""
+    pointers = np.zeros(count + 1, np.int32)
+    for key in keys:
+        pointers[key + 1] += 1
+    for key in range(count):
+        pointers[key + 1] += pointers[key]
+    place = pointers[:-1].copy()
+    grouped = np.empty_like(values)
+    for edge in range(len(keys)):
+        grouped[place[keys[edge]]] = values[edge]
+        place[keys[edge]] += 1
+    return pointers, grouped
 
 
 @compiled
 def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> Int32s:
-    """Nodes in an order in which edges lead forward (Kahn), first come, first served.
+    """Return operators in an order in which edges lead forward (Kahn), first come, first served.
 
     Args:
-        pointers: the edges of node n lead to `targets[pointers[n] : pointers[n + 1]]`.
-        missing: by node: edges that lead to it; overwritten, left above 0 on cycles and after them.
+        pointers: The edges of operator n lead to `targets[pointers[n] : pointers[n + 1]]`.
+        missing: By operator, edges that lead to it. Overwritten, left above 0 on cycles and after
+            them.
 
     Returns:
-        The sorted nodes; fewer than all if there is a cycle.
+        The sorted operators; fewer than all if there is a cycle.
     """
     order = np.empty(len(missing), np.int32)
     count = 0
@@ -46,13 +75,11 @@ def sort_topologically(pointers: Int32s, targets: Int32s, missing: Int32s) -> In
 def time_nodes(
     duration_ps: Int64s, pointers: Int32s, sources: Int32s, start_ps: Int64s, end_ps: Int64s
 ) -> None:
-    """Earliest start and end of every node; the arrays are in topological order.
+    """Write the earliest start and end of every operator.
 
     Args:
-        pointers, sources: the node at place p comes after the places
-            `sources[pointers[p] : pointers[p + 1]]`.
-        start_ps: no node starts before its value here; overwritten.
-        end_ps: written.
+        start_ps: No operator starts before its value here. Overwritten.
+        end_ps: Written.
     """
     first = pointers[0]
     for node in range(len(duration_ps)):
@@ -63,3 +90,58 @@ def time_nodes(
         first = last
         start_ps[node] = start
         end_ps[node] = start + duration_ps[node]
+
+
+@compiled
+def defer_nodes(
+    pointers: Int32s, sources: Int32s, movable: np.ndarray, start_ps: Int64s, end_ps: Int64s
+) -> None:
+    """Move operators that may move as late as the others, which stay where they are, allow."""
+    latest = np.full(len(movable), end_ps.max(), np.int64)
+    for node in range(len(movable) - 1, -1, -1):
+        if movable[node]:
+            start_ps[node] += latest[node] - end_ps[node]
+            end_ps[node] = latest[node]
+        for edge in range(pointers[node], pointers[node + 1]):
+            latest[sources[edge]] = min(latest[sources[edge]], start_ps[node])
+
+
+@without_nans
+def time_lanes(
+    pointers: Words,
+    sources: Words,
+    place_N: Words,
+    costs_RG: Float64s,
+    ends_NG: Float64s,
+    first: int,
+    last: int,
+) -> None:
+    """Write the ends of operators `first` to `last`, each for G sets of durations.
+
+    The arithmetic runs in vector registers over the last axis. Kernels of other files call this
+    function: if it is to do something else, rename it (see `compiled`).
+
+    Args:
+        place_N: Index of the duration of each operator in `costs_RG`.
+        ends_NG: Written from `first` on; has the ends of operators before.
+    """
+    groups = ends_NG.shape[1]
+    stop = pointers[first]
+    for node in range(first, last):
+        edge = stop
+        stop = pointers[node + 1]
+        cost = costs_RG[place_N[node]]
+        end = ends_NG[node]
+        if stop - edge - np.uint64(1) <= np.uint64(1):  # 1 or 2, as most: in one pass
+            one = ends_NG[sources[edge]]
+            other = ends_NG[sources[stop - np.uint64(1)]]
+            for g in range(groups):
+                end[g] = (one[g] if one[g] > other[g] else other[g]) + cost[g]
+            continue
+        end[:] = 0.0
+        for index in range(edge, stop):
+            one = ends_NG[sources[index]]
+            for g in range(groups):
+                end[g] = one[g] if one[g] > end[g] else end[g]
+        for g in range(groups):
+            end[g] += cost[g]

@@ -12,7 +12,7 @@ order depend on all times. Rejected: floating-point times, whose sums depend on 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,12 @@ from torchmm.balance.picoseconds import (
     SimulationError,
     duration_problem,
 )
-from torchmm.balance.simulation.graph_kernels import sort_topologically, time_nodes
+from torchmm.balance.simulation.graph_kernels import (
+    defer_nodes,
+    group_edges,
+    sort_topologically,
+    time_nodes,
+)
 
 # [Note: queues as chains]
 #
@@ -86,42 +91,34 @@ class OperatorGraph:
         self._targets.append(after)
 
     def compile(self) -> CompiledGraph:
-        """The graph as arrays, ready to be timed.
+        """Return the graph as arrays, ready to be timed.
 
         Raises:
-            SimulationError: a duration is negative or no number, an edge names an operator that
+            SimulationError: A duration is negative or not a number, an edge names an operator that
                 does not exist, or operators wait for each other in a circle. All problems are
                 listed.
         """
         count = len(self._names)
-        given = np.array([self._sources, self._targets], np.int32)
-        known = ((given >= 0) & (given < count)).all(axis=0)
+        edges = np.array([self._sources, self._targets], np.int32)
+        known = ((edges >= 0) & (edges < count)).all(axis=0)
         problems = self._duration_problems()
+        durations = np.zeros(count)
+        if not problems:
+            durations = np.rint(np.array(self._durations_ms, np.float64) * PICOSECONDS_PER_MS)
         problems += [
             f"an edge leads from {_called(self._names, s)} to {_called(self._names, t)}; there are "
             f"operators 0 to {count - 1}"
-            for s, t in given[:, ~known].T.tolist()
+            for s, t in edges[:, ~known].T.tolist()
         ]
-        sources, targets = given[:, known]
-        pointers, by_source = grouped(sources, count)
-        missing = np.bincount(targets, minlength=count).astype(np.int32)
-        order = sort_topologically(pointers, targets[by_source], missing)
-        if len(order) < count:
-            problems.append(self._circle(sources, targets, missing))
+        try:
+            graph = CompiledGraph.build(
+                durations.astype(np.int64), *edges[:, known], tuple(self._names)
+            )
+        except SimulationError as error:
+            raise SimulationError([*problems, *error.problems]) from None
         if problems:
             raise SimulationError(problems)
-        durations = np.rint(np.array(self._durations_ms, np.float64) * PICOSECONDS_PER_MS)
-        place = np.empty(count, np.int32)
-        place[order] = np.arange(count, dtype=np.int32)
-        pointers, by_target = grouped(place[targets], count)
-        return CompiledGraph(
-            tuple(self._names),
-            order,
-            place,
-            durations.astype(np.int64)[order],
-            pointers,
-            place[sources[by_target]],
-        )
+        return graph
 
     def _duration_problems(self) -> list[str]:
         problems = [
@@ -137,36 +134,17 @@ class OperatorGraph:
             )
         return problems
 
-    def _circle(self, sources: Int32s, targets: Int32s, missing: Int32s) -> str:
-        """Names one circle: from any unsorted operator back and back along unsorted ones."""
-        before = {
-            target: source
-            for source, target in zip(sources.tolist(), targets.tolist(), strict=True)
-            if missing[source] > 0 and missing[target] > 0
-        }
-        node = next(iter(before))
-        path = []
-        while node not in path:
-            path.append(node)
-            node = before[node]
-        circle = [*path[path.index(node) :], node][::-1]
-        return (
-            "operators wait for each other in a circle: "
-            + ", then ".join(_called(self._names, n) for n in circle)
-            + "; remove one of these edges, or add operators to their queues in another order"
-        )
-
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """A graph as arrays in topological order; *place* is a node's position in it.
+    """A graph as arrays in topological order; *place* is the position of an operator in it.
 
     Attributes:
-        names: by operator.
-        node_at: by place.
-        place: by operator.
-        duration_ps: by place.
-        pointers, sources: the node at place p comes after the places
+        names: By operator.
+        node_at: By place.
+        place: By operator.
+        duration_ps: By place.
+        pointers, sources: The operator at place p comes after the places
             `sources[pointers[p] : pointers[p + 1]]`.
     """
 
@@ -177,11 +155,48 @@ class CompiledGraph:
     pointers: Int32s
     sources: Int32s
 
-    def times_ps(self) -> tuple[Int64s, Int64s]:
-        """Return start and end of every operator in picoseconds."""
+    @classmethod
+    def build(
+        cls, duration_ps: Int64s, sources: Int32s, targets: Int32s, names: tuple[str, ...] = ()
+    ) -> CompiledGraph:
+        """Sort operators along their edges.
+
+        Args:
+            duration_ps: By operator.
+            sources, targets: By edge, the operators at its ends.
+            names: By operator, for messages.
+
+        Raises:
+            SimulationError: Operators wait for each other in a circle.
+        """
+        count = len(duration_ps)
+        missing = np.bincount(targets, minlength=count).astype(np.int32)
+        order = sort_topologically(*group_edges(sources, targets, count), missing)
+        if len(order) < count:
+            raise SimulationError([_circle(names, sources, targets, missing)])
+        place = np.empty(count, np.int32)
+        place[order] = np.arange(count, dtype=np.int32)
+        pointers, sorted_sources = group_edges(place[targets], place[sources], count)
+        return cls(names, order, place, duration_ps[order], pointers, sorted_sources)
+
+    def times_ps(
+        self, release_ps: Mapping[int, int] | None = None, movable: Sequence[bool] | None = None
+    ) -> tuple[Int64s, Int64s]:
+        """Return start and end of every operator in picoseconds.
+
+        Args:
+            release_ps: Operators that may not start before a time.
+            movable: By operator, whether it runs as late as the operators that are not movable
+                allow. All others run as early as possible.
+        """
         start_ps = np.zeros(len(self.place), np.int64)
         end_ps = np.empty(len(self.place), np.int64)
+        for node, time_ps in (release_ps or {}).items():
+            start_ps[self.place[node]] = time_ps
         time_nodes(self.duration_ps, self.pointers, self.sources, start_ps, end_ps)
+        if movable is not None:
+            moves = np.array(movable, bool)[self.node_at]
+            defer_nodes(self.pointers, self.sources, moves, start_ps, end_ps)
         return start_ps[self.place], end_ps[self.place]
 
 
@@ -190,8 +205,21 @@ def _called(names: Sequence[str], operator: int) -> str:
     return f"operator {operator}" + (f" ({name})" if name else "")
 
 
-def grouped(keys: Int32s, count: int) -> tuple[Int32s, Int64s]:
-    """(begin of each key's group and, last, the end; the indices sorted by key)."""
-    pointers = np.zeros(count + 1, np.int32)
-    np.cumsum(np.bincount(keys, minlength=count), out=pointers[1:])
-    return pointers, np.argsort(keys, kind="stable")
+def _circle(names: Sequence[str], sources: Int32s, targets: Int32s, missing: Int32s) -> str:
+    """Return a message that names one circle: from an unsorted operator back along others."""
+    before = {
+        target: source
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True)
+        if missing[source] > 0 and missing[target] > 0
+    }
+    node = next(iter(before))
+    path = []
+    while node not in path:
+        path.append(node)
+        node = before[node]
+    circle = [*path[path.index(node) :], node][::-1]
+    return (
+        "operators wait for each other in a circle: "
+        + ", then ".join(_called(names, n) for n in circle)
+        + "; remove one of these edges, or add operators to their queues in another order"
+    )

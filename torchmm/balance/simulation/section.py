@@ -115,9 +115,6 @@ class SimulationConfig(Section):
 
     device: str = "h100"
     """Device of the table in `torchmm/costs/devices.py`."""
-    trials: str = ""
-    """File of trial runs of the modules (`scripts/profile_modules.py`), whose times orchestration
-    uses instead of the cost model's; "": none."""
     gpus: int = Field(default=1, ge=1)
     """Number of devices; pipeline x replicate x shard x tensor."""
     seed: int = Field(default=0, ge=0)

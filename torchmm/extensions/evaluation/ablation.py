@@ -74,7 +74,7 @@ def _open_run(
     if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
         raise ConfigError("images can only be exchanged where an encoder's images have one size")
     cut = cut_model(run, model, tokenizer, mesh.device)
-    pipeline = fill_model(run, model, mesh, cut).pipeline
+    pipeline, _ = fill_model(run, model, mesh, cut)
     model.eval()
     loader = build_data(run, model, tokenizer, mesh, validation=True)
     return model, pipeline, list(islice(loader, run.recipe.validation.batches))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from torchmm.common.files import replace_atomically
 from torchmm.data.loader import Loader
@@ -22,7 +22,7 @@ from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
-from torchmm.training.tracking.figures import StepRecord
+from torchmm.training.metrics import Record
 from torchmm.training.tracking.run_directory import (
     DRAWINGS_FOLDER,
     SAMPLES_FILE,
@@ -46,25 +46,22 @@ class SampleHook(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """Generate text and images if they are due."""
-        step = done.record.step
+        step = done.step
         if self.parts.held_out is None or not self.is_due(step, self._config.interval):
             return
         with self.training.health.phase(step, "validation"), validated_weights(self.parts):
             self.parts.model.eval()
             if self._config.samples:
-                done.record = self._add_scores(done.record, self._generate_texts(step))
+                self._add_scores(done.record, self._generate_texts(step))
             if self._config.drawings:
                 self._generate_images(step)
             self.parts.model.train()
 
-    def _add_scores(self, record: StepRecord, texts: list[GeneratedText]) -> StepRecord:
-        """Return the record with the scores of generated text."""
-        scores = source_scores(texts, self.recipe.data.validation)
-        record = replace(record, scores=scores or None)
+    def _add_scores(self, record: Record, texts: list[GeneratedText]) -> None:
+        """Set the scores of generated text in a record."""
+        record["scores"] = source_scores(texts, self.recipe.data.validation) or None
         if any(text.duration_ms for text in texts):
-            rate = score("word_error_rate", [text.answer for text in texts])
-            record = replace(record, word_error_rate=rate)
-        return record
+            record["word_error_rate"] = score("word_error_rate", [text.answer for text in texts])
 
     def _loader(self) -> Loader:
         """Return a loader of held-out samples. All ranks load and decode the same samples."""

@@ -82,6 +82,31 @@ def transfers(graph: StageGraph, training: bool = True) -> Iterator[Transfer]:
             yield Transfer(message, True, second, first, *ranks[::-1])
 
 
+class Input(NamedTuple):
+    """Result of a task that an action needs."""
+
+    type: ActionType
+    """F, or B for the gradients that a B or an I returns."""
+    task: Task
+    message: Message | None
+    """Message that has the result or its gradient; None for a result of the same task."""
+
+
+def action_inputs(action: Action, graph: StageGraph) -> Iterator[Input]:
+    """Yield the results that an F, B, I or W needs."""
+    task = action.task
+    if action.type is ActionType.F:
+        for message in graph.incoming(task):
+            yield Input(ActionType.F, graph.producer(message), message)
+    elif action.type is ActionType.W:
+        yield Input(ActionType.B, task, None)
+    else:
+        yield Input(ActionType.F, task, None)
+        for message in graph.outgoing(task):
+            if graph.carries_gradient(message):
+                yield Input(ActionType.B, graph.consumer(message), message)
+
+
 def tied_stages(graph: StageGraph) -> list[tuple[int, int]]:
     """Pairs of stages whose copies of a trained weight need the sum of both gradients, in order.
 

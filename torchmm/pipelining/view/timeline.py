@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, get_args
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout, Task
 from torchmm.pipelining.plan.plan import ActionRecord
+from torchmm.pipelining.plan.transfers import action_inputs
 
 BubbleClass = Literal["warmup", "cooldown", "other", "dp_all_gather", "dp_reduce_scatter", "tp"]
 """Why a rank is idle.
@@ -230,7 +231,7 @@ def uniform_timeline(
 
 
 def _result(action: Action) -> tuple[ActionType, Task]:
-    """What other actions wait for: I gives the same gradients to the stages before it as B."""
+    """Return the result of an action: I gives the same gradients to the stages before it as B."""
     kind = ActionType.B if action.type is ActionType.I else action.type
     return kind, action.task
 
@@ -242,26 +243,11 @@ def _earliest_start(
     finished: Mapping[tuple[ActionType, Task], tuple[int, float]],
     transfer_ms: float,
 ) -> float | None:
-    """When all that an action needs has arrived on its rank; None if some of it has not run."""
+    """Return when all inputs of an action are on its rank, or None if some do not exist yet."""
     start_ms = 0.0
-    for need in _needs(action, graph):
-        if need not in finished:
+    for kind, task, _ in action_inputs(action, graph):
+        if (kind, task) not in finished:
             return None
-        where, end_ms = finished[need]
+        where, end_ms = finished[kind, task]
         start_ms = max(start_ms, end_ms + (transfer_ms if where != rank else 0.0))
     return start_ms
-
-
-def _needs(action: Action, graph: StageGraph) -> Iterator[tuple[ActionType, Task]]:
-    """Results an action consumes."""
-    task = action.task
-    if action.type is ActionType.F:
-        for message in graph.incoming(task):
-            yield ActionType.F, graph.producer(message)
-    elif action.type is ActionType.W:
-        yield ActionType.B, task
-    else:
-        yield ActionType.F, task
-        for message in graph.outgoing(task):
-            if graph.carries_gradient(message):
-                yield ActionType.B, graph.consumer(message)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError
 from torchmm.parallel.attention_kernels import describe_image_kernels
 from torchmm.parallel.health.peers import SideGroup
+from torchmm.recipe.changes import changes
 from torchmm.training.checkpoint.manifest import read_json, read_manifest
 from torchmm.training.checkpoint.state import (
     AVERAGE_PREFIX,

@@ -22,7 +22,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -189,8 +188,8 @@ class CheckpointManager:
         return "" if self._uploads is None else self._uploads.complaint
 
     def take_figures(self) -> dict[str, Any]:
-        """Fields of metrics.jsonl about what was saved and copied since this was last called."""
-        return asdict(self._meter.take())
+        """Return metrics of the saves and copies that finished since the last call."""
+        return self._meter.take()
 
     def save(
         self,

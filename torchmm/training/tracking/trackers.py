@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from torchmm.common.extensions import Entry, find_entries
 from torchmm.recipe.training_section import MetricsConfig
-from torchmm.training.tracking.figures import Record
+from torchmm.training.metrics import Record
 from torchmm.training.tracking.run_files import RunFiles, code_version
 
 CLOSE_TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ ConfigError, for example if a package is not installed. Modules of unused tracke
 
 
 class Sink(Protocol):
-    """Receiver of the record of each step, see `torchmm.training.tracking.figures`."""
+    """Receiver of the record of each step, see `torchmm.training.metrics`."""
 
     def emit(self, record: Record) -> None:
         """Show or store one step."""

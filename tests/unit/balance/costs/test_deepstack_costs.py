@@ -1,4 +1,4 @@
-"""Costs know the wider edges of deepstack: bytes of messages, FLOPs of mergers, trials."""
+"""Costs know the wider edges of deepstack: bytes of messages, FLOPs of mergers."""
 
 from dataclasses import replace
 from math import prod

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from schedule_cases import chain
-from support.step_times import makespans_ms
 
 from torchmm.balance.disttrain.reordering.first_rank import anneal_first_rank, first_rank_makespans
+from torchmm.balance.disttrain.reordering.microbatches import makespans_ms
 from torchmm.balance.disttrain.reordering.program import compile_order
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.schedules.classic import one_f_one_b

@@ -5,11 +5,11 @@ from itertools import permutations
 import numpy as np
 import pytest
 from schedule_cases import LAYOUTS, chain
-from support.step_times import makespans_ms
 
 from torchmm.balance.disttrain.reordering.microbatches import (
     SearchEffort,
     interval_orders,
+    makespans_ms,
     reorder_microbatches,
 )
 from torchmm.balance.disttrain.reordering.program import compile_order

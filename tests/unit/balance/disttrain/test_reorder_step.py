@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.step_times import makespans_ms
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.disttrain.arrangement import ordered_layout
 from torchmm.balance.disttrain.reordering.groups import balance_groups
+from torchmm.balance.disttrain.reordering.microbatches import makespans_ms
 from torchmm.balance.disttrain.reordering.step import Chain, StepReorder
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.generated import GeneratedMeta

@@ -10,12 +10,12 @@ from test_reorder_step import LLM, MODULES, pack, packs
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
+from torchmm.balance.disttrain.orchestration.problem import UnitCosts
 from torchmm.balance.disttrain.orchestration.unit_costs import (
-    ModuleProfile,
-    Profiler,
     Trial,
     cost_model_run,
     fitting_tensor_sizes,
+    profile_units,
 )
 from torchmm.costs.execution import Execution
 from torchmm.costs.sizes import pack_sizes
@@ -23,9 +23,9 @@ from torchmm.costs.sizes import pack_sizes
 PROFILE = load_profile("a800")
 
 
-def profiler(modules=MODULES, batch=None, run=None, **options) -> Profiler:
+def units_of(modules=MODULES, batch=None, run=None, **options) -> tuple[UnitCosts, ...]:
     run = run or cost_model_run(PROFILE, "bfloat16", modules)
-    return Profiler(modules, batch or packs(64), PROFILE, "bfloat16", run, **options)
+    return profile_units(modules, batch or packs(64), PROFILE, "bfloat16", run, **options)
 
 
 def linear(module, tensor, batch) -> Trial:
@@ -35,19 +35,9 @@ def linear(module, tensor, batch) -> Trial:
     return Trial((2 + units_N / 1000) / tensor, units_N, 3 * units_N, nothing + 7)
 
 
-def test_interpolation_gives_what_lies_between_trials() -> None:
-    seconds = np.array([[1.0, 3.0], [0.5, 1.0]])
-    found = ModuleProfile((1, 4), np.array([10.0, 20.0]), seconds, 2 * seconds, (0, 0), True)
-    np.testing.assert_allclose(found.seconds(1, np.array([0, 10, 15, 20.0])), [0, 1, 2, 3])
-    np.testing.assert_allclose(found.seconds(2, np.array([10, 20.0])), [0.75, 2])
-    np.testing.assert_allclose(found.kept_bytes(1, np.array([5, 25.0])), [2, 6])
-    with pytest.raises(ValueError, match="tensor = 8"):
-        found.seconds(8, np.array([1.0]))
-
-
 def test_linear_costs_are_profiled_exactly() -> None:
     batch = packs(50, seed=3)
-    for unit in profiler(batch=batch, run=linear, tensor_sizes=(1, 2)).units():
+    for unit in units_of(batch=batch, run=linear, tensor_sizes=(1, 2)):
         module = next(m for m in MODULES if m.name == unit.name)
         at, sizes = pack_sizes(module, batch)
         wanted = (2 * len(at) + sizes.units_N.sum() / 1000) / len(batch)
@@ -57,7 +47,7 @@ def test_linear_costs_are_profiled_exactly() -> None:
 
 def test_profiles_are_near_the_cost_model_on_all_samples() -> None:
     batch = packs(300, seed=5)
-    for unit in profiler(batch=batch).units():
+    for unit in units_of(batch=batch):
         module = next(m for m in MODULES if m.name == unit.name)
         _, sizes = pack_sizes(module, batch)
         for tensor, seconds in unit.seconds.items():
@@ -94,9 +84,9 @@ def frozen(names: str) -> list:
 )
 def test_frozen_modules_take_no_backward_but_what_passes_through(trained, expected) -> None:
     """In forwards: a gradient costs about one more, for inputs and for weights each."""
-    whole = profiler(batch=[pack(8, 2)] * 4)
-    units = profiler(frozen(trained), batch=whole.packs).units()
-    for unit, full, passes in zip(units, whole.units(), expected, strict=True):
+    batch = [pack(8, 2)] * 4
+    units = units_of(frozen(trained), batch=batch)
+    for unit, full, passes in zip(units, units_of(batch=batch), expected, strict=True):
         share = unit.seconds[1] / full.seconds[1]
         # Attention has no weights: without their gradients less than a third is saved.
         least, most = {1: (0.25, 0.4), 2: (0.6, 0.85), 3: (0.999, 1.001)}[passes]
@@ -108,7 +98,7 @@ def test_frozen_modules_take_no_backward_but_what_passes_through(trained, expect
 def test_memory_covers_what_differs_between_samples() -> None:
     batch = packs(400, seed=7)
     rng = np.random.default_rng(0)
-    for unit, module in zip(profiler(batch=batch).units(), MODULES, strict=True):
+    for unit, module in zip(units_of(batch=batch), MODULES, strict=True):
         kept_N = np.zeros(len(batch))
         at, _ = pack_sizes(module, batch)
         run = cost_model_run(PROFILE, "bfloat16", MODULES)
@@ -126,4 +116,4 @@ def test_sizes_follow_heads_and_samples_are_needed() -> None:
     with pytest.raises(
         ValueError, match="none of 3 sampled sequences has anything for 'generator'"
     ):
-        profiler(batch=[pack(2)] * 3).units()
+        units_of(batch=[pack(2)] * 3)

@@ -250,9 +250,6 @@ def test_plain_recipe_drops_recomputation_of_modules():
     own = recipe.activation_checkpoint.model_copy(update={"modules": {"vision": "full"}})
     recipe = recipe.model_copy(update={"activation_checkpoint": own})
     assert plain_recipe(recipe).activation_checkpoint.modules == {}
-    simulation = recipe.simulation.model_copy(update={"trials": "trials.json"})
-    measured = recipe.model_copy(update={"simulation": simulation})
-    assert plain_recipe(measured).activation_checkpoint.modules == {"vision": "full"}
 
 
 def test_plans_with_the_lowest_estimate_come_first():

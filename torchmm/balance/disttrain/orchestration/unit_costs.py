@@ -1,23 +1,18 @@
-"""Costs of units for orchestration: trials at a few sizes, interpolated over sampled data.
+"""Costs of units for orchestration, from the cost model at a few sizes, interpolated over the data.
 
-DistTrain §3: a sample of the data shows which input sizes there are, trials are run at some of
-them, and a piecewise linear function gives all others. A trial is anything that says what a module
-takes for some packs with a tensor-parallel size. Without devices that is a cost model, whose
-profile may have been measured on one of them (scripts/calibrate.py); where devices exist, it may
-run the module. Tensor-parallel sizes without trials lie between those that have some: linearly in
-the seconds over the logarithm of the size.
+DistTrain §3: a sample of the data has the input sizes, modules are timed at some of them, and a
+piecewise linear function returns the times of all others. Times are those of the cost model, whose
+profile may have been measured on a device (scripts/calibrate.py).
 
-Packs with equally many units may differ (in the lengths of their samples), so trials with several
-of them are averaged. What packs keep in memory adds up over those that wait for
-their backward: the mean for each, and four standard deviations of the sum beyond that, so that a
-plan holds in all but about one of 30,000 such windows; temporaries are those of the largest pack.
+Packs of equal input size may differ in the lengths of their samples, so several of them are
+averaged. The memory of packs adds up over those that wait for their backward. It is the mean for
+each, and four standard deviations of the sum beyond that, so that a plan holds in all but about one
+of 30,000 such windows. Temporaries are those of the largest pack.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import log2
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +36,7 @@ MOST_ALIKE = 8
 TENSOR_SIZES = (1, 2, 4, 8)
 SURGE_DEVIATIONS = 4
 MANY_NODES = 128
-"""So many that what a collective sends hardly depends on their number."""
+"""With more nodes, a rank hardly sends more in a collective."""
 
 
 class Trial(NamedTuple):
@@ -57,45 +52,6 @@ class Trial(NamedTuple):
 
 TrialRunner = Callable[[ModuleDescription, int, Sequence[MicrobatchMeta]], Trial]
 """(module, tensor-parallel size, packs that all have something for it) -> what they take."""
-
-
-@dataclass(frozen=True)
-class ModuleProfile:
-    """What a module takes, as a function of tensor-parallel size and units of input.
-
-    Attributes:
-        tensor_T: sizes with trials, rising.
-        units_X: input sizes with trials, rising.
-        seconds_TX, kept_bytes_TX: of a pack.
-        workspace_bytes_T: of the largest.
-        has_backward: whether any was needed.
-    """
-
-    tensor_T: tuple[int, ...]
-    units_X: Float64s
-    seconds_TX: Float64s
-    kept_bytes_TX: Float64s
-    workspace_bytes_T: tuple[float, ...]
-    has_backward: bool
-
-    def seconds(self, tensor: int, units_N: Float64s) -> Float64s:
-        """Seconds of packs with these numbers of units; 0 for those without any.
-
-        Raises:
-            ValueError: the tensor-parallel size is outside of those with trials.
-        """
-        return self._interpolate(self.seconds_TX, tensor, units_N)
-
-    def kept_bytes(self, tensor: int, units_N: Float64s) -> Float64s:
-        """The same of memory between forward and backward."""
-        return self._interpolate(self.kept_bytes_TX, tensor, units_N)
-
-    def _interpolate(self, values_TX: Float64s, tensor: int, units_N: Float64s) -> Float64s:
-        if not self.tensor_T[0] <= tensor <= self.tensor_T[-1]:
-            raise ValueError(f"tensor = {tensor}: trials were made with {list(self.tensor_T)}")
-        at = [log2(size) for size in self.tensor_T]
-        rows = [np.interp(log2(tensor), at, column) for column in values_TX.T]
-        return np.where(units_N > 0, np.interp(units_N, self.units_X, rows), 0.0)
 
 
 def cost_model_run(
@@ -155,123 +111,113 @@ def fitting_tensor_sizes(module: ModuleDescription, sizes: Sequence[int]) -> lis
     ]
 
 
-def input_knots(units_N: Float64s) -> Float64s:
-    """Input sizes at which to make trials, rising: quantiles, the extremes included."""
-    rising = np.sort(units_N)
-    return np.unique(rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)])
-
-
-def profile_module(
-    module: ModuleDescription,
+def profile_units(
+    modules: Sequence[ModuleDescription],
     packs: Sequence[MicrobatchMeta],
-    units_N: Float64s,
+    profile: Profile,
+    dtype: str,
     run: TrialRunner,
-    tensor_sizes: Sequence[int],
-) -> ModuleProfile:
-    """Trials of a module with packs of the sizes of `input_knots`.
+    tensor_sizes: Sequence[int] = TENSOR_SIZES,
+    states: States = FLOAT32,
+) -> tuple[UnitCosts, ...]:
+    """Return the costs of each module for an average pack; memory is that of the largest.
 
     Args:
-        packs: that have something for it.
-        units_N: their input sizes.
+        modules: Encoders, LLM and generator, complete.
+        packs: A sample of the data, each sequence as a separate microbatch.
+        profile: Profile of the devices, for links.
+        dtype: Dtype in which modules compute.
+        run: Times modules.
+        tensor_sizes: Tensor-parallel sizes; those that do not divide the heads of a module are left
+            out.
+        states: States of parameters.
+
+    Raises:
+        ValueError: None of the packs has anything for a module.
     """
-    units_X = input_knots(units_N)
-    chosen = [np.flatnonzero(units_N == units)[:MOST_ALIKE] for units in units_X]
-    tried = [packs[i] for own in chosen for i in own]
-    stops = np.cumsum([len(own) for own in chosen])[:-1]
-
-    def means(values_N: Float64s) -> Float64s:
-        return np.array([part.mean() for part in np.split(values_N, stops)])
-
-    trials = [run(module, size, tried) for size in tensor_sizes]
-    return ModuleProfile(
-        tuple(tensor_sizes),
-        units_X,
-        np.stack([means(trial.seconds_N) for trial in trials]),
-        np.stack([means(trial.kept_bytes_N) for trial in trials]),
-        tuple(float(trial.workspace_bytes_N.max()) for trial in trials),
-        bool(trials[0].backward_N.any()),
-    )
-
-
-@dataclass(frozen=True)
-class Profiler:
-    """Makes trials and turns them into costs of units.
-
-    Attributes:
-        modules: encoders, LLM and generator, whole.
-        packs: a sample of the data, each sequence as a microbatch of its own.
-        profile: of the devices, for links.
-        dtype: in which modules compute.
-        run: makes trials.
-        tensor_sizes: with trials; those that a module's heads cannot be split into are left out.
-        states: of parameters.
-    """
-
-    modules: Sequence[ModuleDescription]
-    packs: Sequence[MicrobatchMeta]
-    profile: Profile
-    dtype: str
-    run: TrialRunner
-    tensor_sizes: Sequence[int] = TENSOR_SIZES
-    states: States = FLOAT32
-
-    def units(self) -> tuple[UnitCosts, ...]:
-        """Costs of all modules.
-
-        Raises:
-            ValueError: a module has nothing to do in any of the packs.
-        """
-        return tuple(self.unit(module) for module in self.modules)
-
-    def unit(self, module: ModuleDescription) -> UnitCosts:
-        """Costs of one module, of an average pack; memory is that of the largest.
-
-        Raises:
-            ValueError: none of the packs has anything for it.
-        """
-        at, sizes = pack_sizes(module, self.packs)
-        if sizes is None:
-            raise ValueError(
-                f"none of {len(self.packs)} sampled sequences has anything for {module.name!r}; "
-                "give data with images for it, or leave it out of the model"
-            )
-        fitting = fitting_tensor_sizes(module, self.tensor_sizes)
-        found = profile_module(
-            module, [self.packs[i] for i in at], sizes.units_N, self.run, fitting
-        )
-        units_N = np.zeros(len(self.packs))
-        units_N[at] = sizes.units_N
-        kept = {n: found.kept_bytes(n, units_N) for n in fitting}
-        seconds_N = found.seconds(fitting[0], units_N)
-        parameters = stage_parameters(module, 0, len(module.layers), states=self.states)
-        element_bytes = ELEMENT_BYTES[self.dtype]
+    element_bytes = ELEMENT_BYTES[dtype]
+    units = []
+    for module in modules:
+        fitting = fitting_tensor_sizes(module, tensor_sizes)
+        found = _profile_module(module, packs, run, fitting)
+        parameters = stage_parameters(module, 0, len(module.layers), states=states)
         # Encoders' last messages are the widest; what LLMs send beside hidden states ends after a
         # few layers.
         width = module.layers[0].hidden_size * (1 + len(module.taps) * (module.kind == "encoder"))
-        sent_bytes = element_bytes * width * float(units_N.mean())
-        transfer_s, sync_s = self._network_s(module, sent_bytes)
-        return UnitCosts(
-            module.name,
-            module.kind,
-            len(module.layers),
-            {n: float(found.seconds(n, units_N).mean()) for n in fitting},
-            {n: float(kept[n].mean()) for n in fitting},
-            unevenness=float(seconds_N.std() / seconds_N.mean()),
-            replica_bytes=element_bytes * parameters.all + parameters.gradient_bytes,
-            sharded_bytes=parameters.weight_bytes + parameters.optimizer_bytes,
-            surge_bytes={n: SURGE_DEVIATIONS * float(kept[n].std()) for n in fitting},
-            peak_bytes={n: float(kept[n].max()) for n in fitting},
-            workspace_bytes=dict(zip(fitting, found.workspace_bytes_T, strict=True)),
-            transfer_s=transfer_s,
-            sync_s=sync_s,
-            has_backward=found.has_backward,
-            flops=float(module_flops(self.modules, module, self.packs).mean()),
-        )
-
-    def _network_s(self, module: ModuleDescription, sent_bytes: float) -> tuple[float, float]:
-        """Sending that much; gathering all weights and reducing all gradients, of many shards."""
-        shards = MANY_NODES * self.profile.device.devices_per_node
-        model = CostModel(self.profile, self.dtype, {module.name: Execution(shard=shards)})
+        sent_bytes = element_bytes * width * float(found.units_N.mean())
+        # Gathering all weights and reducing all gradients is that of many shards.
+        shards = MANY_NODES * profile.device.devices_per_node
+        model = CostModel(profile, dtype, {module.name: Execution(shard=shards)})
         layers = len(module.layers)
         sync_ms = model.gather_ms(module, 0, layers) + model.reduce_ms(module, 0, layers)
-        return model.transfers_ms([sent_bytes], [NETWORK])[0] / 1e3, sync_ms / 1e3
+        unit = UnitCosts(
+            module.name,
+            module.kind,
+            layers,
+            {n: float(seconds_N.mean()) for n, seconds_N in found.seconds.items()},
+            {n: float(kept_N.mean()) for n, kept_N in found.kept_bytes.items()},
+            unevenness=float(found.seconds[fitting[0]].std() / found.seconds[fitting[0]].mean()),
+            replica_bytes=element_bytes * parameters.all + parameters.gradient_bytes,
+            sharded_bytes=parameters.weight_bytes + parameters.optimizer_bytes,
+            surge_bytes={
+                n: SURGE_DEVIATIONS * float(kept_N.std()) for n, kept_N in found.kept_bytes.items()
+            },
+            peak_bytes={n: float(kept_N.max()) for n, kept_N in found.kept_bytes.items()},
+            workspace_bytes=found.workspace_bytes,
+            transfer_s=model.transfers_ms([sent_bytes], [NETWORK])[0] / 1e3,
+            sync_s=sync_ms / 1e3,
+            has_backward=found.has_backward,
+            flops=float(module_flops(modules, module, packs).mean()),
+        )
+        units.append(unit)
+    return tuple(units)
+
+
+class _PackCosts(NamedTuple):
+    """Costs of a module for all packs, by tensor-parallel size; 0 for packs without input."""
+
+    units_N: Float64s
+    seconds: dict[int, Float64s]
+    kept_bytes: dict[int, Float64s]
+    workspace_bytes: dict[int, float]
+    """Of the largest pack that was timed."""
+    has_backward: bool
+
+
+def _profile_module(
+    module: ModuleDescription,
+    packs: Sequence[MicrobatchMeta],
+    run: TrialRunner,
+    tensor_sizes: Sequence[int],
+) -> _PackCosts:
+    """Time packs at quantiles of the input size, and interpolate the others.
+
+    Raises:
+        ValueError: None of the packs has anything for the module.
+    """
+    at, sizes = pack_sizes(module, packs)
+    if sizes is None:
+        raise ValueError(
+            f"none of {len(packs)} sampled sequences has anything for {module.name!r}; "
+            "give data with images for it, or leave it out of the model"
+        )
+    rising = np.sort(sizes.units_N)
+    units_X = np.unique(rising[np.linspace(0, len(rising) - 1, KNOTS).astype(int)])
+    chosen = [np.flatnonzero(sizes.units_N == units)[:MOST_ALIKE] for units in units_X]
+    tried = [packs[at[i]] for own in chosen for i in own]
+    stops = np.cumsum([len(own) for own in chosen])[:-1]
+    units_N = np.zeros(len(packs))
+    units_N[at] = sizes.units_N
+
+    def interpolate(values_N: Float64s) -> Float64s:
+        means_X = [part.mean() for part in np.split(values_N, stops)]
+        return np.where(units_N > 0, np.interp(units_N, units_X, means_X), 0.0)
+
+    trials = {n: run(module, n, tried) for n in tensor_sizes}
+    return _PackCosts(
+        units_N,
+        {n: interpolate(trial.seconds_N) for n, trial in trials.items()},
+        {n: interpolate(trial.kept_bytes_N) for n, trial in trials.items()},
+        {n: float(trial.workspace_bytes_N.max()) for n, trial in trials.items()},
+        bool(trials[tensor_sizes[0]].backward_N.any()),
+    )

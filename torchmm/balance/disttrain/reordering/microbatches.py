@@ -99,7 +99,7 @@ def reorder_microbatches(
     groups, _, slots = costs_GKM.shape
     natural = np.tile(np.arange(slots), (groups, 1))
     tried = [natural, interval_orders(program, costs_GKM)]
-    times_ms = [_makespans_ms(program, lanes, costs_GKM, orders) for orders in tried]
+    times_ms = [_lane_makespans_ms(program, lanes, costs_GKM, orders) for orders in tried]
     exact = False
     if program.lag:
         others = np.delete(rank_ms_GRM, program.rank_S[0], axis=1).mean(axis=2)
@@ -111,28 +111,38 @@ def reorder_microbatches(
         tried.append(
             anneal_first_rank(forward_GM, backward_GM, others_G, program.lag, natural, steps, seed)
         )
-        times_ms.append(_makespans_ms(program, lanes, costs_GKM, tried[-1]))
+        times_ms.append(_lane_makespans_ms(program, lanes, costs_GKM, tried[-1]))
     best_G = np.argmin(times_ms, axis=0)
     orders_GM = np.stack(tried)[best_G, np.arange(groups)]
     if not exact and effort.exact:
-        fill_lanes(lanes, costs_GKM, orders_GM)
+        fill_lanes(lanes, costs_GKM, orders_GM, 0, slots)
         heat_ms_G = START_HEAT * rank_ms_GRM.mean(axis=2).max(axis=1)
         orders_MG = anneal(program.tables, lanes, orders_GM.T.copy(), heat_ms_G, effort.exact, seed)
         orders_GM = orders_MG.T.copy()
     return orders_GM
 
 
-def natural_ms(
-    program: StepProgram, forward_ms_GSM: Float64s, backward_ms_GSM: Float64s
+def makespans_ms(
+    program: StepProgram,
+    forward_ms_GSM: Float64s,
+    backward_ms_GSM: Float64s,
+    orders_GM: Int64s | None = None,
 ) -> Float64s:
-    """Makespans (G) of groups whose microbatches stay in their places.
+    """Return the makespan (G) of each group.
+
+    Args:
+        program: Of the schedule.
+        forward_ms_GSM, backward_ms_GSM: By group, stage and microbatch. Backward passes that the
+            schedule does not have are ignored.
+        orders_GM: Microbatch of each slot. If None, microbatches stay in their order.
 
     Raises:
         ValueError: as `StepProgram.checked`.
     """
     costs_GKM = program.checked(forward_ms_GSM, backward_ms_GSM)
-    in_turn_GM = np.tile(np.arange(program.microbatches), (len(costs_GKM), 1))
-    return _makespans_ms(program, _lanes(program, costs_GKM), costs_GKM, in_turn_GM)
+    if orders_GM is None:
+        orders_GM = np.tile(np.arange(program.microbatches), (len(costs_GKM), 1))
+    return _lane_makespans_ms(program, _lanes(program, costs_GKM), costs_GKM, orders_GM)
 
 
 def interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
@@ -151,6 +161,7 @@ def interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
     forward_GM, backward_GM = _first_rank(program, costs_GKM)
     return fill_intervals(
         program.tables,
+        _lanes(program, costs_GKM),
         costs_GKM,
         np.ascontiguousarray(costs_GKM[:, 0]),
         total_GM,
@@ -178,21 +189,19 @@ def _lanes(program: StepProgram, costs_GKM: Float64s) -> LaneCosts:
     varies_K = (costs_GKM != costs_GKM[:, :, :1]).any(axis=(0, 2))
     varying = np.flatnonzero(varies_K)
     fixed = np.flatnonzero(~varies_K)
-    place = np.empty(rows * slots + 1, np.uint64)
-    by_row = place[:-1].reshape(rows, slots)
+    place = np.empty((rows, slots), np.uint64)
     count = len(varying) * slots
-    by_row[varying] = np.arange(count).reshape(-1, slots)
-    by_row[fixed] = count + np.arange(len(fixed))[:, None]
-    place[-1] = count + len(fixed)
-    costs_RG = np.zeros((count + len(fixed) + 1, groups))
-    return LaneCosts(place[program.tables.row_N], varying, fixed, costs_RG)
+    place[varying] = np.arange(count).reshape(-1, slots)
+    place[fixed] = count + np.arange(len(fixed))[:, None]
+    costs_RG = np.zeros((count + len(fixed), groups))
+    return LaneCosts(place.reshape(-1)[program.tables.row_N], varying, fixed, costs_RG)
 
 
-def _makespans_ms(
+def _lane_makespans_ms(
     program: StepProgram, lanes: LaneCosts, costs_GKM: Float64s, orders_GM: Int64s
 ) -> Float64s:
-    fill_lanes(lanes, costs_GKM, orders_GM)
+    fill_lanes(lanes, costs_GKM, orders_GM, 0, program.microbatches)
     result = np.empty(len(costs_GKM))
-    ends = np.zeros((len(program.tables.before_N), len(costs_GKM)))
-    advance_lanes(program.tables, lanes, ends, 1, result)
+    ends = np.zeros((len(program.tables.row_N), len(costs_GKM)))
+    advance_lanes(program.tables, lanes, ends, 0, result)
     return result

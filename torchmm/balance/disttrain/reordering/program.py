@@ -16,26 +16,20 @@ which decides orders itself and is an order of magnitude slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.disttrain.reordering.program_kernels import ProgramTables
+from torchmm.balance.simulation.graph_kernels import group_edges
+from torchmm.balance.simulation.operator_graph import OperatorGraph
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
-from torchmm.pipelining.view.timeline import uniform_timeline
-
-
-class _Result(NamedTuple):
-    """What other actions wait for: the forward or the backward of a task."""
-
-    backward: bool
-    task: Task
+from torchmm.pipelining.plan.transfers import action_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +98,52 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     if split:
         names = ", ".join(sorted(kind.value for kind in split))
         raise ValueError(f"actions of kind {names}: only F and B have durations here")
-    numbering = _Numbering(rows, graph)
-    # Times of 1 give an order along dependencies, by which neighbouring ranks take turns.
-    records = uniform_timeline(rows, graph, lambda action: 1.0)
-    for record in sorted(records, key=lambda r: (r.start_ms, r.rank)):
-        numbering.add(record.action)
+    operators = OperatorGraph()
+    nodes = {
+        (action.type, action.task): operators.add(rank, 0.0, name=str(action))
+        for rank, row in enumerate(rows)
+        for action in row
+    }
+    for (kind, task), node in nodes.items():
+        for source, producer, message in action_inputs(Action(kind, *task), graph):
+            if (source, producer) not in nodes:
+                raise ValueError(f"{Action(kind, *task)} needs what is missing from the order")
+            if message is not None:
+                operators.add_edge(nodes[source, producer], node)
+    compiled = operators.compile()
+
+    # The last slot that each operator depends on, along the edges.
+    results = list(nodes)
+    slots = np.array([results[node][1].microbatch for node in compiled.node_at], np.int64)
+    for place in range(len(slots)):
+        sources = compiled.sources[compiled.pointers[place] : compiled.pointers[place + 1]]
+        slots[place] = max(slots[place], slots[sources].max(initial=0))
+    by_slot = np.argsort(slots, kind="stable")
+    place = np.empty_like(by_slot)
+    place[by_slot] = np.arange(len(by_slot))
+    targets = np.repeat(np.arange(len(place)), np.diff(compiled.pointers))
+    pointers, sources = group_edges(
+        place[targets].astype(np.int32), place[compiled.sources].astype(np.int32), len(place)
+    )
+
+    count = len(graph.layout.stages)
+    at = place[compiled.place]  # by node
+    row_N = np.empty(len(at), np.uint64)
+    for (kind, task), node in nodes.items():
+        row = (kind is ActionType.B) * count + task.stage
+        row_N[at[node]] = row * graph.microbatches + task.microbatch
+    idle_from, idle_to = _intervals(rows, graph, nodes, at)
     return StepProgram(
-        tables=numbering.tables(),
-        stages=len(graph.layout.stages),
+        ProgramTables(
+            pointers.astype(np.uint64),
+            sources.astype(np.uint64),
+            row_N,
+            np.searchsorted(slots[by_slot], np.arange(graph.microbatches + 1)),
+            np.array([at[nodes[row[-1].type, row[-1].task]] for row in rows if row], np.uint64),
+            idle_from,
+            idle_to,
+        ),
+        stages=count,
         microbatches=graph.microbatches,
         ranks=len(rows),
         rank_S=np.array([stage.ranks[0] for stage in graph.layout.stages]),
@@ -119,89 +151,27 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     )
 
 
-def _result(action: Action) -> _Result:
-    return _Result(action.type is ActionType.B, Task(*action[1:4]))
+def _intervals(
+    rows: Sequence[Sequence[Action]],
+    graph: StageGraph,
+    nodes: dict[tuple[ActionType, Task], int],
+    at: Int64s,
+) -> tuple[Int64s, Int64s]:
+    """Return the operators around the interval of the first rank that each first forward fills.
 
-
-def _needs(action: Action, graph: StageGraph) -> Iterator[_Result]:
-    """Results of other stages that an action waits for."""
-    task = Task(*action[1:4])
-    if action.type is ActionType.F:
-        for message in graph.incoming(task):
-            yield _Result(False, graph.producer(message))
-    else:
-        for message in graph.outgoing(task):
-            if graph.carries_gradient(message):
-                yield _Result(True, graph.consumer(message))
-
-
-class _Numbering:
-    """Actions as steps that wait for two others; 0 is the start, the first step is 1.
-
-    An action with n > 1 needs is preceded by n - 1 steps that take no time.
+    By slot, the operators that end before the interval and before the backward after it may start;
+    -1 if the next action is another forward.
     """
-
-    def __init__(self, rows: Sequence[Sequence[Action]], graph: StageGraph) -> None:
-        self._rows = rows
-        self._graph = graph
-        self._rank = {_result(a): rank for rank, row in enumerate(rows) for a in row}
-        self.number: dict[_Result, int] = {}
-        self.before = [0]
-        self.need = [0]
-        self.slot = [-1]
-        self.row = [0]
-        self._last = [0] * len(rows)
-
-    def add(self, action: Action) -> None:
-        """The next action; what it waits for has been added."""
-        result = _result(action)
-        rank = self._rank[result]
-        stages = len(self._graph.layout.stages)
-        slots = self._graph.microbatches
-        own = (result.backward * stages + action.stage) * slots + action.microbatch
-        needs = list(_needs(action, self._graph))
-        for index in range(max(1, len(needs))):
-            need = needs[index] if needs else None
-            self.before.append(self._last[rank])
-            self.need.append(self.number[need] if need is not None else 0)
-            self.row.append(own if index + 1 >= len(needs) else 2 * stages * slots)
-            waits = (self.slot[self.before[-1]], self.slot[self.need[-1]], action.microbatch)
-            self.slot.append(max(waits))
-            self._last[rank] = len(self.before) - 1
-        self.number[result] = self._last[rank]
-
-    def tables(self) -> ProgramTables:
-        """All actions, sorted by the last slot they depend on."""
-        slots = np.array(self.slot)
-        by_slot = np.argsort(slots, kind="stable")  # step 0 stays the first
-        place = np.empty_like(by_slot)
-        place[by_slot] = np.arange(len(by_slot))
-        idle_from, idle_to = self._intervals()
-        return ProgramTables(
-            before_N=place[np.array(self.before)[by_slot]].astype(np.uint64),
-            need_N=place[np.array(self.need)[by_slot]].astype(np.uint64),
-            row_N=np.array(self.row)[by_slot].astype(np.uint64),
-            begin_M=np.searchsorted(slots[by_slot], np.arange(self._graph.microbatches + 1)),
-            last_R=place[self._last].astype(np.uint64),
-            idle_from_M=place[idle_from],
-            idle_to_M=place[idle_to],
-        )
-
-    def _intervals(self) -> tuple[list[int], list[int]]:
-        """By slot: what is around the first rank's interval that its first forward fills.
-
-        The steps that end before it and before the backward after it may start; 0 and 0 where
-        the next action is another forward.
-        """
-        slots = self._graph.microbatches
-        idle_from = [0] * slots
-        idle_to = [0] * slots
-        row = self._rows[self._graph.layout.stages[0].ranks[0]]
-        for before, entry, after in zip(row, row[1:], row[2:], strict=False):
-            if entry.stage == 0 and entry.type is ActionType.F and after.type is ActionType.B:
-                idle_from[entry.microbatch] = self.number[_result(before)]
-                idle_to[entry.microbatch] = self.need[self.number[_result(after)]]
-        return idle_from, idle_to
+    idle_from = np.full(graph.microbatches, -1)
+    idle_to = np.full(graph.microbatches, -1)
+    row = rows[graph.layout.stages[0].ranks[0]]
+    for before, entry, after in zip(row, row[1:], row[2:], strict=False):
+        if entry.stage == 0 and entry.type is ActionType.F and after.type is ActionType.B:
+            inputs = [each for each in action_inputs(after, graph) if each.message is not None]
+            if inputs:
+                idle_from[entry.microbatch] = at[nodes[before.type, before.task]]
+                idle_to[entry.microbatch] = at[nodes[inputs[-1].type, inputs[-1].task]]
+    return idle_from, idle_to
 
 
 def _lag(rows: Sequence[Sequence[Action]], graph: StageGraph) -> int:

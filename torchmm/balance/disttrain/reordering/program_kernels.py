@@ -19,26 +19,22 @@ from torchmm.balance.compiled import (
     random_index,
     without_nans,
 )
+from torchmm.balance.simulation.graph_kernels import time_lanes
 
 # [Note: a schedule as a recurrence]
 #
-# Step 0 is the start and ends at 0. Every other step waits for two others, and that is all:
+# An operator starts when the operators before it have ended (`graph_kernels.time_lanes`): the one
+# before on its rank, and those on other ranks whose results it needs.
 #
-#     end[n] = max(end[before[n]], end[need[n]]) + cost[row[n]]
+# Operators are sorted by the last *slot* (place in the order of microbatches) that they depend on,
+# within a slot along the edges:
 #
-# `before` is the one before it on its rank, `need` the one whose result it uses; 0 where there is
-# none. An action that uses more results is preceded by steps that take no time, one for each
-# further result: their row is the 0 after all durations.
-#
-# Steps are sorted by the last *slot* (place in the order of microbatches) that they depend on,
-# within a slot so that what a step waits for comes before it:
-#
-#     step   0      1 ...        ...          ...              N - 1
-#          start |  slot 0   |  slot 1   | ... |  slot M - 1       |
-#                ^begin[0]   ^begin[1]         ^begin[M - 1]       ^begin[M]
+#     operator  0 ...       ...          ...              N - 1
+#              |  slot 0   |  slot 1   | ... |  slot M - 1       |
+#              ^begin[0]   ^begin[1]         ^begin[M - 1]       ^begin[M]
 #
 # Other microbatches in slot s and later ones leave all ends before `begin[s]` as they are. So a
-# swap of slots i < j is timed by `advance` from `begin[i]` on.
+# swap of slots i < j is timed by `advance_lanes` from `begin[i]` on.
 #
 # Many groups are annealed at once: arrays have a last axis of *lanes*, one for each of G groups,
 # and all lanes try to swap the same two slots at the same time. What to do next is looked up once
@@ -46,47 +42,83 @@ from torchmm.balance.compiled import (
 # Lanes to which the swap is of no use swap back. Their ends are those of the rejected order until
 # the next turn, which therefore begins at the earlier one of its own and the last swap (`stale`).
 #
-# Durations of the lanes, (V * M + C + 1, G), each in its own order of microbatches:
+# Durations of the lanes, (V * M + C, G), each in its own order of microbatches:
 #
 #     v * M + s    row `varying[v]` in slot s
 #     V * M + c    row `fixed[c]`: the same for all microbatches, so no swap has to move it
-#     V * M + C    0
 
 
 class ProgramTables(NamedTuple):
-    """Steps of a program in an order in which all that a step waits for comes before it.
+    """Operators of a program, sorted by slot and along the edges.
 
-    Step 0 is the start. Unsigned indices, because signed ones may count from the end.
+    Unsigned indices, because signed indices may count from the end.
     """
 
-    before_N: Words
-    """By step: the one before on its rank."""
-    need_N: Words
-    """By step: the one whose result it uses."""
+    pointers: Words
+    """By operator, and one more: the operators before it are `sources[pointers[n] : ...]`."""
+    sources: Words
     row_N: Words
-    """By step: its place in the durations."""
+    """By operator: its place in the durations."""
     begin_M: Int64s
-    """By slot, and one more: the first step that depends on it or on a later one."""
+    """By slot, and one more: the first operator that depends on it or on a later one."""
     last_R: Words
-    """By rank: its last step."""
+    """By rank: its last operator."""
     idle_from_M: Int64s
-    """By slot: the step before its first forward, if a backward follows on the first rank."""
+    """By slot: the operator before its first forward, if a backward follows on the first rank."""
     idle_to_M: Int64s
-    """By slot: the step that this backward waits for; 0: none follows."""
+    """By slot: the operator that this backward waits for; -1: none follows."""
+
+
+class LaneCosts(NamedTuple):
+    """Durations of several groups side by side, in the order of each group's slots.
+
+    Rows that are the same for all microbatches are held once: `varying` rows of M slots come
+    first, then one place for each other row.
+    """
+
+    place_N: Words
+    """By operator: where its duration is."""
+    varying_V: Int64s
+    """Rows that differ between microbatches."""
+    fixed_C: Int64s
+    """The others."""
+    costs_RG: Float64s
+
+
+@compiled
+def fill_lanes(
+    lanes: LaneCosts, costs_GKM: Float64s, orders_GM: Int64s, first: int, last: int
+) -> None:
+    """Write the durations of slots `first` to `last` of each group in its order."""
+    groups, _, slots = costs_GKM.shape
+    for group in range(groups):
+        for index, row in enumerate(lanes.varying_V):
+            for slot in range(first, last):
+                cost = costs_GKM[group, row, orders_GM[group, slot]]
+                lanes.costs_RG[index * slots + slot, group] = cost
+        base = len(lanes.varying_V) * slots
+        for index, row in enumerate(lanes.fixed_C):
+            lanes.costs_RG[base + index, group] = costs_GKM[group, row, 0]
 
 
 @without_nans
-def advance(tables: ProgramTables, costs: Float64s, ends: Float64s, start: int, stop: int) -> None:
-    """Ends of the steps from `start` on."""
-    for step in range(start, stop):
-        free = ends[tables.before_N[step]]
-        ready = ends[tables.need_N[step]]
-        ends[step] = (free if free > ready else ready) + costs[tables.row_N[step]]
+def advance_lanes(
+    tables: ProgramTables, lanes: LaneCosts, ends_NG: Float64s, first: int, makespan_G: Float64s
+) -> None:
+    """Write the ends of the operators from `first` on, and the makespans."""
+    last = len(tables.row_N)
+    time_lanes(tables.pointers, tables.sources, lanes.place_N, lanes.costs_RG, ends_NG, first, last)
+    makespan_G[:] = 0.0
+    for step in tables.last_R:
+        for g in range(len(makespan_G)):
+            end_g = ends_NG[step, g]
+            makespan_G[g] = end_g if end_g > makespan_G[g] else makespan_G[g]
 
 
-@without_nans
+@compiled
 def fill_intervals(
     tables: ProgramTables,
+    lanes: LaneCosts,
     costs_GKM: Float64s,
     entry_GM: Float64s,
     size_GM: Float64s,
@@ -96,6 +128,7 @@ def fill_intervals(
     """Algorithm 3 of DistTrain for each group; `reorder_microbatches` says what it does.
 
     Args:
+        lanes: overwritten.
         costs_GKM: durations by row and microbatch.
         entry_GM: forward on the first rank, which is to fill its intervals.
         size_GM: what decides which microbatches come first and last.
@@ -105,32 +138,35 @@ def fill_intervals(
     Returns:
         (G, M): microbatch of each slot.
     """
-    groups, rows, slots = costs_GKM.shape
+    groups, _, slots = costs_GKM.shape
     orders = np.empty((groups, slots), np.int64)
-    ends = np.zeros(len(tables.before_N))
-    costs = np.zeros(rows * slots + 1)
+    ends = np.zeros((len(tables.row_N), groups))
+    to_fill = np.empty(groups)
     warmup = 0  # slots whose forwards come before the first backward
-    while warmup < slots and tables.idle_to_M[warmup] == 0:
+    while warmup < slots and tables.idle_to_M[warmup] < 0:
         warmup += 1
     last = slots - held - 1  # of the slots to choose for
     for group in range(groups):
         order = np.argsort(size_GM[group], kind="mergesort")
         if last > 0:
             order = np.append(np.append(order[:1], order[held + 1 :]), order[held:0:-1])
-        to_fill = first_interval_GM[group, order[0]]
-        target = 0.0
-        for slot in range(last + 1):
-            if slot > warmup:
-                target = ends[tables.idle_to_M[slot]] - ends[tables.idle_from_M[slot]]
-            elif slot:
-                target = to_fill / (min(warmup, last) + 1 - slot)
-            if slot:
-                _take_closest(order[slot : last + 1], entry_GM[group], target)
-                to_fill -= entry_GM[group, order[slot]]
-            for row in range(rows):
-                costs[row * slots + slot] = costs_GKM[group, row, order[slot]]
-            advance(tables, costs, ends, tables.begin_M[slot], tables.begin_M[slot + 1])
         orders[group] = order
+        to_fill[group] = first_interval_GM[group, order[0]]
+    fill_lanes(lanes, costs_GKM, orders, 0, 1)
+    for slot in range(1, last + 1):
+        first, stop = tables.begin_M[slot - 1], tables.begin_M[slot]
+        time_lanes(
+            tables.pointers, tables.sources, lanes.place_N, lanes.costs_RG, ends, first, stop
+        )
+        for group in range(groups):
+            if slot > warmup:
+                to, since = tables.idle_to_M[slot], tables.idle_from_M[slot]
+                target = ends[to, group] - ends[since, group]
+            else:
+                target = to_fill[group] / (min(warmup, last) + 1 - slot)
+            _take_closest(orders[group, slot : last + 1], entry_GM[group], target)
+            to_fill[group] -= entry_GM[group, orders[group, slot]]
+        fill_lanes(lanes, costs_GKM, orders, slot, slot + 1)
     return orders
 
 
@@ -142,56 +178,6 @@ def _take_closest(order: Int64s, entry_M: Float64s, target: float) -> None:
         if abs(entry_M[order[other]] - target) < abs(entry_M[order[best]] - target):
             best = other
     order[0], order[best] = order[best], order[0]
-
-
-class LaneCosts(NamedTuple):
-    """Durations of several groups side by side, in the order of each group's slots.
-
-    Rows that are the same for all microbatches are held once: `varying` rows of M slots come
-    first, then one place for each other row, then a 0.
-    """
-
-    place_N: Words
-    """By step: where its duration is."""
-    varying_V: Int64s
-    """Rows that differ between microbatches."""
-    fixed_C: Int64s
-    """The others."""
-    costs_RG: Float64s
-
-
-@compiled
-def fill_lanes(lanes: LaneCosts, costs_GKM: Float64s, orders_GM: Int64s) -> None:
-    """Write the durations of each group in its order."""
-    groups, _, slots = costs_GKM.shape
-    for group in range(groups):
-        for index, row in enumerate(lanes.varying_V):
-            for slot in range(slots):
-                cost = costs_GKM[group, row, orders_GM[group, slot]]
-                lanes.costs_RG[index * slots + slot, group] = cost
-        base = len(lanes.varying_V) * slots
-        for index, row in enumerate(lanes.fixed_C):
-            lanes.costs_RG[base + index, group] = costs_GKM[group, row, 0]
-
-
-@without_nans
-def advance_lanes(
-    tables: ProgramTables, lanes: LaneCosts, ends_NG: Float64s, start: int, makespan_G: Float64s
-) -> None:
-    """Ends of the steps from `start` on, and the makespans."""
-    groups = ends_NG.shape[1]
-    for step in range(start, len(tables.before_N)):
-        free = ends_NG[tables.before_N[step]]
-        ready = ends_NG[tables.need_N[step]]
-        cost = lanes.costs_RG[lanes.place_N[step]]
-        end = ends_NG[step]
-        for g in range(groups):
-            end[g] = (free[g] if free[g] > ready[g] else ready[g]) + cost[g]
-    makespan_G[:] = 0.0
-    for step in tables.last_R:
-        for g in range(groups):
-            end_g = ends_NG[step, g]
-            makespan_G[g] = end_g if end_g > makespan_G[g] else makespan_G[g]
 
 
 @compiled
@@ -235,10 +221,10 @@ def anneal(
         The best orders (M, G).
     """
     slots, groups = orders_MG.shape
-    ends = np.zeros((len(tables.before_N), groups))
+    ends = np.zeros((len(tables.row_N), groups))
     now = np.empty(groups)
     new = np.empty(groups)
-    advance_lanes(tables, lanes, ends, 1, now)
+    advance_lanes(tables, lanes, ends, 0, now)
     best = now.copy()
     best_orders = orders_MG.copy()
     everyone = np.ones(groups, np.bool_)

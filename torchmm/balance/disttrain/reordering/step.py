@@ -42,7 +42,7 @@ import numpy as np
 from torchmm.balance.compiled import Float64s, Int64s
 from torchmm.balance.costs.model import BlockCache, CostModel
 from torchmm.balance.disttrain.reordering.groups import balance_groups
-from torchmm.balance.disttrain.reordering.microbatches import natural_ms, reorder_microbatches
+from torchmm.balance.disttrain.reordering.microbatches import makespans_ms, reorder_microbatches
 from torchmm.balance.disttrain.reordering.program import StepProgram, compile_order
 from torchmm.balance.disttrain.reordering.slices import slice_items
 from torchmm.common.batch import Arrangement, Imbalance, MicrobatchMeta
@@ -299,7 +299,7 @@ class StepReorder:
             times = self._slowest_ranks(chain, microbatches)
         if program is None:
             return _largest(times)
-        return float(natural_ms(program, *times).max())
+        return float(makespans_ms(program, *times).max())
 
     def _in_turn(self, microbatches: Int64s) -> Int64s:
         """(groups, microbatches, packs): replicas of the LLM inside a plan take turns."""

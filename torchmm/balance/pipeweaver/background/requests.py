@@ -35,10 +35,6 @@ class PlanningSetup:
         reduces_early: see `torchmm.planning.step.plan_step`.
         planners: processes like this one on the machine: together they search on at most half of
             its cores.
-        idle: whether the process runs only when nothing else wants its core; else it gets the
-            little that others of the lowest priority get.
-        has_low_priority: Whether the process has a lower priority than training. Tests set False,
-            so that they do not wait for an idle core.
     """
 
     layout: StageLayout
@@ -51,8 +47,6 @@ class PlanningSetup:
     tuning: LayerTuning | None = None
     reduces_early: bool = False
     planners: int = 1
-    idle: bool = True
-    has_low_priority: bool = True
 
     @property
     def workers(self) -> int:

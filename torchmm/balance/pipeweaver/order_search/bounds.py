@@ -25,46 +25,33 @@ import numpy as np
 
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
 from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
-from torchmm.balance.simulation.graph_kernels import sort_topologically
+from torchmm.balance.pipeweaver.order_search.order_times import step_operators
+from torchmm.balance.simulation.operator_graph import CompiledGraph
 from torchmm.pipelining.plan.actions import ActionType
-
-Edges = Sequence[Sequence[tuple[int, int]]]
-"""By action: (action that waits for it, time in between)."""
 
 
 def lower_bound_ms(dispatcher: Dispatcher) -> float:
-    """A time that no order of the step's F and B undercuts, whatever the memory."""
-    tables = dispatcher.tables
-    pointers = tables.pointers.tolist()
-    targets = tables.target.tolist()
-    wires = tables.wire_ps.tolist()
-    edges = [
-        [(targets[edge], wires[edge]) for edge in range(pointers[a], pointers[a + 1])]
-        for a in range(len(dispatcher.actions))
-    ]
-    as_int32 = (a.astype(np.int32) for a in (tables.pointers, tables.target, tables.missing))
-    order = sort_topologically(*as_int32).tolist()
-    bounds = [_any_ranks(dispatcher, edges, order)]
+    """Return a time that no order of the step's F and B undercuts, whatever the memory."""
+    bounds = [_any_ranks(dispatcher)]
     if _ranks_are_equal(dispatcher):
-        bounds.append(_equal_ranks(dispatcher, edges, order))
+        bounds.append(_equal_ranks(dispatcher))
     return max(bounds) / PICOSECONDS_PER_MS
 
 
-def _any_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> int:
-    """Longest path, and by rank: its work between the ways to and from every action."""
-    durations = dispatcher.tables.duration_ps.tolist()
-    ranks = (dispatcher.tables.queue // 2).tolist()
-    before = [0] * len(order)
-    behind = [0] * len(order)
-    for action in order:
-        for target, wire in edges[action]:
-            before[target] = max(before[target], before[action] + durations[action] + wire)
-    for action in reversed(order):
-        behind[action] = max((w + durations[t] + behind[t] for t, w in edges[action]), default=0)
-    bound = max((before[a] + durations[a] + behind[a] for a in order), default=0)
-    for rank in set(ranks):
-        own = [(before[a], durations[a], behind[a]) for a in order if ranks[a] == rank]
-        bound = max(bound, _one_rank(own))
+def _any_ranks(dispatcher: Dispatcher) -> int:
+    """Return the maximum of the longest path and, over ranks, of the earliest end of all actions of
+    the rank between the longest paths to and from each of them."""
+    durations, sources, targets = step_operators(dispatcher.tables)
+    count = len(dispatcher.actions)
+    before = CompiledGraph.build(durations, sources, targets).times_ps()[0][:count]
+    behind = CompiledGraph.build(durations, targets, sources).times_ps()[0][:count]
+    own = durations[:count]
+    bound = int((before + own + behind).max(initial=0))
+    ranks = dispatcher.tables.queue // 2
+    for rank in np.unique(ranks):
+        at = np.flatnonzero(ranks == rank)
+        columns = (values[at].tolist() for values in (before, own, behind))
+        bound = max(bound, _one_rank(list(zip(*columns, strict=True))))
     return bound
 
 
@@ -119,19 +106,32 @@ def _ranks_are_equal(dispatcher: Dispatcher) -> bool:
     )
 
 
-def _equal_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> int:
-    """The bound for equal ranks. Microbatches without a backward may fill its idle times."""
+def _equal_ranks(dispatcher: Dispatcher) -> int:
+    """Return the bound for equal ranks. Microbatches without a backward may fill its idle times."""
     actions = dispatcher.actions
-    durations = dispatcher.tables.duration_ps.tolist()
-    ranks = (dispatcher.tables.queue // 2).tolist()
-    last = _last_rank(dispatcher)
-    busy = sum(d for d, rank in zip(durations, ranks, strict=True) if rank == last)
+    tables = dispatcher.tables
+    durations = tables.duration_ps.tolist()
+    ranks = (tables.queue // 2).tolist()
+    pointers = tables.pointers.tolist()
+    # The rank that every segment visits last.
+    last = next(
+        ranks[a]
+        for a in reversed(range(len(actions)))
+        if tables.unit[a] == 0 and actions[a].type is ActionType.F
+    )
     by_microbatch: dict[int, list[int]] = {}
-    for action in order:
-        by_microbatch.setdefault(actions[action].microbatch, []).append(action)
+    for action in CompiledGraph.build(*step_operators(tables)).node_at.tolist():
+        if action < len(actions):
+            by_microbatch.setdefault(actions[action].microbatch, []).append(action)
     forwards, backwards = [], []
     for own in by_microbatch.values():
-        reached, bits = _reached(edges, own)
+        # All actions that wait for an action, directly or not, as a sum of bits.
+        bits = {action: 1 << index for index, action in enumerate(own)}
+        reached: dict[int, int] = {}
+        for action in reversed(own):
+            reached[action] = 0
+            for target in tables.target[pointers[action] : pointers[action + 1]].tolist():
+                reached[action] |= bits[target] | reached[target]
         first = [a for a in own if actions[a].type is ActionType.F]
         second = [a for a in own if actions[a].type is ActionType.B]
         everything = sum(bits[a] for a in second)
@@ -144,24 +144,6 @@ def _equal_ranks(dispatcher: Dispatcher, edges: Edges, order: Sequence[int]) -> 
             a for a in second if ranks[a] == last and all(reached[f] & bits[a] for f in first)
         ]
         backwards.append(max((durations[a] for a in behind), default=0))
+    busy = sum(d for d, rank in zip(durations, ranks, strict=True) if rank == last)
     count = dispatcher.graph.layout.rank_count - 1
     return busy + count * (min(forwards, default=0) + min(backwards, default=0))
-
-
-def _last_rank(dispatcher: Dispatcher) -> int:
-    """The rank that every segment visits last."""
-    own = [a for a, unit in enumerate(dispatcher.tables.unit.tolist()) if unit == 0]
-    forwards = [a for a in own if dispatcher.actions[a].type is ActionType.F]
-    return int(dispatcher.tables.queue[forwards[-1]]) // 2
-
-
-def _reached(edges: Edges, order: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """By action of a microbatch: all that wait for it, directly or not, as a sum of bits; and by
-    action its bit."""
-    bits = {action: 1 << index for index, action in enumerate(order)}
-    reached: dict[int, int] = {}
-    for action in reversed(order):
-        reached[action] = 0
-        for target, _ in edges[action]:
-            reached[action] |= bits[target] | reached[target]
-    return reached, bits

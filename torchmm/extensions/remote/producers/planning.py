@@ -198,8 +198,8 @@ class ProducersPlans:
             raise found
         return found
 
-    def pictures(self, feed: int, index: int) -> list[Image.Image]:
-        """Images of a sample, to be shown."""
+    def images(self, feed: int, index: int) -> list[Image.Image]:
+        """Return the images of a sample."""
         return self._ask("pictures", {"feed": feed, "index": index}, _read_images)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:

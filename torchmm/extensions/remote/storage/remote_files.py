@@ -12,15 +12,13 @@ import io
 import logging
 import os
 import posixpath
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from torchmm.common.errors import DataError
 from torchmm.data.files.addresses import fixed_part, is_pattern, split_address
-from torchmm.data.files.remote import RemoteFile, RemotePath
-from torchmm.data.sources.configured import MapSource
+from torchmm.data.files.remote import RemoteFile
 from torchmm.extensions.remote.section import StorageConfig
 from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums, entry_name
 from torchmm.extensions.remote.storage.clients import (
@@ -29,7 +27,6 @@ from torchmm.extensions.remote.storage.clients import (
     ReplacedError,
     StoreClient,
 )
-from torchmm.extensions.remote.storage.row_groups import ParquetSource
 from torchmm.recipe.data_section import DataConfig
 
 BLOCK_BYTES = 256 << 10
@@ -129,7 +126,7 @@ class Storage:
         for number in blocks:
             if number in found:
                 continue
-            kept = self.cache.get(entry_name(file, number)) if keep else None
+            kept = self.cache.get(entry_name(file, number))
             if kept is not None:
                 found[number] = kept
             else:
@@ -148,18 +145,27 @@ class Storage:
         """
         return cast(BinaryIO, io.BufferedReader(_Stream(self, file, keep), BUFFER_BYTES))
 
-    def open_parquet(
-        self, files: Sequence[RemoteFile], root: RemotePath, fingerprint: str
-    ) -> MapSource:
-        """Return the rows of parquet files; see `FileSystem.open_parquet`."""
-        return ParquetSource(self.cache, partial(self.open, keep=False), files, root, fingerprint)
+    def derive(
+        self, file: RemoteFile, name: str, make: Callable[[BinaryIO], memoryview]
+    ) -> tuple[memoryview, Path | None]:
+        """Return data made from a file; see `FileSystem.derive`."""
+        entry = entry_name(file, name)
+        kept = self.cache.get(entry)
+        if kept is None:
+            with self.open(file, keep=False) as stream:
+                made = make(stream)
+            self.cache.put(entry, made)
+            kept = self.cache.get(entry)
+            if kept is None:
+                return made, None
+        return kept, self.cache.place(entry)
 
     def _fetch(self, file: RemoteFile, first: int, last: int, keep: bool) -> dict[int, memoryview]:
         """Blocks [first, last), or as many of them as one request gives, up to one that is there
         already."""
         stop = first + 1
         while stop < min(last, first + REQUEST_BYTES // BLOCK_BYTES):
-            if keep and self.cache.place(entry_name(file, stop)).exists():
+            if self.cache.place(entry_name(file, stop)).exists():
                 break
             stop += 1
         start = first * BLOCK_BYTES

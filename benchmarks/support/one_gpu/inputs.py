@@ -1,10 +1,7 @@
-"""Inputs for trial runs of modules, made from the sizes of samples alone.
+"""Random inputs of modules, from the sizes of samples alone.
 
-Nothing is read or decoded: ids and pixels are random, in the places that a sample of these sizes
-has for text, images and what is drawn. So trials also run on statistics of data (`[simulation]`).
-
-Shape legend: T tokens of a microbatch, N images, P patches, K output tokens of one encoder or
-context tokens of the generator, C channels, D values of a patch.
+Shape legend: T tokens of a microbatch, N images, P patches, K output tokens of one encoder, C
+channels, D values of a patch.
 """
 
 from __future__ import annotations
@@ -15,10 +12,8 @@ from math import isqrt
 import torch
 
 from torchmm.common.batch import IGNORE_TARGET, EncoderInputs, ImageMeta, Microbatch, MicrobatchMeta
-from torchmm.common.generated import GeneratorInputs
 from torchmm.common.tiles import Kept
 from torchmm.models.encoders import EncoderModule
-from torchmm.models.generator import GeneratorModule
 from torchmm.models.multimodal import MultimodalModel
 
 
@@ -52,29 +47,6 @@ def _grid(image: ImageMeta, step: int) -> tuple[int, int, int]:
     return image.frames, rows * step, blocks // rows * step
 
 
-def generator_inputs(
-    module: GeneratorModule, pack: MicrobatchMeta, device: torch.device
-) -> GeneratorInputs:
-    """Random images to be drawn, of the pack's sizes."""
-    drawn = pack.generated
-    example = module.dummy_inputs(torch.device("meta"))
-    patches, noise = (
-        torch.randn(sum(image.patches for image in drawn), each.shape[-1], device=device)
-        for each in (example.patches_PV, example.noise_PV)
-    )
-    contexts = [image.context for image in drawn]
-    return GeneratorInputs(
-        patches,
-        noise,
-        [0.5] * len(drawn),
-        [image.grid_thw for image in drawn],
-        torch.zeros(sum(contexts), dtype=torch.int64, device=device),
-        contexts,
-        [True] * len(drawn),
-        latent_values=example.latent_values,
-    )
-
-
 def text_microbatch(
     model: MultimodalModel, pack: MicrobatchMeta, device: torch.device
 ) -> Microbatch:
@@ -100,9 +72,4 @@ def text_microbatch(
     encoders = {name: EncoderInputs(nothing, [], torch.tensor(own)) for name, own in places.items()}
     positions_T = torch.cat([torch.arange(b - a) for a, b in pairwise(starts)])
     mrope = positions_T.expand(3, -1) if model.text.mrope else positions_T
-    model_reads = next((m for m in model.modality_modules() if m.kind == "generator"), None)
-    drawn = None
-    if isinstance(model_reads, GeneratorModule) and pack.generated:
-        drawn = generator_inputs(model_reads, pack, torch.device("cpu"))
-    microbatch = Microbatch(ids_T, targets_T, mrope, starts, encoders, pack, drawn)
-    return microbatch.to(device)
+    return Microbatch(ids_T, targets_T, mrope, starts, encoders, pack).to(device)
