@@ -22,7 +22,6 @@ from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
-from torchmm.training.metrics import Record
 from torchmm.training.tracking.run_directory import (
     DRAWINGS_FOLDER,
     SAMPLES_FILE,
@@ -52,16 +51,15 @@ class SampleHook(Hook):
         with self.training.health.phase(step, "validation"), validated_weights(self.parts):
             self.parts.model.eval()
             if self._config.samples:
-                self._add_scores(done.record, self._generate_texts(step))
+                texts = self._generate_texts(step)
+                scores = source_scores(texts, self.recipe.data.validation)
+                done.record["scores"] = scores or None
+                if any(text.duration_ms for text in texts):
+                    answers = [text.answer for text in texts]
+                    done.record["word_error_rate"] = score("word_error_rate", answers)
             if self._config.drawings:
                 self._generate_images(step)
             self.parts.model.train()
-
-    def _add_scores(self, record: Record, texts: list[GeneratedText]) -> None:
-        """Set the scores of generated text in a record."""
-        record["scores"] = source_scores(texts, self.recipe.data.validation) or None
-        if any(text.duration_ms for text in texts):
-            record["word_error_rate"] = score("word_error_rate", [text.answer for text in texts])
 
     def _loader(self) -> Loader:
         """Return a loader of held-out samples. All ranks load and decode the same samples."""
