@@ -43,43 +43,31 @@ def taken_apart(hf: Any, tensors: dict[str, Tensor], keep: Keep) -> dict[str, Te
         keep: for what was made of several parts of a tensor.
     """
     left = remove_tied_weights_from_state_dict(tensors, hf)
-    names = sorted(left, key=_natural)
+    # Hugging Face sorts numbers in names by value.
+    names = sorted(
+        left,
+        key=lambda name: [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")],
+    )
     found: dict[str, Tensor] = {}
-    for _, layer in groupby(names, key=_layer_of):
+    for _, layer in groupby(names, key=lambda n: m.group() if (m := _LAYER.match(n)) else ""):
         group = {name: left.pop(name) for name in layer}
         if not has_stacked_experts(group):
             found |= revert_weight_conversion(hf, group)
             continue
-        given = {value.untyped_storage().data_ptr(): name for name, value in group.items()}
+        # Tensors that were only renamed keep their storage and shape. All others are copied.
+        given = {value.untyped_storage().data_ptr(): value.shape for value in group.values()}
         files = revert_weight_conversion(hf, group)
-        whole = {n: v for n, v in files.items() if _same(group, given, v)}
-        made = [name for name in files if name not in whole]
+        made = [
+            name
+            for name, value in files.items()
+            if given.get(value.untyped_storage().data_ptr()) != value.shape
+        ]
         kept = dict(zip(made, keep([files[name] for name in made]), strict=True))
-        found |= {name: whole[name] if name in whole else kept[name] for name in files}
+        found |= {name: kept.get(name, value) for name, value in files.items()}
         for name in group:
-            if _STACKED.search(name):
-                _let_go(hf, name)
+            if _STACKED.search(name):  # free the stacked experts
+                owner, _, leaf = name.rpartition(".")
+                module = hf.get_submodule(owner)
+                empty = torch.empty_like(getattr(module, leaf), device="meta")
+                setattr(module, leaf, nn.Parameter(empty, False))
     return found
-
-
-def _same(group: dict[str, Tensor], given: dict[int, str], value: Tensor) -> bool:
-    """Whether a tensor was not changed but for its name."""
-    name = given.get(value.untyped_storage().data_ptr())
-    return name is not None and value.shape == group[name].shape
-
-
-def _let_go(hf: nn.Module, name: str) -> None:
-    owner, _, leaf = name.rpartition(".")
-    module = hf.get_submodule(owner)
-    shape = getattr(module, leaf)
-    setattr(module, leaf, nn.Parameter(torch.empty_like(shape, device="meta"), False))
-
-
-def _layer_of(name: str) -> str:
-    found = _LAYER.match(name)
-    return found.group() if found else ""
-
-
-def _natural(name: str) -> list[tuple[int, Any]]:
-    """Numbers by value, as Hugging Face sorts."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
