@@ -26,7 +26,7 @@ from support.harness import Row, run_cases
 from torchmm.common.batch import TextSpec
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.index import measuring
-from torchmm.data.sources.index.building import load_or_build
+from torchmm.data.sources.index.building import Building
 from torchmm.data.sources.index.length_index import MANIFEST, Shard, ShardSizes, read_index
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.steps.order import FeedOptions, IndexFeed, Mixture, Stage
@@ -213,7 +213,7 @@ def index(size: str) -> Iterator[list[Row]]:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "index"
         before = own_bytes()
-        used_s, built = cpu_s(lambda: load_or_build("texts", Texts(count), reader, directory))
+        used_s, built = cpu_s(lambda: Building("texts", Texts(count), reader, directory).load())
         stored = sum(f.stat().st_size for f in directory.glob("*.sizes"))
         case = f"{len(built):,} texts"
         yield [

@@ -295,13 +295,13 @@ def _compare(
 
     def run_ours() -> None:
         for batch in batches:
-            last["ours"] = trainer.run_step(iter([batch])).record.loss
+            last["ours"] = trainer.run_step(iter([batch])).record["loss"]
 
     def run_baseline() -> None:
         for batch in padded:
             last["baseline"] = baseline.step(batch)
 
-    first = trainer.run_step(iter(batches)).record.loss, baseline.step(padded[0])
+    first = trainer.run_step(iter(batches)).record["loss"], baseline.step(padded[0])
     _check_losses(f"{case.name}: first loss", *first, FIRST_LOSS_TOLERANCE[case.dtype])
     run_ours()
     run_baseline()

@@ -28,7 +28,7 @@ CONCEPTS = (
     ("PipelinePlan", "pipelining/plan/plan.py"),
     ("Runtime", "pipelining/run/runtime.py"),
     ("Hook", "training/hooks/hook.py"),
-    ("Metrics", "training/tracking/figures.py"),
+    ("Metrics", "training/metrics.py"),
 )
 """Concepts in the order in which a batch meets them, with the file that defines each."""
 WIDTH, HEIGHT = 940, 520

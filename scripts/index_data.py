@@ -41,17 +41,18 @@ def buildings(config: str, overrides: list[str], workers: int) -> list[Building]
     """Indices of the recipe's sources, held-out ones included."""
     recipe = load_recipe(config, overrides).recipe
     with loading():
-        from torchmm.data.sources.open import open_buildings
+        from torchmm.data.sources.open import make_reader, open_buildings
         from torchmm.data.tokenizer import load_tokenizer
         from torchmm.models.registry import build_model
 
     data = recipe.data.model_copy(update={"workers": workers})
     model = build_model(recipe.model, recipe.freeze, adapters=recipe.adapters)
     specs = model.sample_specs(load_tokenizer(recipe.model))
-    found = open_buildings(data, recipe.training, **specs)
-    if data.validation:
-        found += open_buildings(data, recipe.training, validation=True, **specs)
-    return found
+    found = []
+    for validation in (False, True):
+        reader = make_reader(data, recipe.training, **specs, validation=validation)
+        found += open_buildings(data, recipe.training, reader, specs["tokenizer"], validation)
+    return [building for _, _, building in found if building is not None]
 
 
 def main() -> int:

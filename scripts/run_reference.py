@@ -5,25 +5,19 @@ python scripts/run_reference.py
 
 import inspect
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from torchmm.common import errors
 from torchmm.training import ending
-from torchmm.training.tracking.figures import FIGURES, StepRecord
+from torchmm.training.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by scripts/run_reference.py from {source}; do not edit by hand. -->"
 
-_JSON = {
-    "int": "integer",
-    "float": "number",
-    "str": "text",
-    "dict": "object",
-    "NoneType": "null",
-}
-"""What JSON calls types of Python."""
+_JSON = {int: "integer", float: "number", str: "text", dict: "object"}
+"""JSON names of Python types."""
 
-METRICS = """\
+METRICS_PAGE = """\
 # metrics.jsonl
 
 {note}
@@ -64,15 +58,13 @@ after 75 and, up to `RETRIES` times, after 6; the others need a person
 
 
 def metrics_page() -> str:
-    """Every key of metrics.jsonl, in the order of its lines."""
-    kinds = get_type_hints(StepRecord)
+    """Return the page of all metrics, in the order of metrics.jsonl."""
     rows = ""
-    for key, figure in FIGURES.items():
-        names = [kind.__name__ for kind in get_args(kinds[key]) or [kinds[key]]]
-        kind = " or ".join(_JSON[name] for name in names)
-        rows += f"| `{key}` | {kind} | {figure.unit} | {figure.group} | {figure.meaning} |\n"
-    note = NOTE.format(source="torchmm/training/tracking/figures.py")
-    return METRICS.format(note=note, rows=rows)
+    for name, metric in METRICS.items():
+        kind = _JSON[metric.kind] + " or null" * metric.nullable
+        rows += f"| `{name}` | {kind} | {metric.unit} | {metric.group} | {metric.description} |\n"
+    note = NOTE.format(source="torchmm/training/metrics.py")
+    return METRICS_PAGE.format(note=note, rows=rows)
 
 
 def exit_codes_page() -> str:

@@ -428,6 +428,16 @@ def test_two_ranks_on_one_gpu_are_refused(built, tmp_path, real_data, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.campaign
+def test_context_parallel_validation_runs_on_device(built, tmp_path, real_data) -> None:
+    """Slices of microbatches are pinned, which requires microbatches on the host."""
+    validation = {"interval": STEP, "samples": 2, "batches": 1, "max_new_tokens": 3}
+    changes = SHARED_ROWS | {f"validation__{key}": value for key, value in validation.items()}
+    logged(Case(2, changes), tmp_path, real_data)
+    assert len(json.loads((tmp_path / "run" / "samples.json").read_text())) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
 def test_gpu_check_finds_right_results(built, tmp_path, real_data) -> None:
     file = tmp_path / "lines.jsonl"
     run([sys.executable, "scripts/gpu_check.py", "--gpus=1", "--small", "--minutes=6",

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 
 from torchmm.common.errors import ConfigError
 from torchmm.extensions.demo_data import tiny_qwen
-from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
+from torchmm.extensions.evaluation.exported import write_texts
 from torchmm.extensions.evaluation.scores import Answer, score
+from torchmm.extensions.evaluation.text.opened import Export
 from torchmm.models.hf.export import export_hf
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import materialize
@@ -72,10 +73,11 @@ def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
     training = TrainingConfig(sequence_length=512)
     export = Export.read(directory)
     ours = replace(export, kind=None)
+    limits = {"samples": 9, "max_new_tokens": 8}
     return {
-        "together": write_texts(export, data, training, Writing(9, 8, batch_size=3)),
-        "alone": write_texts(export, data, training, Writing(9, 8, batch_size=1)),
-        "torchmm": write_texts(ours, data, training, Writing(9, 8)),
+        "together": write_texts(export, data, training, **limits, batch_size=3),
+        "alone": write_texts(export, data, training, **limits, batch_size=1),
+        "torchmm": write_texts(ours, data, training, **limits),
     }
 
 

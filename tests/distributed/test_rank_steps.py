@@ -1,26 +1,36 @@
-"""Figures of all ranks reach every rank, with their types."""
+"""Records combine the values of all ranks, with their types."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from launch import run_distributed
+from tracked_run import rank_values
 
-from torchmm.training.metrics import RankStep, gather_rank_steps
+from torchmm.training.metrics import METRICS, Record, StepMeter
 
 TOKENS = 2**40 + 1  # more than float32 can count
 
 
-def gather() -> list[RankStep]:
+def combine() -> Record:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    local = RankStep(tokens=TOKENS + rank, step_ms=1.5 + rank, data_wait_ms=0, skipped_samples=rank)
-    return gather_rank_steps(local)
+    mesh: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
+    pipeline: Any = SimpleNamespace(descriptions=(), dtype=torch.float32)
+    batch: Any = SimpleNamespace(imbalance={}, epoch=0.5, stream_total=lambda kind: None)
+    local = rank_values(read_bytes=TOKENS + rank, step_ms=1.5 + rank, skipped_samples=rank)
+    return StepMeter(mesh, pipeline, 1.0).combine(local, batch, step=3, loss_text=1.0)
 
 
-def test_every_rank_knows_what_all_measured():
-    on_rank = run_distributed(gather, 2)
-    assert on_rank[0] == on_rank[1]
-    assert [r.tokens for r in on_rank[0]] == [TOKENS, TOKENS + 1]
-    assert [r.step_ms for r in on_rank[0]] == [1.5, 2.5]
-    assert isinstance(on_rank[0][1].skipped_samples, int)
-    assert isinstance(on_rank[0][1].data_wait_ms, float)
+def test_records_are_equal_on_all_ranks():
+    first, second = run_distributed(combine, 2)
+    assert first == second
+    assert first["read_bytes"] == 2 * TOKENS + 1 and first["step_ms"] == 2.5
+    assert first["slowest_rank"] == 0 and first["epoch"] == 0.5
+    assert (first["step"], first["skipped_samples"], first["graphs"]) == (3, 1, 0)
+    assert isinstance(first["skipped_samples"], int) and isinstance(first["data_wait_ms"], float)
+    assert first["loss_text"] is None, "without a generator, loss has it"
+    assert list(first) == list(METRICS)

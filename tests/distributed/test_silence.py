@@ -33,19 +33,19 @@ BEFORE_STEPS = (
     "torchmm.training.ranks:check_ranks",
     "torchmm.training.data_build:find_samples",
     "torchmm.training.model_build:init_weights",
-    "torchmm.training.metrics:start_trackers",
+    "torchmm.training.tracking.recorder:start_trackers",
 )
 STEPS = (
     "torchmm.data.waiting:Waiting.get",
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:Updates.apply",
     "torchmm.training.validation:held_out_losses",
-    "torchmm.extensions.evaluation.samples:generate_tokens",
+    "torchmm.extensions.evaluation.text.generate:generate_tokens",
     "torchmm.training.checkpoint.storage:_write_chunks",
 )
 AT_THE_END = (
     "torchmm.models.hf.export:_save",
-    "torchmm.training.metrics:plot_loss",
+    "torchmm.training.tracking.recorder:plot_loss",
     "torchmm.extensions.reports.page.pages:try_write_page",
 )
 EXPORT = ("torchmm.training.exports.checkpoint:recipe_of", "torchmm.models.hf.export:_save")

@@ -64,6 +64,8 @@ READER = "unit/data/test_shared_reader.py::"
 REGISTRY = "unit/extensions/remote/test_registry.py::"
 PLANNED = "unit/extensions/remote/test_planned_by_producers.py::"
 PLANNING = "unit/balance/pipeweaver/test_planning_process.py::"
+STEPS = "unit/common/test_step_process.py::"
+BESIDE = "unit/balance/pipeweaver/test_schedules_beside.py::"
 EXPORT = "unit/training/test_export.py::"
 PREEMPT = "unit/training/test_preempt.py::"
 RAY = "faults/test_ray_runs.py::"
@@ -1084,9 +1086,9 @@ FAULTS = [
         "steps are planned before they begin",
         NOT_TRIED,
         (
-            f"{PLANNING}test_a_dead_process_is_told",
+            f"{STEPS}test_killed_process_is_named",
             f"{PLANNING}test_a_step_that_cannot_be_planned_is_told",
-            f"{PLANNING}test_nobody_waits_for_a_process_that_was_stopped",
+            f"{STEPS}test_stopped_process_blocks_no_caller",
         ),
     ),
     Fault(
@@ -1098,9 +1100,9 @@ FAULTS = [
         "-",
         NOT_TRIED,
         (
-            f"{PLANNING}test_a_process_that_died_is_started_again_after_a_pause",
-            f"{PLANNING}test_one_that_always_dies_is_given_up",
-            f"{PLANNING}test_one_that_is_starved_gets_a_share_of_the_cores",
+            f"{STEPS}test_process_restarts_after_a_pause",
+            f"{STEPS}test_process_that_always_exits_is_lost",
+            f"{BESIDE}test_process_without_cores_is_replaced",
         ),
     ),
     Fault(

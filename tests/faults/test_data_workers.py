@@ -41,7 +41,7 @@ if __name__ == "__main__":
     )
     batches = iter(loader)
     next(batches)
-    print(*(w.pid for w in loader._loader._iterator._workers), flush=True)
+    print(*(w.pid for w in loader._steps.processes), flush=True)
     time.sleep({sleep_s})
 """
 

@@ -64,8 +64,8 @@ def run_rank(
 
         def observed(batches: Any) -> Any:
             done = step(batches)
-            seen["losses"].append(done.record.loss)
-            seen["norms"].append(done.record.grad_norm)
+            seen["losses"].append(done.record["loss"])
+            seen["norms"].append(done.record["grad_norm"])
             return done
 
         def before_update(*_: Any) -> None:

@@ -13,7 +13,8 @@ from torchmm.pipelining.plan.graph import StageGraph, StageLayout, StageSpec
 from torchmm.pipelining.plan.plan import ActionRecord
 from torchmm.pipelining.view.records import write_records
 from torchmm.recipe.training_section import MetricsConfig
-from torchmm.training.metrics import MetricsRecorder, RankStep, make_record
+from torchmm.training.metrics import METRICS, make_record
+from torchmm.training.tracking.recorder import MetricsRecorder
 from torchmm.training.tracking.run_directory import SAMPLES_FILE, SAMPLES_FOLDER, TIMELINE_FOLDER
 
 LOG = logging.getLogger("torchmm.test")
@@ -29,10 +30,15 @@ def recorder(run_dir: Path, start_step: int = 0, **config) -> MetricsRecorder:
     )  # fmt: skip
 
 
+def rank_values(**values: float) -> dict[str, float]:
+    """Metrics that one rank measures."""
+    names = [name for name, metric in METRICS.items() if metric.reduce is not None]
+    return {**dict.fromkeys([*names, "flops"], 0), **values}
+
+
 def record(step: int, loss: float = 2.5):
-    return make_record(
-        step, [RankStep(step_ms=5.0)], epoch=0, loss=loss, grad_norm=1.0, lr=0.1, peak_flops=None
-    )
+    ranks = [rank_values(step_ms=5.0)]
+    return make_record(ranks, None, step=step, epoch=0, loss=loss, grad_norm=1.0, lr=0.1)
 
 
 def write_sample(run_dir: Path, step: int) -> None:

@@ -1,8 +1,8 @@
 """Measure how many small mistakes in `torchmm/` the unit tests detect.
 
 The program applies each change to a copy of the repository. It runs the test files that are nearest
-to the changed module by imports, and then the tests of the changed folder (`tests/unit/FOLDER`) or
-extension (`tests/unit/extensions/NAME`):
+to the changed module by imports, then whole runs (`tests/goldens`), and then the tests of the
+changed folder (`tests/unit/FOLDER`) or extension (`tests/unit/extensions/NAME`):
 
     python tests/mutation/run.py --changes 40 --seed 1
     python tests/mutation/run.py --changes 20 --seed 1 --under torchmm/data
@@ -61,6 +61,7 @@ FLIPPED = {
 
 NEAREST = 6
 """Number of test files of any folder that run before the others of the changed folder."""
+GOLDENS = "tests/goldens/test_goldens.py"
 PASSED = {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
 
 
@@ -180,7 +181,7 @@ def _code_of(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def order_tests(path: str, imports: dict[str, set[str]]) -> list[str]:
-    """Return the unit test files that are nearest to a module, and then the others of its folder.
+    """Return the unit test files nearest to a module, then the goldens and the module's folder.
 
     The distance of a file is the number of imports between it and the module. Of two files with the
     same distance, the file with fewer imports is nearer.
@@ -203,7 +204,8 @@ def order_tests(path: str, imports: dict[str, set[str]]) -> list[str]:
         if file.startswith("tests/unit/") and Path(file).name.startswith("test_")
     ]
     tests.sort(key=lambda file: (distance.get(file, 1000), len(imports[file]), file))
-    return [*tests[:NEAREST], *(file for file in tests[NEAREST:] if file.startswith(folder))]
+    others = (file for file in tests[NEAREST:] if file.startswith(folder))
+    return [*tests[:NEAREST], GOLDENS, *others]
 
 
 def _read_imports(copy: Path) -> dict[str, set[str]]:

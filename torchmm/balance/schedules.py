@@ -6,18 +6,14 @@ These schedules also select the replica that runs each task, by the durations of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchmm.balance.compiled import Uint32s
-from torchmm.balance.optimus.choice import (
-    BubbleChoice,
-    StepOrder,
-    bubble_choices,
-)
+from torchmm.balance.optimus.choice import StepOrder, bubble_choices
 from torchmm.balance.optimus.order import optimus
 from torchmm.balance.pipeweaver.order_search.best_order import (
     LEAST_GAIN,
@@ -209,36 +205,34 @@ def search_by_costs(
 
 @dataclass(frozen=True)
 class PlannedOrder:
-    """A step's schedule, and what it is worth.
+    """The schedule of a step.
 
     Attributes:
-        step: how to run it.
-        planner: what it comes from: of searched schedules see `SearchedOrder`; "optimus coarse",
-            "optimus fine" or "optimus launched".
-        predicted_ms: of the step; of searched ones without gathers and reductions of parameters.
-        gain_over_natural: how much longer the natural order, or the best coarse one, would take, as
-            a share; None where nothing is known, or that does not fit into memory.
-        evaluations: orders that were timed.
-        refused: whether it would be, as it does not fit into memory even if its layers are tuned.
+        step: order of the actions.
+        statistics: metrics of the search by their names in `torchmm.training.metrics`. The value of
+            "predicted_ms" does not include all-gathers and reductions of searched schedules.
+        refused: Whether the step does not fit into memory even if its layers are tuned.
     """
 
     step: StepOrder
-    planner: str
-    predicted_ms: float
-    gain_over_natural: float | None
-    evaluations: int
+    statistics: Mapping[str, Any]
     refused: bool = False
+
+    @property
+    def predicted_ms(self) -> float:
+        """Predicted time of the step."""
+        return float(self.statistics["predicted_ms"])
 
 
 def searched_order(graph: StageGraph, found: SearchedOrder) -> PlannedOrder:
-    """What a search has found, for its graph."""
-    return PlannedOrder(
-        StepOrder(graph, found.order),
-        found.planner,
-        found.predicted_ms,
-        found.gain_over_natural,
-        found.evaluations,
-    )
+    """Return the result of a search with its graph."""
+    statistics = {
+        "planner": found.planner,
+        "predicted_ms": found.predicted_ms,
+        "gain_over_natural": found.gain_over_natural,
+        "planner_evaluations": found.evaluations,
+    }
+    return PlannedOrder(StepOrder(graph, found.order), statistics)
 
 
 def optimus_orders(
@@ -271,7 +265,16 @@ def optimus_orders(
         evaluations=_assignments(config, evaluations),
         tuner=tuner,
     ):
-        yield _optimus_order(best, tuner is not None and tuner.tuning.refuses)
+        predicted_ms = best.simulated.makespan_ms
+        is_known = predicted_ms > 0 and isfinite(best.coarse_ms)
+        statistics = {
+            "planner": f"optimus {best.bubbles}",
+            "predicted_ms": predicted_ms,
+            "gain_over_natural": best.coarse_ms / predicted_ms - 1 if is_known else None,
+            "planner_evaluations": best.played,
+        }
+        refuses = tuner is not None and tuner.tuning.refuses
+        yield PlannedOrder(best.step, statistics, refuses and not best.simulated.fits)
 
 
 def _assignments(config: ParallelConfig, evaluations: int | None) -> int:
@@ -298,15 +301,6 @@ def promised_ms(
         evaluations=_assignments(config, None),
     )
     return step.schedule.total_ms
-
-
-def _optimus_order(best: BubbleChoice, refuses: bool) -> PlannedOrder:
-    predicted_ms = best.simulated.makespan_ms
-    known = predicted_ms > 0 and isfinite(best.coarse_ms)
-    gain = best.coarse_ms / predicted_ms - 1 if known else None
-    refused = refuses and not best.simulated.fits
-    name = f"optimus {best.bubbles}"
-    return PlannedOrder(best.step, name, predicted_ms, gain, best.played, refused)
 
 
 def plan_by_costs(

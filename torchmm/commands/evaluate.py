@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, get_args
 
 from rich.table import Table
 
@@ -41,43 +41,68 @@ SEQUENCE_LENGTH = 4096
 """Of samples without a recipe."""
 
 
-class Target(NamedTuple):
-    """The export to evaluate."""
-
-    export: Path
-    run_dir: Path | None
-    """Directory of the run that the export belongs to. None if only an export was given."""
-
-
-class HeldOutData(NamedTuple):
-    """Held-out data of an evaluation, and the recipe sections to read and score it."""
-
-    data: DataConfig
-    training: TrainingConfig
-    validation: ValidationConfig
-
-
 def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
     arguments = _parser(prog).parse_args(words)
     log_to_console(make_console(stderr=True), only_progress=True)
     try:
-        target = _target(arguments.model, arguments.export)
-        texts: list[GeneratedText] = []
-        if arguments.tasks:
-            evaluation = _answered(arguments, target)
-        else:
-            evaluation, texts = _written(arguments, target)
-        _show(evaluation)
-        _keep(evaluation, texts, target, arguments.json)
+        _evaluate(arguments)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _answered(arguments: argparse.Namespace, target: Target) -> Evaluation:
-    """Tasks of lmms-eval."""
+def _evaluate(arguments: argparse.Namespace) -> None:
+    """Evaluate an export, print the scores and save them.
+
+    Raises:
+        TorchmmError: The export cannot be evaluated.
+    """
+    export: Path = arguments.model
+    run_dir: Path | None = None
+    if (export / "recipe.toml").is_file():
+        run_dir = export
+        export = run_dir / arguments.export
+        if not export.is_dir():
+            found = sorted(p.name for p in run_dir.glob("hf*") if p.is_dir()) or ["none"]
+            raise ConfigError(
+                f"{export}: no such export; there are: {', '.join(found)}. `torchmm "
+                "export` writes one of a checkpoint"
+            )
+    # The card of an export has the number of training steps.
+    card = export / "README.md"
+    line = re.search(r"^- step ([\d,]+) of", card.read_text(), re.M) if card.is_file() else None
+    step = int(line[1].replace(",", "")) if line else None
+    texts: list[GeneratedText] = []
+    if arguments.tasks:
+        evaluation = _run_tasks(arguments, export, step)
+    else:
+        evaluation, texts = _score_samples(arguments, export, run_dir, step)
+
+    after = "" if step is None else f" after step {step}"
+    table = Table(title=f"{evaluation.export}{after}", title_justify="left")
+    table.add_column("source")
+    table.add_column("score")
+    table.add_column("value", justify="right")
+    table.add_column("samples", justify="right")
+    for name, value in evaluation.scores.items():
+        source, _, kind = name.rpartition("/")
+        table.add_row(source, kind, f"{value:.4f}", str(evaluation.samples.get(source, "")))
+    make_console().print(table)
+    if run_dir is not None:
+        append_evaluation(run_dir, evaluation)
+    if arguments.json is not None:
+        content = {**asdict(evaluation), "texts": [asdict(text) for text in texts]}
+        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def _run_tasks(arguments: argparse.Namespace, export: Path, step: int | None) -> Evaluation:
+    """Return the scores of lmms-eval tasks.
+
+    Raises:
+        ConfigError: lmms-eval is not installed, or it failed.
+    """
     config = BenchmarksConfig(
         tasks=arguments.tasks,
         folder=arguments.task_folder,
@@ -91,33 +116,62 @@ def _answered(arguments: argparse.Namespace, target: Target) -> Evaluation:
         from torchmm.extensions.evaluation import benchmarks
 
     with tempfile.TemporaryDirectory() as scratch, working("answering"):
-        output = Path(scratch) / "scores.json"
-        return benchmarks.answer(config, target.export, output, _step(target))
+        return benchmarks.answer(config, export, Path(scratch) / "scores.json", step)
 
 
-def _written(
-    arguments: argparse.Namespace, target: Target
+def _score_samples(
+    arguments: argparse.Namespace, export: Path, run_dir: Path | None, step: int | None
 ) -> tuple[Evaluation, list[GeneratedText]]:
-    """Texts for held-out samples."""
+    """Return scores and texts of held-out samples.
+
+    Raises:
+        ConfigError, DataError: There are no held-out sources or scores, or a source or the export
+            cannot be read.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        held = _held(arguments, target, scratch)
+        file = arguments.recipe or (run_dir and run_dir / "recipe.toml")
+        max_new_tokens = ValidationConfig().max_new_tokens
+        if arguments.data:
+            sources = [SourceConfig(path=path, prompt=arguments.prompt) for path in arguments.data]
+            data = DataConfig(validation=sources, index_cache=scratch)
+            training = TrainingConfig(sequence_length=SEQUENCE_LENGTH)
+        elif file is None:
+            raise ConfigError("nothing to evaluate on: name --data, or a --recipe, or a run")
+        else:
+            recipe = load_recipe(file, []).recipe
+            data = recipe.data
+            training = recipe.training
+            max_new_tokens = recipe.validation.max_new_tokens
+        sources = data.validation
+        if not sources:
+            raise ConfigError(f"{file}: has no held-out source; add a [[data.validation]] table")
+        if arguments.scores:
+            sources = [s.model_copy(update={"scores": arguments.scores}) for s in sources]
+        if not any(source.scores for source in sources):
+            raise ConfigError(
+                "no source says how it is scored: name --scores, or set `scores` in a "
+                f"[[data.validation]] table; known: {', '.join(get_args(Score))}"
+            )
+
         with loading():
             import transformers
 
-            from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
+            from torchmm.extensions.evaluation.exported import write_texts
             from torchmm.extensions.evaluation.samples import source_scores
+            from torchmm.extensions.evaluation.text.opened import Export
 
         transformers.logging.set_verbosity_error()
-        writing = Writing(
-            arguments.samples,
-            arguments.max_new_tokens or held.validation.max_new_tokens,
-            arguments.batch_size,
-        )
         with working("answering"):
-            texts = write_texts(Export.read(target.export), held.data, held.training, writing)
-    scores = source_scores(texts, held.data.validation)
-    samples = dict(Counter(text.source for text in texts))
-    return Evaluation(str(target.export), _step(target), scores, samples), texts
+            texts = write_texts(
+                Export.read(export),
+                data.model_copy(update={"validation": sources}),
+                training,
+                samples=arguments.samples,
+                max_new_tokens=arguments.max_new_tokens or max_new_tokens,
+                batch_size=arguments.batch_size,
+            )
+    counts = dict(Counter(text.source for text in texts))
+    return Evaluation(str(export), step, source_scores(texts, sources), counts), texts
 
 
 def _parser(prog: str | None) -> argparse.ArgumentParser:
@@ -140,73 +194,3 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="questions of each task")
     add("--json", type=Path, metavar="FILE", help="where scores and texts go besides")
     return parser
-
-
-def _target(model: Path, export: str) -> Target:
-    if not (model / "recipe.toml").is_file():
-        return Target(model, None)
-    directory = model / export
-    if not directory.is_dir():
-        found = sorted(p.name for p in model.glob("hf*") if p.is_dir()) or ["none"]
-        raise ConfigError(
-            f"{directory}: no such export; there are: {', '.join(found)}. `torchmm "
-            "export` writes one of a checkpoint"
-        )
-    return Target(directory, model)
-
-
-def _held(arguments: argparse.Namespace, target: Target, scratch: str) -> HeldOutData:
-    """Held-out sources, and how they are to be scored."""
-    if arguments.data:
-        sources = [SourceConfig(path=path, prompt=arguments.prompt) for path in arguments.data]
-        data = DataConfig(validation=sources, index_cache=scratch)
-        held = HeldOutData(
-            data, TrainingConfig(sequence_length=SEQUENCE_LENGTH), ValidationConfig()
-        )
-    else:
-        file = arguments.recipe or (target.run_dir and target.run_dir / "recipe.toml")
-        if file is None:
-            raise ConfigError("nothing to evaluate on: name --data, or a --recipe, or a run")
-        recipe = load_recipe(file, []).recipe
-        held = HeldOutData(recipe.data, recipe.training, recipe.validation)
-    sources = held.data.validation
-    if not sources:
-        raise ConfigError(f"{file}: has no held-out source; add a [[data.validation]] table")
-    if arguments.scores:
-        sources = [s.model_copy(update={"scores": arguments.scores}) for s in sources]
-    if not any(source.scores for source in sources):
-        raise ConfigError(
-            "no source says how it is scored: name --scores, or set `scores` in a "
-            f"[[data.validation]] table; known: {', '.join(get_args(Score))}"
-        )
-    return held._replace(data=held.data.model_copy(update={"validation": sources}))
-
-
-def _step(target: Target) -> int | None:
-    """After which the export was written, as its card says."""
-    card = target.export / "README.md"
-    found = re.search(r"^- step ([\d,]+) of", card.read_text(), re.M) if card.is_file() else None
-    return int(found[1].replace(",", "")) if found else None
-
-
-def _show(evaluation: Evaluation) -> None:
-    after = "" if evaluation.step is None else f" after step {evaluation.step}"
-    table = Table(title=f"{evaluation.export}{after}", title_justify="left")
-    table.add_column("source")
-    table.add_column("score")
-    table.add_column("value", justify="right")
-    table.add_column("samples", justify="right")
-    for name, value in evaluation.scores.items():
-        source, _, kind = name.rpartition("/")
-        table.add_row(source, kind, f"{value:.4f}", str(evaluation.samples.get(source, "")))
-    make_console().print(table)
-
-
-def _keep(
-    evaluation: Evaluation, texts: Sequence[GeneratedText], target: Target, file: Path | None
-) -> None:
-    if target.run_dir is not None:
-        append_evaluation(target.run_dir, evaluation)
-    if file is not None:
-        content = {**asdict(evaluation), "texts": [asdict(text) for text in texts]}
-        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")

@@ -259,7 +259,7 @@ class Imbalance(NamedTuple):
     """As executed."""
 
     def figures(self, name: str) -> dict[str, float]:
-        """Return the figures of `StepRecord`."""
+        """Return the metrics of a step record."""
         return {f"{name}_imbalance": self.after, f"{name}_imbalance_before": self.before}
 
 

@@ -1,16 +1,4 @@
-"""Small files that nobody ever sees half written: not a reader, not the run after a crash.
-
-`Handover` uses that to hand the newest of something to another process; neither side ever waits
-for the other.
-
-    newest = Handover(directory / "plan")
-    newest.put({"numbers": numbers})    one process, as often as it likes
-    newest.get()                        the other one: what was put last, as a whole
-
-It is a file of arrays, replaced as a whole. Rejected: a pipe, which holds about 200 KB: to write
-more, such as the plan of one large step, blocks until the other side reads, and a reader must first
-read everything that is out of date. Rejected: shared memory, whose size must be known beforehand.
-"""
+"""Small files that nobody ever sees half written: not a reader, not the run after a crash."""
 
 from __future__ import annotations
 
@@ -19,14 +7,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-import numpy as np
-from numpy.typing import NDArray
 
 _COPY_BYTES = 16 << 20
 _UNSAFE_PARTS = ("", ".", "..")
@@ -177,37 +162,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-Arrays = Mapping[str, NDArray[Any]]
-
-
-class Handover:
-    """One of its two sides.
-
-    Args:
-        path: of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._unfinished = path.with_name(path.name + ".part")
-
-    def put(self, arrays: Arrays) -> None:
-        """Replaces what was put before.
-
-        Raises:
-            OSError: the file cannot be written; the directory may be gone.
-        """
-        named: dict[str, Any] = dict(arrays)
-        with self._unfinished.open("wb") as file:
-            np.savez(file, **named)
-        self._unfinished.replace(self._path)
-
-    def get(self) -> Arrays | None:
-        """What was put last; None if nothing was."""
-        try:
-            with np.load(self._path, allow_pickle=False) as found:
-                return dict(found)
-        except FileNotFoundError:
-            return None

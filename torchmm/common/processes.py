@@ -56,10 +56,6 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a read that do
 
 NICENESS = 19
 """Of processes that others go before."""
-BESIDE_FROM_MS = 5.0
-"""Processor time of work that every step needs, twice in a row, from which on a process does it
-beside training: asking a process and taking what it has found would cost as much as less."""
-
 
 SHARED_MEMORY = "/dev/shm"
 """Where data workers hand over tensors."""
@@ -135,28 +131,6 @@ def allow_open_files() -> int:
     return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
-class StepWork:
-    """What a thread does anew in every step, and whether a process beside training should.
-
-    Attributes:
-        cpu_ms: processor time of the last time.
-        worth_a_process: whether the last two times took `BESIDE_FROM_MS`.
-    """
-
-    def __init__(self) -> None:
-        self.cpu_ms = 0.0
-        self.worth_a_process = False
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Once more; what raises is not counted."""
-        begin_s = time.thread_time()
-        yield
-        cpu_ms = 1e3 * (time.thread_time() - begin_s)
-        self.worth_a_process = min(cpu_ms, self.cpu_ms) >= BESIDE_FROM_MS
-        self.cpu_ms = cpu_ms
-
-
 def fork_server() -> Any:
     """Multiprocessing context whose server has imported the data code (and, from Python 3.13 on,
     the main module)."""
@@ -186,11 +160,6 @@ def make_worker_setup() -> Callable[[int], None]:
     alive, ours = multiprocessing.Pipe(duplex=False)
     atexit.register(_end_all, ours)  # before multiprocessing joins its children at exit
     return WorkerSetup(alive)
-
-
-def workers_of(steps: Iterator[Any]) -> list[BaseProcess]:
-    """The worker processes of a DataLoader's iterator, in the order of their turns."""
-    return list(getattr(steps, "_workers", []))
 
 
 def end_workers(workers: Sequence[BaseProcess]) -> None:
@@ -243,6 +212,17 @@ def yield_to_others(idle: bool) -> None:
     if idle and hasattr(os, "SCHED_IDLE"):
         with suppress(OSError):  # not everywhere allowed
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def restore_priority(pid: int) -> None:
+    """Give a process that called `yield_to_others` the time to exit on a busy machine.
+
+    Without privileges its niceness stays.
+    """
+    with suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, pid, 0)
 
 
 def keep_freed_memory() -> bool:

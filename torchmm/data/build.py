@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from torchmm.common.errors import ConfigError
 from torchmm.common.generated import GeneratorSpec
 from torchmm.common.processes import allow_open_files
 from torchmm.common.row_slices import Reads
-from torchmm.data.loader import Loader, StepQueue
+from torchmm.data.loader import Loader
+from torchmm.data.nodes import State
 from torchmm.data.samples import find_samples, make_remote_decoder
 from torchmm.data.sources.open import Samples
 from torchmm.data.sources.sample_set import SampleSet
@@ -76,7 +77,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     rank = data_parallel_rank
     position = Position(rank, data_parallel_size, state, arrange, resume_changed, balance)
     return Loader(
-        StepQueue(_steps_of(samples, data, training, position), rank),
+        partial(_plan_steps, samples, data, training, position),
         samples.decoder.for_rank(reads),
         samples,
         data,
@@ -87,17 +88,24 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
     )
 
 
-def _steps_of(
-    samples: SampleSet, data: DataConfig, training: TrainingConfig, position: Position
-) -> Callable[[], Steps]:
-    """Return what plans steps; if they are arranged or balanced, in another process as soon as
-    that is worth it."""
+def _plan_steps(
+    samples: SampleSet,
+    data: DataConfig,
+    training: TrainingConfig,
+    position: Position,
+    state: State | None,
+) -> Steps:
+    """Return the steps after a data state. None for the position of the run.
+
+    Steps that are reordered or balanced are planned in another process if that is faster.
+    """
+    if state is not None:
+        position = position._replace(state=state, resume_changed=False)
     is_natural = position.arrange is None and position.balance is None
-    if is_natural or not data.workers or not isinstance(samples, Samples):
-        return partial(samples.sequence, data, training, position)
-    if samples.streamed:  # and can be read by one process only
-        return partial(samples.sequence, data, training, position)
-    return partial(StepsBeside, partial(samples.order.sequence, data, training), position)
+    # Streams can be read by one process only.
+    if is_natural or not data.workers or not isinstance(samples, Samples) or samples.streamed:
+        return samples.sequence(data, training, position)
+    return StepsBeside(partial(samples.order.sequence, data, training), position)
 
 
 def _prepare(training: TrainingConfig, rank: int, data_parallel_size: int) -> None:

@@ -11,7 +11,7 @@ from torchmm.common.processes import ignore_signals
 ignore_signals()
 
 gc.disable()  # imports create a million objects and no garbage
-import torchmm.data.decode  # noqa: E402, F401
+import torchmm.data.nodes  # noqa: E402, F401
 
 gc.freeze()  # no worker looks for garbage there, which would also copy the pages they share
 gc.enable()

@@ -20,12 +20,12 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.changes import changes, short
 from torchmm.data.files.remote import AnyFile
 from torchmm.data.files.sample_files import open_regular
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, data_of
+from torchmm.recipe.changes import changes, short
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -68,7 +68,7 @@ class SamplesDigest:
         for file in [*sample.files, *sample.generated_files]:
             if isinstance(file, Tile):
                 if file.number == 0:
-                    self._hash.update(file.of.picture.data)
+                    self._hash.update(file.of.data)
                 continue
             if not isinstance(file, ClipFrames):
                 self._hash.update(data_of(file))

@@ -1,9 +1,8 @@
-"""The loader: plans steps in the training process, decodes them in workers, hands out batches.
+"""Loader: yields the batches of one data-parallel rank.
 
-PyTorch's plain `DataLoader` does the transport: its sampler yields planned steps instead of
-integers. torchdata's StatefulDataLoader was rejected: it saves the state of every worker, which
-makes the checkpoint depend on the number of workers and the depth of prefetching; here the state
-travels with the batch it belongs to, so neither matters.
+A chain of `torchdata.nodes` plans and decodes steps (`torchmm.data.nodes`). The loader limits the
+time of a wait, describes failures, reports corrupt samples, and saves the data state of a step in
+its batch. Resuming is exact for any number of workers and any depth of prefetching.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,27 +20,19 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import DataError
-from torchmm.common.processes import (
-    MORE_SHARED_MEMORY,
-    SHARED_MEMORY,
-    describe_state,
-    end_workers,
-    fork_server,
-    make_worker_setup,
-    workers_of,
-)
+from torchmm.common.processes import MORE_SHARED_MEMORY, SHARED_MEMORY, end_workers
 from torchmm.common.row_slices import BalancedMicrobatch
 from torchmm.data.corrupt import SHOWN
 from torchmm.data.decode import DecodedStep, StepDecoder
-from torchmm.data.items import BalancedShare, EncodedImages, PackItems
+from torchmm.data.items import EncodedImages, PackItems
+from torchmm.data.nodes import DecodedSteps, Overdue, State, Waiting, rank_share
 from torchmm.data.rows import sample_name
 from torchmm.data.sources.sample_set import SampleSet
 from torchmm.data.steps.step_packs import Steps, StepSamples
-from torchmm.data.waiting import Overdue, Waiting
 from torchmm.recipe.data_section import DataConfig
 
 STOP_GRACE_S = 5.0
@@ -92,86 +83,23 @@ class StepBatch:
         return sum(count.total() for count in counts.values()) if counts else None
 
 
-class StepQueue(Sampler[list[list[PackItems]] | BalancedShare]):
-    """Steps planned and not yet trained on; yields this rank's share of each to the DataLoader.
-
-    Args:
-        begin: what is planned from the starting position on.
-        rank: this data-parallel rank.
-    """
-
-    def __init__(self, begin: Callable[[], Steps], rank: int) -> None:
-        self._begin = begin
-        self._rank = rank
-        self._steps = begin()
-        # Two readers run ahead of training by different distances: the DataLoader, which
-        # prefetches, and `peek`, for planning. Steps stay here until training takes them; `_handed`
-        # counts those that the DataLoader already has.
-        self._upcoming: deque[StepSamples] = deque()
-        self._handed = 0
-
-    def __iter__(self) -> Iterator[list[list[PackItems]] | BalancedShare]:
-        self.close()
-        self._steps = self._begin()
-        self._upcoming.clear()
-        self._handed = 0
-        while self._handed < len(self._upcoming) or self._plan_one():
-            self._handed += 1
-            yield rank_share(self._upcoming[self._handed - 1], self._rank)
-
-    @property
-    def notice(self) -> str:
-        """What to report about the starting position."""
-        return self._steps.notice
-
-    def peek(self) -> StepSamples | None:
-        """The next step to be trained on; None at the end."""
-        return self._upcoming[0] if self._upcoming or self._plan_one() else None
-
-    @property
-    def known(self) -> StepSamples | None:
-        """The same, if it is planned already."""
-        return self._upcoming[0] if self._upcoming else None
-
-    def close(self) -> None:
-        """Ends what plans steps elsewhere."""
-        self._steps.close()
-
-    def pop(self) -> StepSamples:
-        """Take the next step off the queue."""
-        self._handed -= 1
-        return self._upcoming.popleft()
-
-    def _plan_one(self) -> bool:
-        plan = next(self._steps, None)
-        if plan is not None:
-            self._upcoming.append(plan)
-        return plan is not None
-
-
-def rank_share(step: StepSamples, rank: int) -> list[list[PackItems]] | BalancedShare:
-    """Return the part of a step that a rank decodes."""
-    packs = step.ranks[rank]
-    return packs if step.encoded is None else BalancedShare(packs, step.encoded(rank))
-
-
 class Loader:
-    """Iterable of `StepBatch`; every iteration begins at the position the loader was built with.
+    """Iterable of `StepBatch`. Every iteration begins at the position that it was built with.
 
     Args:
-        queue: planned steps.
-        decoder: decodes them.
-        samples: what they consist of.
-        data: workers and prefetching.
-        sequence_length: tokens of a pack.
-        rank: this data-parallel rank.
-        pin_memory: whether batches are to be in page-locked memory.
-        remote: asks producers instead of decoding here.
+        begin: Plans steps after a data state. None for the position of the run.
+        decoder: Decodes steps.
+        samples: Samples of the steps.
+        data: Number of workers, prefetching and timeouts.
+        sequence_length: Tokens of a packed sequence.
+        rank: Data-parallel rank.
+        pin_memory: Whether to copy batches to page-locked memory.
+        remote: Requests decoded steps from producers. None to decode on this machine.
     """
 
     def __init__(
         self,
-        queue: StepQueue,
+        begin: Callable[[State | None], Steps],
         decoder: StepDecoder,
         samples: SampleSet,
         data: DataConfig,
@@ -180,9 +108,16 @@ class Loader:
         pin_memory: bool,
         remote: Dataset[DecodedStep] | None = None,
     ) -> None:
-        if queue.notice and rank == 0:
-            logger.warning("%s", queue.notice)
-        self._queue = queue
+        self._steps = DecodedSteps(
+            begin,
+            remote or decoder,
+            rank,
+            workers=data.workers,
+            prefetch=data.prefetch,
+            pin_memory=pin_memory,
+        )
+        if self._steps.notice and rank == 0:
+            logger.warning("%s", self._steps.notice)
         self._decoder = decoder
         self._samples = samples
         self._feeds = samples.feeds()
@@ -193,7 +128,6 @@ class Loader:
         """By source."""
         self._logged_counts: dict[tuple[str, str], int] = {}
         """Logged counts of samples of streams, by source and description."""
-        self._workers = data.workers
         self._prefetched = data.workers * data.prefetch
         self._memory_checked = False
         self._timeout_s = data.timeout_s
@@ -202,19 +136,6 @@ class Loader:
         self._pin_memory = pin_memory
         self.overdue = ""
         """What `batches` gave up waiting for when it was asked to stop."""
-        self._loader = DataLoader(
-            remote or decoder,
-            batch_size=None,
-            sampler=queue,
-            num_workers=data.workers,
-            prefetch_factor=data.prefetch if data.workers else None,
-            persistent_workers=data.workers > 0,
-            multiprocessing_context=fork_server() if data.workers else None,
-            collate_fn=_shared if data.workers else _same,
-            worker_init_fn=make_worker_setup() if data.workers else None,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # iter() draws a seed: not from the training's generator
-        )
 
     @property
     def samples_per_pass(self) -> int:
@@ -241,26 +162,22 @@ class Loader:
             DataError: a step's samples did not arrive in `data.timeout_s`, their worker died, or
                 they could not be prepared.
         """
-        # The wait is in a thread, because a read that blocks for ever must not keep this one from
-        # noticing the time limit or a stop signal; see `torchmm.data.waiting`.
-        steps = iter(self._loader)
+        self._steps.reset()
         self._check_shared_memory()  # Workers have only started, and have written nothing.
         device = torch.cuda.current_device() if self._pin_memory else None
-        waiting = Waiting(partial(next, steps, None), partial(_use_device, device))
-        number = 0
+        waiting = Waiting(partial(next, self._steps, None), partial(_use_device, device))
         try:
-            while (step := self._wait(waiting, asked_to_stop)) is not None:
-                if isinstance(step, Overdue):
-                    self.overdue = self._describe_overdue(step, steps, number)
-                    end_workers(workers_of(steps))  # this process could not exit otherwise
-                    if not step.stopping:
+            while (found := self._wait(waiting, asked_to_stop)) is not None:
+                if isinstance(found, Overdue):
+                    self.overdue = self._describe_overdue(found)
+                    end_workers(self._steps.processes)  # They would keep this process alive.
+                    if not found.stopping:
                         raise DataError(self.overdue)
                     yield None
                     return
+                plan, step = found
                 if step.failure:
                     raise DataError(step.failure)
-                plan = self._queue.pop()
-                number += 1
                 batch = StepBatch(
                     step.microbatches,
                     plan.state,
@@ -278,11 +195,11 @@ class Loader:
                 yield batch
         finally:
             waiting.close()
-            self._queue.close()
+            self._steps.close()
 
     def _check_shared_memory(self) -> None:
         """Warn if all steps that workers of this machine prepare exceed the shared memory."""
-        plan = self._queue.known
+        plan = self._steps.planned
         if self._memory_checked or not self._prefetched or plan is None:
             return
         self._memory_checked = True  # Validation iterates again and again.
@@ -303,18 +220,12 @@ class Loader:
             )
 
     def _wait(
-        self, waiting: Waiting[DecodedStep | None], asked_to_stop: Callable[[], bool]
-    ) -> DecodedStep | Overdue | None:
-        try:
-            return waiting.get(self._timeout_s, asked_to_stop, STOP_GRACE_S)
-        except (RuntimeError, OSError, EOFError) as error:
-            if not _worker_died(error):
-                raise
-            raise DataError(
-                f"a data worker died while the run waited for {self._awaited()} "
-                f"({type(error).__name__}: {error}). If memory ran out, lower data.workers or "
-                "data.prefetch"
-            ) from error
+        self,
+        waiting: Waiting[tuple[StepSamples, DecodedStep] | None],
+        asked_to_stop: Callable[[], bool],
+    ) -> tuple[StepSamples, DecodedStep] | Overdue | None:
+        """Return the next step. None at the end."""
+        return waiting.get(self._timeout_s, asked_to_stop, STOP_GRACE_S, self._steps.find_failure)
 
     def settle(self, batch: StepBatch, corrupt: Mapping[str, str]) -> StepBatch:
         """Return the batch with corrupt samples made blank.
@@ -353,12 +264,12 @@ class Loader:
 
         Available as soon as the previous batch was returned, without waiting for any decoding.
         """
-        plan = self._queue.peek()
+        plan = self._steps.peek()
         return plan.metas(self._sequence_length) if plan else None
 
     def known_metas(self) -> Sequence[list[MicrobatchMeta]] | None:
         """Return `next_metas` if the next step is planned already, else None."""
-        plan = self._queue.known
+        plan = self._steps.planned
         return plan.metas(self._sequence_length) if plan else None
 
     def _report(self, found: list[str]) -> list[str]:
@@ -395,21 +306,21 @@ class Loader:
 
     def _awaited(self) -> str:
         """The samples of the step that comes next."""
-        plan = self._queue.known  # planning it now might take as long again
+        plan = self._steps.planned  # planning it now might take as long again
         if plan is None:
             return "the plan of the next step"
         items = [i for m in plan.ranks[self._rank] for p in m for i in p]
         names = f"{items[0].meta.source}[{items[0].meta.index}]" if items else "nothing"
         return f"{len(items)} samples beginning with {names}"
 
-    def _describe_overdue(self, overdue: Overdue, steps: Iterator[DecodedStep], number: int) -> str:
-        """Who has not delivered step `number` of this iteration: workers take turns."""
-        workers = workers_of(steps)
-        who = "this process (data.workers = 0)"
-        if workers:
-            turn = number % len(workers)
-            pid = workers[turn].pid
-            who = f"data worker {turn} (process {pid}{describe_state(pid)})"
+    def _describe_overdue(self, overdue: Overdue) -> str:
+        """Return which worker has not delivered which samples, and how to fix it."""
+        if overdue.failure:
+            return (
+                f"a data worker died while the run waited for {self._awaited()} "
+                f"({overdue.failure}). If memory ran out, lower data.workers or data.prefetch"
+            )
+        who = self._steps.describe_decoder()
         limit = "" if overdue.stopping else f" (data.timeout_s = {self._timeout_s:g})"
         return (
             f"{who} has not delivered {self._awaited()} for {overdue.waited_s:.0f} s{limit}. Look "
@@ -418,23 +329,7 @@ class Loader:
         )
 
 
-def _worker_died(error: Exception) -> bool:
-    """Whether PyTorch lost a worker, perhaps while receiving tensors from it."""
-    text = str(error)
-    if isinstance(error, RuntimeError):
-        return "exited unexpectedly" in text or "killed by signal" in text
-    return "in DataLoader worker process" not in text
-
-
 def _use_device(device: int | None) -> None:
     """A thread starts on the first device, where page-locking would take memory for a context."""
     if device is not None:
         torch.cuda.set_device(device)
-
-
-def _same(step: Any) -> Any:
-    return step
-
-
-def _shared(step: Any) -> Any:
-    return step.share_memory()

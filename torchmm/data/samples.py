@@ -26,7 +26,8 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.shared_reader import ReaderAddress, ReaderClient
-from torchmm.data.sources.open import make_reader, open_records, open_samples, seed_of
+from torchmm.data.sources.configured import MapSource
+from torchmm.data.sources.open import make_reader, open_buildings, open_samples
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.sample_set import SampleSet
 from torchmm.data.steps.elsewhere import Ask, StepsElsewhere
@@ -94,9 +95,9 @@ def sample_service(data: DataConfig) -> SampleService | None:
 
 
 class Look(Protocol):
-    """Gives samples to people; methods as of `SampleSet`."""
+    """Returns images and texts of samples, see `StepDecoder`."""
 
-    def pictures(self, feed: int, index: int) -> list[Image.Image]: ...
+    def images(self, feed: int, index: int) -> list[Image.Image]: ...
     def references(self, feed: int, index: int) -> tuple[str, ...]: ...
 
 
@@ -110,7 +111,7 @@ class SamplesElsewhere:
         told: `digest` of who opened them.
         prepared: `fingerprint` of these.
         ask: who plans.
-        look: gives pictures and references.
+        look: returns images and references of samples.
         listed: fingerprint by which the producers that decode are known; None: ranks do.
     """
 
@@ -142,7 +143,7 @@ class SamplesElsewhere:
 
     def pictures(self, feed: int, index: int) -> list[Image.Image]:
         """Images and frames of a sample, to be shown."""
-        return self.look.pictures(feed, index)
+        return self.look.images(feed, index)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:
         """All that people have written for a sample."""
@@ -178,15 +179,20 @@ def find_samples(
             validation=validation,
             generator_spec=generator_spec,
         )
-    seed = seed_of(training, validation)
-    reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
+    reader = make_reader(
+        data, training, text_spec, image_specs, tokenizer, generator_spec, validation
+    )
     if streams is not None:
         # Before it is asked: what has to be measured is measured here, where progress is shown.
-        records = open_records(data, training, reader, tokenizer, validation)
+        records: list[MapSource | None] = []
+        for _, _, building in open_buildings(data, training, reader, tokenizer, validation):
+            if building is not None:
+                building.load()
+            records.append(None if building is None else building.source)
         client = ReaderClient(streams, validation, data.timeout_s)
         names, told = client.describe()
         decoder = StepDecoder(reader, records, training.sequence_length)
-        return SamplesElsewhere(names, decoder, told, "", client.part, client)
+        return SamplesElsewhere(names, decoder, told, "", client.part, decoder)
     service = sample_service(data)
     assert service is not None, "recipe checks require producers for data.producers.plan"
     return service.find_samples(training, reader, tokenizer, validation)

@@ -72,15 +72,20 @@ def apply_activation_checkpoint(
     compiled = _compilers(module, compilation)
     selective = _compilers(module, compilation if tuned else None, "selective")
     for index, layer in enumerate(module.layers):
+        # Layers of other modules may read trained tensors besides their first argument.
+        is_frozen = module.kind == "encoder" and not any(
+            parameter.requires_grad for parameter in layer.parameters()
+        )
+        recomputing = partial(_recomputing, is_frozen=is_frozen)
         if tuned:
-            ways = _ways(layer.forward, compiled[index], selective[index], inputs)
+            ways = _ways(layer.forward, recomputing, compiled[index], selective[index], inputs)
             if is_eager_on_cuda:
                 ways["selective"] = ways["full"]
             layer.forward = _choosing(ways, module.layer_modes, index)
         elif mode != "none":
-            recomputing = _recomputing(layer.forward, _settings(mode))
-            full = _recomputing(layer.forward, _settings("full"))
-            layer.forward = compiled[index](recomputing, full)
+            chosen = recomputing(layer.forward, _settings(mode))
+            full = recomputing(layer.forward, _settings("full"))
+            layer.forward = compiled[index](chosen, full)
         elif compilation is not None:
             layer.forward = compiled[index](layer.forward, layer.forward)
 
@@ -90,12 +95,8 @@ def _compilers(
 ) -> list[Callable[[Forward, Forward], Forward]]:
     """Return one function per layer that compiles a forward, see `LayerKind.compiled`."""
     if compilation is None:
-        return [_as_it_is] * len(module.layers)
+        return [lambda forward, _: forward] * len(module.layers)
     return [kind.compiled for kind in compilation.kinds(module, way)]
-
-
-def _as_it_is(forward: Forward, _: Forward) -> Forward:
-    return forward
 
 
 def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
@@ -130,6 +131,7 @@ def _settings(mode: str) -> dict[str, Any]:
 
 def _ways(
     forward: Forward,
+    recomputing: Callable[[Forward, dict[str, Any]], Forward],
     compiled: Callable[[Forward, Forward], Forward],
     selective: Callable[[Forward, Forward], Forward],
     inputs: HostInputs,
@@ -140,11 +142,11 @@ def _ways(
     Selective recomputation chooses among operators, so it is inside of a separate graph.
     """
     plain = compiled(forward, forward)
-    full = _recomputing(forward, _settings("full"))
+    full = recomputing(forward, _settings("full"))
     return {
         "none": plain,
-        "selective": selective(_recomputing(forward, _settings("selective")), full),
-        "full": _recomputing(plain, _settings("full")),
+        "selective": selective(recomputing(forward, _settings("selective")), full),
+        "full": recomputing(plain, _settings("full")),
         "offload": _offloading(plain, inputs),
     }
 
@@ -156,10 +158,23 @@ def _choosing(ways: dict[str, Forward], modes: list[str], index: int) -> Forward
     return choosing_forward
 
 
-def _recomputing(forward: Forward, settings: dict[str, Any]) -> Forward:
+def _recomputing(forward: Forward, settings: dict[str, Any], *, is_frozen: bool) -> Forward:
+    """Return a forward whose operators run again in backward.
+
+    Args:
+        forward: Forward of a layer.
+        settings: Keyword arguments of `checkpoint`.
+        is_frozen: Whether the layer needs no backward if its first argument needs none.
+    """
+
     # Not a partial of `checkpoint`: torch.compile starts at functions outside of torch only.
-    def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **settings, **kwargs)
+    def recomputing_forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Without a backward there is nothing to recompute. torch 2.13 cannot compile `checkpoint`
+        # around attention there: it rejects operators with random numbers.
+        has_backward = torch.is_grad_enabled() and (hidden.requires_grad or not is_frozen)
+        if not has_backward:
+            return forward(hidden, *args, **kwargs)
+        return checkpoint(forward, hidden, *args, **settings, **kwargs)
 
     return recomputing_forward
 

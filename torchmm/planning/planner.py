@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.pipelining.plan.plan import PipelinePlan
@@ -17,22 +17,15 @@ Upcoming = Callable[[], Metas | None]
 """
 
 
-@dataclass(frozen=True)
-class PlanStatistics:
-    """Metrics of planning one step. Fields have the names of metrics. None if unknown."""
-
-    predicted_ms: float | None = None
-    planner: str | None = None
-    planner_ms: float | None = None
-    planner_evaluations: int | None = None
-    gain_over_natural: float | None = None
-
-
 class StepPlan(NamedTuple):
-    """The plan of a step and the metrics of planning it."""
+    """The plan of a step."""
 
     plan: PipelinePlan
-    statistics: PlanStatistics
+    statistics: Mapping[str, Any] = MappingProxyType({})
+    """Metrics of planning the step by their names in `torchmm.training.metrics`.
+
+    Only the rank that planned the step has them.
+    """
 
 
 class Planner:

@@ -45,7 +45,6 @@ from torchmm.recipe.schedules import find_schedule
 from torchmm.recipe.sizes import MeshSizes
 from torchmm.recipe.training_section import (
     COMPACT,
-    CheckpointConfig,
     limit_bytes,
     optimizer_entry,
 )
@@ -73,8 +72,7 @@ def find_problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
         *check_generator(recipe),
         *check_adapters(recipe),
         *check_validation(recipe),
-        *_check_module_names(recipe),
-        *_check_frozen(recipe),
+        *_check_modules(recipe),
         *_check_data(recipe),
         *_check_layout(recipe, world_size),
         *check_tensor(recipe),
@@ -128,18 +126,23 @@ def module_names(recipe: Recipe) -> list[str]:
 
 
 def _check_run(recipe: Recipe) -> Problems:
+    """Yield problems of the name of the run and of its checkpoints."""
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", recipe.name):
         text = "must be a plain directory name; use letters, digits, '-', '_' and '.'"
         yield Problem("name", recipe.name, text)
-    yield from _check_checkpoint(recipe.checkpoint)
-
-
-def _check_checkpoint(checkpoint: CheckpointConfig) -> Problems:
-    yield from _check_resume(checkpoint.resume)
-    upload = checkpoint.upload
-    staging = checkpoint.staging
+    yield from _check_resume(recipe.checkpoint.resume)
+    upload = recipe.checkpoint.upload
+    staging = recipe.checkpoint.staging
     if upload is not None:
-        yield from _check_upload(upload)
+        yield from _check_address("checkpoint.upload", upload)
+        if not upload or set("*?[") & set(upload):
+            text = "is no folder: it is empty or has wildcards; name one"
+            yield Problem("checkpoint.upload", upload, text)
+        elif upload.lower().startswith("memory://"):
+            text = "ends with the process that writes to it; use a bucket or a directory"
+            yield Problem("checkpoint.upload", upload, text)
+        elif not is_address(upload):
+            yield from _local_directory("checkpoint.upload", upload)[1]
     elif staging is not None:
         text = "needs checkpoint.upload: what one node has on its own disk is no whole checkpoint"
         yield Problem("checkpoint.staging", staging, text, ("checkpoint.upload",))
@@ -161,32 +164,12 @@ def _check_resume(resume: str) -> Problems:
             yield Problem("checkpoint.resume", resume, text)
 
 
-def _check_upload(upload: str) -> Problems:
-    yield from _check_address("checkpoint.upload", upload)
-    if not upload or set("*?[") & set(upload):
-        text = "is no folder: it is empty or has wildcards; name one"
-        yield Problem("checkpoint.upload", upload, text)
-    elif upload.lower().startswith("memory://"):
-        text = "ends with the process that writes to it; use a bucket or a directory"
-        yield Problem("checkpoint.upload", upload, text)
-    elif not is_address(upload):
-        yield from _local_directory("checkpoint.upload", upload)[1]
-
-
 def _local_directory(key: str, path: str) -> tuple[Path | None, list[Problem]]:
     """Return the path that a value names, or None and why it names none."""
     try:
         return local_path(path), []
     except ValueError as error:
         return None, [Problem(key, path, str(error))]
-
-
-def _check_module_names(recipe: Recipe) -> Problems:
-    yield from check_names(recipe, "freeze.modules", recipe.freeze.modules)
-    yield from check_names(recipe, "compile.modules", recipe.compile.modules)
-    yield from check_names(recipe, "optimizer.module_lr", recipe.optimizer.module_lr)
-    checkpointed = recipe.activation_checkpoint.modules
-    yield from check_names(recipe, "activation_checkpoint.modules", checkpointed)
 
 
 def check_names(recipe: Recipe, key: str, names: Iterable[str]) -> Problems:
@@ -198,8 +181,14 @@ def check_names(recipe: Recipe, key: str, names: Iterable[str]) -> Problems:
             yield Problem(key, name, text, ("model",))
 
 
-def _check_frozen(recipe: Recipe) -> Problems:
+def _check_modules(recipe: Recipe) -> Problems:
+    """Yield names that are not modules, and problems of frozen modules."""
     frozen = recipe.freeze.modules
+    yield from check_names(recipe, "freeze.modules", frozen)
+    yield from check_names(recipe, "compile.modules", recipe.compile.modules)
+    yield from check_names(recipe, "optimizer.module_lr", recipe.optimizer.module_lr)
+    checkpointed = recipe.activation_checkpoint.modules
+    yield from check_names(recipe, "activation_checkpoint.modules", checkpointed)
     if set(module_names(recipe)) <= set(frozen) and not recipe.adapters:
         text = "leaves nothing to train; take at least one module out"
         yield Problem("freeze.modules", frozen, text, ("model",))

@@ -87,13 +87,10 @@ def check_generator(recipe: Recipe) -> Problems:
     if GENERATOR in recipe.model.encoders:
         text = "is the name of the module after the LLM; give the encoder another name"
         yield Problem(f"model.encoders.{GENERATOR}", NO_VALUE, text)
-    if recipe.model.generator is None:
-        yield from _check_without_generator(recipe)
-    elif find_entry("generators", "module") is None:
-        yield Problem(SECTION, NO_VALUE, NOT_INSTALLED.format("generation"))
-
-
-def _check_without_generator(recipe: Recipe) -> Problems:
+    if recipe.model.generator is not None:
+        if find_entry("generators", "module") is None:
+            yield Problem(SECTION, NO_VALUE, NOT_INSTALLED.format("generation"))
+        return
     for key, sources in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
         for index, source in enumerate(sources):
             if source.generate is not None:

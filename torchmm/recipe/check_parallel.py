@@ -39,12 +39,6 @@ def check_pipeline(recipe: Recipe) -> Problems:
     yield from _check_context(recipe)
 
 
-def check_tensor(recipe: Recipe) -> Problems:
-    """Everything about layers whose products are split over ranks."""
-    yield from _check_overlap(recipe)
-    yield from _check_heads(recipe)
-
-
 def _check_schedule(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     name, pipeline = parallel.schedule, unit_sizes(parallel, "llm")["pipeline"]
@@ -265,22 +259,18 @@ def _layers(config: Any) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _check_overlap(recipe: Recipe) -> Problems:
-    """Yield a problem if no installed extension has `parallel.async_tensor_parallel`."""
+_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads")
+
+
+def check_tensor(recipe: Recipe) -> Problems:
+    """Yield problems of tensor parallelism: its overlap, and heads of inline configs."""
+    model = recipe.model
     parallel = recipe.parallel
     entries = find_entries("parallel_styles")
     if parallel.async_tensor_parallel and not any(entry.is_used(parallel) for entry in entries):
         text = 'the extension "async_tp" is not installed'
         yield Problem("parallel.async_tensor_parallel", True, text)
 
-
-_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "encoder_attention_heads")
-
-
-def _check_heads(recipe: Recipe) -> Problems:
-    """Tensor parallelism splits attention by heads: inline configs say how many there are."""
-    model = recipe.model
-    parallel = recipe.parallel
     configs: dict[str, tuple[Any, str]] = {"model.config": (model.config, "llm")}
     configs["model.llm.config"] = (model.llm and model.llm.config, "llm")
     for name, encoder in model.encoders.items():

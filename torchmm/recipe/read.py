@@ -87,7 +87,10 @@ def load_recipe(
         _merge_layer(table, content, str(file), origins, problems)
     given: Table = {}
     for key_path, value in _parse_overrides(overrides, problems):
-        _merge(given, _nest(key_path, value), COMMAND_LINE, {})
+        nested = value
+        for key in reversed(key_path):
+            nested = {key: nested}
+        _merge(given, nested, COMMAND_LINE, {})
     _merge_layer(table, given, COMMAND_LINE, origins, problems)
     if problems:  # files missing or unreadable: anything further would be a consequence
         raise ConfigError(problems)
@@ -297,12 +300,6 @@ def _split_key(key: str) -> tuple[list[str], Any]:
     return path, annotation
 
 
-def _nest(path: list[str], value: Any) -> Table:
-    for key in reversed(path):
-        value = {key: value}
-    return dict(value)
-
-
 def _merge_layer(
     target: Table, layer: Table, origin: str, origins: dict[str, str], problems: list[str]
 ) -> None:
@@ -338,15 +335,12 @@ def _merge(
 def _origin(key: str, origins: dict[str, str], default: str) -> str:
     """Where a key was set: its own origin, else that of a table around it, else of one inside."""
     plain = without_indices(key)
-    for around in [plain, *_parents(plain)]:
+    around = plain
+    while around:
         if around in origins:
             return origins[around]
+        around = around.rpartition(".")[0]
     return next((o for k, o in origins.items() if k.startswith(plain + ".")), default)
-
-
-def _parents(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1)]
 
 
 def _validate(table: Table) -> tuple[Recipe, list[Problem]]:

@@ -22,7 +22,7 @@ from torchmm.parallel.health.non_finite import where_non_finite
 from torchmm.parallel.health.peers import Health, check_finite
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.training.parts import RunParts
-from torchmm.training.step import StepLosses, StepOutcome, gather_corrupt_samples
+from torchmm.training.step import StepOutcome, gather_corrupt_samples
 
 
 class StepTotals(NamedTuple):
@@ -132,8 +132,8 @@ def check_losses(
     mesh: ParallelMesh,
     health: Health,
     run_again: Callable[[], StepOutcome],
-) -> StepLosses:
-    """Wait for the device and return the losses of a step.
+) -> dict[str, float | None]:
+    """Wait for the device and return the metrics of `copy_losses` over all ranks.
 
     Args:
         step: number of the step.
@@ -158,4 +158,10 @@ def check_losses(
         where = where_non_finite(model, run_again)
         raise NonFiniteError(f"{error}. Where: {where}") from None
     loss, _, text, image = (sum(column) for column in zip(*rows, strict=True))
-    return StepLosses(loss, text, image, grad_norm, load or None)
+    return {
+        "loss": loss,
+        "loss_text": text,
+        "loss_image": image,
+        "grad_norm": grad_norm,
+        "expert_load": load or None,
+    }

@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.dtypes import DTYPES
@@ -30,15 +29,14 @@ from torchmm.training.checkpoint.load import Restored
 from torchmm.training.checkpoint.manager import CheckpointManager
 from torchmm.training.data_build import build_arrangements, build_data, log_data, open_data
 from torchmm.training.ending import Status, write_status
-from torchmm.training.metrics import MetricsRecorder
 from torchmm.training.model_build import ModelCut, fill_model
 from torchmm.training.optim import build_optimizer, describe_schedule_change
 from torchmm.training.optimizers.average import WeightAverage
-from torchmm.training.optimizers.optimizer import RunOptimizer
 from torchmm.training.parts import RunParts
 from torchmm.training.planners.table import build_planner
 from torchmm.training.ranks import compare_choices, prepare_ranks, seed_rank
 from torchmm.training.report import print_summary
+from torchmm.training.tracking.recorder import MetricsRecorder
 
 
 def build_run(
@@ -81,32 +79,54 @@ def build_run(
         learns = model.llm.embedding.weight.requires_grad
         if warning := untrained_tokens(recipe.model, tokenizer, trains_embeddings=learns):
             logger.warning(warning)
-    data = open_data(run, model, tokenizer, streams)  # before weights: missing data fail quickly
+    # Data are opened before weights, so that missing files are reported quickly.
+    samples, held_out = open_data(run, model, tokenizer, streams)
     if mesh.rank == 0:
-        log_data(run, model, data.training, logger)
+        log_data(run, model, samples, logger)
     pipeline, compilation = fill_model(run, model, mesh, cut)
-    optimizer = _optimizer(run, model)
+    optimizer = build_optimizer(
+        model,
+        module_of,
+        recipe.optimizer,
+        model.tied_copy_parameters(),
+        model.layer_matrices(),
+        DTYPES[recipe.training.dtype],
+    )
     decay = recipe.training.ema_decay
     average = None if decay is None else WeightAverage(model, decay)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     restored = checkpoints.resume(model, optimizer, restarted, average)
     step = _step_after(restored, run, mesh, logger)
-    recorder = _recorder(run, run_dir, step, console, logger) if mesh.rank == 0 else None
+    recorder = None
+    if mesh.rank == 0:
+        with working("opening records and trackers"):
+            recorder = MetricsRecorder(
+                recipe.metrics,
+                run_dir,
+                name=recipe.name,
+                steps=recipe.training.steps,
+                start_step=step,
+                recipe=recipe.model_dump(),
+                console=console,
+                log=logger,
+            )
+    reorder, balance = build_arrangements(run, pipeline.descriptions, cut, mesh.device)
     loader = build_data(
         run,
         model,
         tokenizer,
         mesh,
         state=restored.state["data"] if restored else None,
-        arrangements=build_arrangements(run, pipeline.descriptions, cut, mesh.device),
-        samples=data.training,
+        reorder=reorder,
+        balance=balance,
+        samples=samples,
         reads=pipeline.reads,
     )
     # Built last, because it may start a process, which the training loop closes.
     planner = build_planner(run, pipeline, mesh, logger)
     return RunParts(
         run, run_dir, logger, mesh, tokenizer, model, pipeline, compilation, planner, optimizer,
-        average, checkpoints, restored, loader, data.held_out, recorder,
+        average, checkpoints, restored, loader, held_out, recorder,
     )  # fmt: skip
 
 
@@ -131,13 +151,6 @@ def open_checkpoints(
     return CheckpointManager(
         recipe.checkpoint, run_dir, logger, mesh.sizes, digest, table, directory, recipe.data
     )
-
-
-def _optimizer(run: Resolved, model: MultimodalModel) -> RunOptimizer:
-    copies = model.tied_copy_parameters()
-    matrices = model.layer_matrices()
-    dtype = DTYPES[run.recipe.training.dtype]
-    return build_optimizer(model, module_of, run.recipe.optimizer, copies, matrices, dtype)
 
 
 def _step_after(
@@ -172,21 +185,3 @@ def _step_after(
     if restored.rng is None:  # of another number of ranks
         seed_rank(run, mesh, restored.step)
     return restored.step
-
-
-@working("opening records and trackers")
-def _recorder(
-    run: Resolved, run_dir: Path, step: int, console: Console, logger: logging.Logger
-) -> MetricsRecorder:
-    """Return the recorder of a run that continues after `step`."""
-    recipe = run.recipe
-    return MetricsRecorder(
-        recipe.metrics,
-        run_dir,
-        name=recipe.name,
-        steps=recipe.training.steps,
-        start_step=step,
-        recipe=recipe.model_dump(),
-        console=console,
-        log=logger,
-    )

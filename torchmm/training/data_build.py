@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -33,37 +32,23 @@ from torchmm.planning.run_length import estimate_pass_steps, length_lines
 from torchmm.training.model_build import ModelCut
 
 
-class OpenData(NamedTuple):
-    """The sources of a run."""
-
-    training: SampleSet
-    held_out: SampleSet | None
-    """Validation samples. None without validation."""
-
-
-class Arrangements(NamedTuple):
-    """Functions that arrange a step among data-parallel ranks."""
-
-    reorder: Arrange | None = None
-    """Arranges the sequences of a global batch. If None, they keep their order."""
-    balance: Balance | None = None
-    """Assigns images to ranks. If None, each rank encodes its own images."""
-
-
 @working("opening the data")
 def open_data(
     run: Resolved,
     model: MultimodalModel,
     tokenizer: PreTrainedTokenizerBase,
     streams: ReaderAddress | None = None,
-) -> OpenData:
-    """Open the sources of the run and measure their samples. Needs no weights.
+) -> tuple[SampleSet, SampleSet | None]:
+    """Open the training and validation samples of the run. Needs no weights.
 
     Args:
         run: Resolved recipe.
         model: Model of the run.
         tokenizer: Tokenizer of the model.
         streams: Process that reads the streams of this host. If None, this process reads them.
+
+    Returns:
+        Training samples, and validation samples or None without validation.
 
     Raises:
         ConfigError, DataError: A source cannot be read, or has no samples.
@@ -74,7 +59,7 @@ def open_data(
     held_out = None
     if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
         held_out = find(validation=True)
-    return OpenData(find(), held_out)
+    return find(), held_out
 
 
 def log_data(
@@ -94,15 +79,18 @@ def build_arrangements(
     modules: Sequence[ModuleDescription],
     cut: ModelCut,
     device: torch.device,
-) -> Arrangements:
-    """Return the functions that `data.reorder` and `data.balance` request."""
+) -> tuple[Arrange | None, Balance | None]:
+    """Return the functions that `data.reorder` and `data.balance` request, or None.
+
+    The first arranges the sequences of a global batch, the second the images of its microbatches.
+    """
     data = run.recipe.data
     reorder = balance = None
     if data.is_reordered:
         reorder = load_entry("step_arrangements", "data.reorder")(run, modules, *cut, device)
     if data.balance == "images":
         balance = load_entry("step_arrangements", "data.balance")(run, modules, *cut, device)
-    return Arrangements(reorder, balance)
+    return reorder, balance
 
 
 def build_data(  # noqa: PLR0913 - what a run consists of
@@ -114,7 +102,8 @@ def build_data(  # noqa: PLR0913 - what a run consists of
     state: dict | None = None,
     validation: bool = False,
     for_prompts: bool = False,
-    arrangements: Arrangements | None = None,
+    reorder: Arrange | None = None,
+    balance: Balance | None = None,
     samples: SampleSet | None = None,
     reads: Reads | None = None,
 ) -> Loader:
@@ -128,7 +117,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         state: Position in the data from which to continue.
         validation: Whether to load validation samples. This process decodes them.
         for_prompts: Whether all ranks load the same samples, one sequence per microbatch.
-        arrangements: Arrangements of a step. If None, there is none.
+        reorder, balance: Results of `build_arrangements`.
         samples: Samples of the same sources, if they are open.
         reads: Images that this rank decodes. If None, it decodes all images of its share.
     """
@@ -138,7 +127,6 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         data = data.model_copy(update={"workers": 0})
     if for_prompts:
         training = training.model_copy(update={"microbatch_size": 1})
-    arrangements = arrangements or Arrangements()
     return build_loader(
         data,
         training,
@@ -146,8 +134,8 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         data_parallel_size=1 if for_prompts else mesh.data_parallel_size,
         state=state,
         validation=validation,
-        arrange=arrangements.reorder,
-        balance=arrangements.balance,
+        arrange=reorder,
+        balance=balance,
         resume_changed=run.recipe.checkpoint.resume_changed_data,
         samples=samples,
         reads=reads,

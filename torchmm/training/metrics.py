@@ -1,32 +1,32 @@
-"""Figures of each step: measured on every rank, combined, recorded by rank 0.
+"""The table of metrics, and the metrics that ranks measure in each step.
 
-    meter.count(batch)                           every rank: tokens and FLOPs, before it waits
-    meter.measure(counts, outcome, ...)          every rank: these and times
-    meter.combine(step, local, ...)              one small collective at the end of the step
-    MetricsRecorder.record(record)               rank 0: metrics.jsonl, progress line, trackers
+    METRICS["step_ms"]                     group, unit, description, reduction over ranks, format
+    counts = meter.count(batch)            every rank, while the device computes
+    local = meter.measure(counts, ...)     every rank: values of the metrics with a reduction
+    record = meter.combine(local, ...)     every rank: one small collective at the end of the step
 
-metrics.jsonl is written first and for every step. Times in a record are those of the slowest
-rank, as it decides how long a step takes. Times of modules are those of the plan's actions, as the
-runtime records them. Rejected: averages over a logging window, which hide the one slow step in a
-hundred.
+The record of a step is a dict with one value for each name of `METRICS`. metrics.jsonl has one
+record per line, and trackers show the value of "step_ms" as "time/step_ms".
+
+To add a metric that ranks measure, add an entry with a reduction to `METRICS`, and its value to
+`StepMeter.count` or `measure`. To add a metric of planning or of a hook, add an entry without a
+reduction: planners return values in `StepPlan.statistics`, hooks set values in `StepDone.record`.
+metrics.jsonl, the progress line, trackers and the reference page then have the metric.
+
+Times in a record are times of the slowest rank, because it determines the duration of a step.
+Rejected: averages over a logging window, which hide the one slow step in a hundred.
 """
 
 from __future__ import annotations
 
-import logging
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
 
-from torchmm.common.layers import ModuleDescription
-from torchmm.common.log import JsonlWriter, working
 from torchmm.common.module_names import GENERATOR, LLM
 from torchmm.costs.devices import BF16_TFLOPS
 from torchmm.costs.flops import microbatch_flops
@@ -34,46 +34,256 @@ from torchmm.data.loader import StepBatch
 from torchmm.parallel.compilation import Graph
 from torchmm.parallel.gather import gather_floats
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.recipe.training_section import MetricsConfig
-from torchmm.training.report import ProgressLine, plot_loss
-from torchmm.training.step import StepLosses, StepOutcome
-from torchmm.training.tracking.figures import StepRecord, reduce_over_ranks
-from torchmm.training.tracking.trackers import Sink, TrackedRun, start_trackers
+from torchmm.training.pipeline import Pipeline
+from torchmm.training.step import StepOutcome
+
+Group = Literal[
+    "train", "validation", "time", "memory", "pipeline", "balance", "data", "planner", "checkpoint"
+]
+Record = dict[str, Any]
+"""Values of the metrics of one step by name. None if a metric is not applicable."""
 
 
-@dataclass(frozen=True)
-class RankStep:
-    """Metrics of one rank in one step. `StepRecord` defines how they are reduced over ranks.
+class Metric(NamedTuple):
+    """Definition of a metric."""
 
-    Ranks of one pipeline or tensor-parallel group work on the same samples. Only the first of them
-    counts tokens, samples, images and FLOPs; the values of the other ranks are 0.
+    group: Group
+    """Group of panels in trackers."""
+    unit: str
+    """Unit, or "" for plain numbers and text."""
+    description: str
+    """Documentation: one or more sentences."""
+    kind: type = float
+    nullable: bool = False
+    """Whether the value may be None. A reduction to 0 is then None."""
+    reduce: Literal["max", "sum", "rate"] | None = None
+    """Reduction over ranks. "rate" is the sum divided by the duration of the step in seconds.
+
+    If None, ranks do not measure the metric.
     """
+    shown: str = ""
+    """Format in the progress line. If empty, the progress line does not show the metric."""
+    scale: float = 1.0
+    """Factor of the value in the progress line."""
 
-    tokens: int = 0
-    """Tokens of the LLM's sequences without padding."""
-    samples: int = 0
-    images: int = 0
-    """Read by encoders."""
-    generated: int = 0
-    """Images drawn by the generator."""
-    flops: int = 0
-    """Forward and backward, see `torchmm.costs.flops`."""
-    skipped_samples: int = 0
-    """Corrupt samples skipped since the run began."""
-    step_ms: float = 0.0
-    data_wait_ms: float = 0.0
-    encoder_ms: float = 0.0
-    llm_ms: float = 0.0
-    generator_ms: float = 0.0
-    pipeline_ms: float = 0.0
-    """From the first action of the step's plan to the end of the last; 0 without a pipeline."""
-    peak_memory_bytes: int = 0
-    graphs: int = 0
-    """Compiled in the step."""
-    compile_ms: float = 0.0
-    decoded_images: int = 0
-    """By this rank, unlike those above."""
-    read_bytes: int = 0
+
+# fmt: off
+METRICS: Mapping[str, Metric] = {
+    "step": Metric("train", "", "Number of the optimizer step, from 1.", int),
+    "epoch": Metric(
+        "data", "",
+        "Passes over the training samples after the step: samples trained on, divided by the "
+        "usable samples of the source, for the source with the fewest passes. Streams count as "
+        "0 during the first pass, in which their length is unknown."),
+    "loss": Metric(
+        "train", "nats",
+        "Mean loss per target token of the global batch. With a generator: weighted sum of "
+        "`loss_text` and `loss_image`.",
+        shown="loss {:.4f}"),
+    "loss_text": Metric(
+        "train", "nats", "With a generator: mean loss per target token of the text.",
+        nullable=True, shown="text {:.4f}"),
+    "loss_image": Metric(
+        "train", "",
+        "With a generator: mean over images of the squared error of the velocity, mean over "
+        "pixels.",
+        nullable=True, shown="image {:.4f}"),
+    "validation_loss": Metric(
+        "validation", "nats", "`loss` on held-out samples. Null in steps without validation.",
+        nullable=True, shown="held-out loss {:.4f}"),
+    "validation_loss_text": Metric(
+        "validation", "nats", "`loss_text` on held-out samples.",
+        nullable=True, shown="text {:.4f}"),
+    "validation_loss_image": Metric(
+        "validation", "", "`loss_image` on held-out samples.",
+        nullable=True, shown="image {:.4f}"),
+    "word_error_rate": Metric(
+        "validation", "share",
+        "Word errors in the text generated for held-out audio and videos, per word of the "
+        "reference.",
+        nullable=True, shown="word errors {:.1%}"),
+    "scores": Metric(
+        "validation", "",
+        'Scores of generated text by "SOURCE/SCORE", for held-out sources with `scores`, and of '
+        'benchmarks by "TASK/METRIC". A benchmark score is part of the step in which it becomes '
+        "available, or of the last step.",
+        dict, nullable=True, shown="{:.3f}"),
+    "grad_norm": Metric("train", "", "Global norm of all gradients, before it is clipped."),
+    "lr": Metric("train", "", "Learning rate of the step (`optimizer.lr`)."),
+    "expert_load": Metric(
+        "train", "",
+        "Tokens of the busiest expert over the mean of the experts of its layer, in this step "
+        "over all ranks, on average over layers: 1 at best, the number of experts at worst. Null "
+        "without experts, or if their layers are compiled.",
+        nullable=True),
+    "tokens_per_s": Metric(
+        "time", "1/s", "Tokens of all ranks together, without padding.",
+        reduce="rate", shown="{:,.0f} tokens/s"),
+    "samples_per_s": Metric(
+        "time", "1/s", "Samples of all ranks together.",
+        reduce="rate", shown="{:.1f} samples/s"),
+    "images_per_s": Metric(
+        "time", "1/s", "Images, audio clips and videos that encoders read, of all ranks.",
+        reduce="rate", shown="{:.1f} images/s"),
+    "generated_per_s": Metric(
+        "time", "1/s", "Images and videos that the generator is trained on, of all ranks.",
+        nullable=True, reduce="rate", shown="{:.1f} drawn/s"),
+    "mfu": Metric(
+        "time", "0..1",
+        "Model FLOPs, including encoders, divided by step time and peak FLOP/s of all devices; "
+        "null if the peak is unknown. CPU runs measure their peak at each start, so compare "
+        "tokens_per_s instead.",
+        nullable=True, shown="MFU {:.1f} %", scale=100),
+    "peak_memory_bytes": Metric(
+        "memory", "bytes",
+        "Highest memory use of one rank since its start: device memory on CUDA, memory of the "
+        "process on a CPU.",
+        int, reduce="max", shown="{:.2f} GiB", scale=2**-30),
+    "step_ms": Metric("time", "ms", "Duration of the step on the slowest rank.", reduce="max"),
+    "data_wait_ms": Metric(
+        "time", "ms", "Time for which the step waited for data, on the slowest rank.",
+        reduce="max", shown="data wait {:.0f} %", scale=100),
+    "encoder_ms": Metric(
+        "time", "ms", "Forward and backward passes of all encoders, on the slowest rank.",
+        nullable=True, reduce="max", shown="encoder {:.0f} ms"),
+    "llm_ms": Metric(
+        "time", "ms", "Forward and backward passes of the LLM, on the slowest rank.",
+        nullable=True, reduce="max", shown="LLM {:.0f} ms"),
+    "generator_ms": Metric(
+        "time", "ms", "Forward and backward passes of the generator, on the slowest rank.",
+        nullable=True, reduce="max", shown="generator {:.0f} ms"),
+    "pipeline_ms": Metric(
+        "pipeline", "ms",
+        "Time from the first to the last action of the plan of the step, on the slowest rank. "
+        "Null without a pipeline.",
+        nullable=True, reduce="max"),
+    "bubble_fraction": Metric(
+        "pipeline", "0..1",
+        "Fraction of `pipeline_ms` in which ranks run neither forward nor backward passes, on "
+        "average over ranks. Null without a pipeline.",
+        nullable=True, shown="bubbles {:.0f} %", scale=100),
+    "slowest_rank": Metric(
+        "pipeline", "",
+        "Rank with the most time in data wait and in modules. Fast ranks also wait in collectives "
+        "inside a phase, so it points to slow readers better than to slow devices.",
+        int),
+    "straggler_share": Metric(
+        "pipeline", "0..1",
+        "Fraction of the time of that rank that the median rank did not need. 0 means equally "
+        "fast ranks."),
+    "graphs": Metric(
+        "time", "", "Graphs of layers that one rank compiled in the step, at most.",
+        int, reduce="max"),
+    "compile_ms": Metric(
+        "time", "ms", "Compile time of the slowest rank. Null if no graph was compiled.",
+        nullable=True, reduce="max"),
+    "decoded_images": Metric(
+        "data", "",
+        "Images, audio clips and videos (or their frames) of the step that all ranks together "
+        "decoded, by encoder that reads them, and images to generate. Equal to the number in its "
+        "samples, without those of corrupt samples.",
+        int, reduce="sum"),
+    "read_bytes": Metric(
+        "data", "bytes",
+        "Records and files that all ranks together read. Every rank reads the records of its "
+        "samples, including embedded files, and other files only to decode them. A character of "
+        "text counts as a byte.",
+        int, reduce="sum"),
+    "skipped_samples": Metric(
+        "data", "", "Corrupt samples that were skipped since the run began.", int, reduce="sum"),
+    "filtered_samples": Metric(
+        "data", "",
+        "Samples of streams that were not used because of `filter` or a limit, since the run "
+        "began. Null without streams: the counts of other sources are logged at the start.",
+        int, nullable=True),
+    "truncated_samples": Metric(
+        "data", "",
+        "Samples of streams of which text, images or video frames were dropped, by type of the "
+        "content, since the run began. Null without streams.",
+        int, nullable=True),
+    "image_imbalance": Metric(
+        "balance", "",
+        "With balanced images: encoder and generator work of the slowest rank in each "
+        "microbatch over that of the mean rank, computed from image sizes. 1 means equal work. "
+        "Null if images are not balanced.",
+        nullable=True),
+    "image_imbalance_before": Metric(
+        "balance", "", "`image_imbalance` if each rank read the images of its own sequences.",
+        nullable=True),
+    "sequence_imbalance": Metric(
+        "balance", "",
+        "With `data.reorder`: predicted time of the slowest rank over that of the mean rank. "
+        "Ranks that synchronize in every layer are compared in each microbatch, other ranks in "
+        "each step. With balanced images, encoders are excluded. 1 means equal work. Null "
+        "without reordering.",
+        nullable=True),
+    "sequence_imbalance_before": Metric(
+        "balance", "", "`sequence_imbalance` of the sequences in their original order.",
+        nullable=True),
+    "predicted_ms": Metric(
+        "planner", "ms",
+        "With a schedule that is planned in the background, in the first pipeline: predicted time "
+        "of the forward and backward passes, from measured times of earlier steps. With Optimus: "
+        "of the complete plan. Compare it with `pipeline_ms`, which is of the slowest pipeline.",
+        nullable=True),
+    "planner": Metric(
+        "planner", "",
+        'Source of the order of the step: "search", "natural", or the static schedule that was as '
+        'good; "optimus coarse", "optimus fine", "optimus launched".',
+        str, nullable=True),
+    "planner_ms": Metric(
+        "planner", "ms",
+        "Time of planning the step, including the schedule search, during training or before the "
+        "step.",
+        nullable=True),
+    "planner_evaluations": Metric(
+        "planner", "", "Orders that the search simulated.", int, nullable=True),
+    "gain_over_natural": Metric(
+        "planner", "share",
+        "Relative time by which the natural order, or the best coarse order of Optimus, was "
+        "predicted to be slower.",
+        nullable=True),
+    "save_wait_ms": Metric(
+        "checkpoint", "ms",
+        "Time for which training waited for a checkpoint. This metric and the next four are of "
+        "rank 0, and of saves and copies that finished since the previous record.",
+        nullable=True),
+    "save_ms": Metric(
+        "checkpoint", "ms", "Time from then until the checkpoint was committed.", nullable=True),
+    "save_bytes": Metric("checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
+    "upload_ms": Metric(
+        "checkpoint", "ms",
+        "Time in which all ranks copied a checkpoint to `checkpoint.upload`.", nullable=True),
+    "upload_bytes": Metric(
+        "checkpoint", "bytes", "Size of the copied files.", int, nullable=True),
+    "failed_uploads": Metric(
+        "checkpoint", "",
+        "Checkpoints that could not be copied since this start. Null if none failed.",
+        int, nullable=True),
+}
+# fmt: on
+"""All metrics by name, in the order of metrics.jsonl and of the progress line."""
+
+
+def metric_value(record: Mapping[str, Any], name: str) -> float | None:
+    """Return the value of a metric or a score of a record by its name. None if it has none."""
+    value: float | None = (record["scores"] or {}).get(name, record.get(name))
+    return value
+
+
+def group_by_panel(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a record by their names in trackers, "GROUP/NAME".
+
+    The step, text and None are omitted. Names of scores are "validation/SOURCE/SCORE".
+    """
+    panels: dict[str, Any] = {}
+    for name, value in record.items():
+        if name == "step" or value is None or isinstance(value, str):
+            continue
+        group = METRICS[name].group
+        values = value if isinstance(value, Mapping) else {name: value}
+        panels |= {f"{group}/{key}": number for key, number in values.items()}
+    return panels
 
 
 class StepMeter:
@@ -81,54 +291,53 @@ class StepMeter:
 
     Args:
         mesh: mesh of the run.
-        modules: complete modules of the model.
-        dtype: compute dtype.
+        pipeline: pipeline of this rank.
         peak_tflops: peak of one device in TFLOP/s. If None, it is looked up or measured.
     """
 
     def __init__(
         self,
         mesh: ParallelMesh,
-        modules: Sequence[ModuleDescription],
-        dtype: torch.dtype,
+        pipeline: Pipeline,
         peak_tflops: float | None = None,
     ) -> None:
         self._mesh = mesh
-        self._modules = modules
+        self._modules = pipeline.descriptions
+        dtype = pipeline.dtype
         self._peak_flops = peak_tflops * 1e12 if peak_tflops else peak_flops(mesh.device, dtype)
 
-    def count(self, batch: StepBatch) -> RankStep:
-        """Return tokens, samples, images and FLOPs of a step.
+    def count(self, batch: StepBatch) -> dict[str, float]:
+        """Return the values of the metrics that depend on the batch alone.
 
         Needs no results of the device. Call it before the step waits for its device, so that the
-        count overlaps with the computation.
+        count overlaps with the computation. Besides metrics, the result has "flops": forward and
+        backward FLOPs of the model, see `torchmm.costs.flops`.
         """
-        loaded = RankStep(decoded_images=batch.decoded_images, read_bytes=batch.read_bytes)
-        if not self._mesh.is_first_of_samples:
-            return loaded
-        metas = [m.meta for m in batch.microbatches]
-        flops = [
-            microbatch_flops(self._modules, m.meta, m.target_count) for m in batch.microbatches
-        ]
-        return replace(
-            loaded,
-            tokens=sum(m.used_tokens for m in metas),
-            samples=sum(len(m.samples) for m in metas),
-            images=sum(m.image_count for m in metas),
-            generated=sum(len(m.generated) for m in metas),
-            flops=sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
-        )
+        # Ranks of one pipeline or tensor-parallel group work on the same samples. Only the first of
+        # them counts these, but every rank decodes and reads its own data.
+        counted = batch.microbatches if self._mesh.is_first_of_samples else []
+        metas = [m.meta for m in counted]
+        flops = [microbatch_flops(self._modules, m.meta, m.target_count) for m in counted]
+        return {
+            "tokens_per_s": sum(m.used_tokens for m in metas),
+            "samples_per_s": sum(len(m.samples) for m in metas),
+            "images_per_s": sum(m.image_count for m in metas),
+            "generated_per_s": sum(len(m.generated) for m in metas),
+            "flops": sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
+            "decoded_images": batch.decoded_images,
+            "read_bytes": batch.read_bytes,
+        }
 
     def measure(
         self,
-        counts: RankStep,
+        counts: Mapping[str, float],
         outcome: StepOutcome,
         begin_s: float,
         wait_ms: float,
         skipped: int,
         graphs: Sequence[Graph] = (),
-    ) -> RankStep:
-        """Return the metrics of a step that ends now.
+    ) -> dict[str, float]:
+        """Return the values of this rank for a step that ends now.
 
         Args:
             counts: result of `count` for the batch of the step.
@@ -139,210 +348,74 @@ class StepMeter:
             graphs: graphs that were compiled in the step.
         """
         mesh = self._mesh
-        llm_ms, generator_ms = (outcome.module_ms.get(m, 0.0) for m in (LLM, GENERATOR))
-        return replace(
-            counts,
-            skipped_samples=skipped if mesh.rank == 0 else 0,
-            step_ms=(time.perf_counter() - begin_s) * 1e3,
-            data_wait_ms=wait_ms,
-            encoder_ms=outcome.compute_ms - llm_ms - generator_ms,
-            llm_ms=llm_ms,
-            generator_ms=generator_ms,
-            pipeline_ms=outcome.result.span_ms if mesh.pipeline_size > 1 else 0.0,
-            peak_memory_bytes=peak_memory_bytes(mesh.device),
-            graphs=len(graphs),
-            compile_ms=sum(graph.compile_ms for graph in graphs),
-        )
+        llm_ms, generator_ms = (outcome.module_ms.get(name, 0.0) for name in (LLM, GENERATOR))
+        return {
+            **counts,
+            "skipped_samples": skipped if mesh.rank == 0 else 0,
+            "step_ms": (time.perf_counter() - begin_s) * 1e3,
+            "data_wait_ms": wait_ms,
+            "encoder_ms": outcome.compute_ms - llm_ms - generator_ms,
+            "llm_ms": llm_ms,
+            "generator_ms": generator_ms,
+            "pipeline_ms": outcome.result.span_ms if mesh.pipeline_size > 1 else 0.0,
+            "peak_memory_bytes": peak_memory_bytes(mesh.device),
+            "graphs": len(graphs),
+            "compile_ms": sum(graph.compile_ms for graph in graphs),
+        }
 
-    def combine(
-        self,
-        step: int,
-        local: RankStep,
-        batch: StepBatch,
-        losses: StepLosses,
-        lr: float,
-        planner: Mapping[str, Any],
-    ) -> StepRecord:
-        """Return the record of a step from the metrics of all ranks; collective.
+    def combine(self, local: Mapping[str, float], batch: StepBatch, **others: Any) -> Record:
+        """Return the record of a step from the values of all ranks; collective.
 
         Args:
-            step: number of the step.
             local: result of `measure`.
             batch: batch of this rank.
-            losses: losses over all ranks.
-            lr: learning rate.
-            planner: metrics of the planner, by name.
+            others: metrics that are equal on all ranks, and metrics of planning the step.
         """
+        ranks = [dict(zip(local, row, strict=True)) for row in gather_floats([*local.values()])]
         record = make_record(
-            step,
-            gather_rank_steps(local),
-            epoch=batch.epoch,
-            loss=losses.loss,
-            grad_norm=losses.grad_norm,
-            lr=lr,
-            peak_flops=self._peak_flops,
-        )
-        has_generator = any(module.name == GENERATOR for module in self._modules)
-        return replace(
-            record,
-            **planner,
+            ranks,
+            self._peak_flops,
+            **others,
             **batch.imbalance,
-            expert_load=losses.expert_load,
-            loss_text=losses.text if has_generator else None,
-            loss_image=losses.image if has_generator else None,
+            epoch=batch.epoch,
             filtered_samples=batch.stream_total("filtered"),
             truncated_samples=batch.stream_total("dropped"),
         )
-
-
-def gather_rank_steps(local: RankStep) -> list[RankStep]:
-    """Every rank's `RankStep`, on every rank (a collective; without a process group: its own)."""
-    kinds = [type(default) for default in astuple(RankStep())]
-    return [
-        RankStep(*(kind(v) for kind, v in zip(kinds, row, strict=True)))
-        for row in gather_floats(astuple(local))
-    ]
+        if not any(module.name == GENERATOR for module in self._modules):
+            record["loss_text"] = record["loss_image"] = None
+        return record
 
 
 def make_record(
-    step: int,
-    ranks: Sequence[RankStep],
-    *,
-    epoch: float,
-    loss: float,
-    grad_norm: float,
-    lr: float,
-    peak_flops: float | None,
-) -> StepRecord:
-    """Return the record of a step from the metrics of all ranks.
+    ranks: Sequence[Mapping[str, float]], peak_flops: float | None, **others: Any
+) -> Record:
+    """Return a record with the values of all ranks, reduced over ranks.
 
     Args:
-        step: number of the step.
-        ranks: metrics of each rank.
-        epoch: passes over the data after the step.
-        loss: mean loss over all ranks.
-        grad_norm: global gradient norm.
-        lr: learning rate.
+        ranks: values of the metrics with a reduction, and "flops", by rank.
         peak_flops: peak FLOP/s of one device; None if unknown.
+        others: values of other metrics.
     """
-    reduced = reduce_over_ranks(ranks)
-    per_s = 1e3 / reduced["step_ms"]
-    busy_ms = [r.data_wait_ms + _compute_ms(r) for r in ranks]
-    flops_per_s = sum(r.flops for r in ranks) * per_s
-    return StepRecord(
-        step=step,
-        epoch=epoch,
-        loss=loss,
-        validation_loss=None,
-        grad_norm=grad_norm,
-        lr=lr,
-        tokens_per_s=sum(r.tokens for r in ranks) * per_s,
-        samples_per_s=sum(r.samples for r in ranks) * per_s,
-        images_per_s=sum(r.images for r in ranks) * per_s,
-        generated_per_s=sum(r.generated for r in ranks) * per_s or None,
-        mfu=flops_per_s / (peak_flops * len(ranks)) if peak_flops else None,
-        bubble_fraction=_bubble_fraction(ranks),
-        slowest_rank=busy_ms.index(max(busy_ms)),
-        straggler_share=1.0 - median(busy_ms) / max(busy_ms) if max(busy_ms) else 0.0,
-        **reduced,
-    )
-
-
-def _compute_ms(step: RankStep) -> float:
-    return step.encoder_ms + step.llm_ms + step.generator_ms
-
-
-def _bubble_fraction(ranks: Sequence[RankStep]) -> float | None:
-    span_ms = max(r.pipeline_ms for r in ranks)
-    if span_ms == 0.0:
-        return None
-    return 1.0 - sum(_compute_ms(r) for r in ranks) / (span_ms * len(ranks))
-
-
-class MetricsRecorder:
-    """Rank 0's record of the run: metrics.jsonl, the progress line, trackers, the loss picture."""
-
-    def __init__(
-        self,
-        config: MetricsConfig,
-        run_dir: Path,
-        *,
-        name: str,
-        steps: int,
-        start_step: int,
-        recipe: Mapping[str, Any],
-        console: Console,
-        log: logging.Logger,
-    ) -> None:
-        """Open the record of a run of `steps` steps, of which `start_step` are done.
-
-        Records of later steps, left by a run that was stopped after its last checkpoint, are
-        removed: they will be written again.
-        """
-        self._log = log
-        self._log_interval = config.log_interval
-        self._steps = steps
-        self._run_dir = run_dir
-        self._jsonl = JsonlWriter(run_dir / "metrics.jsonl", start_step)
-        self._progress = ProgressLine(console, steps, start_step)
-        run = TrackedRun(config, run_dir, name, recipe, log, start_step)
-        self._trackers = start_trackers(run)
-        self._sources: list[Callable[[StepRecord], StepRecord]] = []
-        self._last: dict[str, Any] = {}
-        """Record of the step before, as it was written."""
-
-    def add_source(self, complete: Callable[[StepRecord], StepRecord]) -> None:
-        """Call `complete` for each record before it is written.
-
-        Use it for metrics that become available at any time, for example in a background thread.
-
-        Args:
-            complete: function that returns the record with more metrics.
-        """
-        self._sources.append(complete)
-
-    def record(self, record: StepRecord) -> bool:
-        """Write a step to metrics.jsonl and, every `log_interval` steps, show it.
-
-        Returns:
-            Whether the step was shown.
-        """
-        for complete in self._sources:
-            record = complete(record)
-        self._last = values = asdict(record)
-        self._jsonl.write(values)
-        shown = record.step % self._log_interval == 0 or record.step == self._steps
-        shown = shown or record.validation_loss is not None
-        for sink in self._sinks if shown else ():
-            sink.emit(values)
-        return shown
-
-    def add_scores(self, scores: Mapping[str, float]) -> None:
-        """To the record of the last step: scores that are known since."""
-        scores = {**(self._last["scores"] or {}), **scores}
-        self._last = {**self._last, "scores": scores}
-        self._jsonl.replace_last(self._last)
-        for tracker in self._trackers:
-            tracker.emit({"step": self._last["step"], "scores": scores})
-
-    @property
-    def _sinks(self) -> list[Sink]:
-        return [self._progress, *self._trackers]
-
-    @working("finishing records and trackers")
-    def close(self) -> None:
-        """Finish all sinks and draw `loss.png`, for which alone no run fails."""
-        self._sources.clear()  # they may refer to the run, and the run to this recorder
-        try:
-            self._jsonl.close()
-        finally:
-            for sink in self._sinks:
-                sink.close()
-        picture = self._run_dir / "loss.png"
-        try:
-            plot_loss(self._run_dir / "metrics.jsonl", picture)
-        except (OSError, ImportError) as error:
-            self._log.warning("cannot draw %s: %s", picture, error)
+    record: Record = dict.fromkeys(METRICS)
+    per_s = 1e3 / max(rank["step_ms"] for rank in ranks)
+    for name, metric in METRICS.items():
+        if metric.reduce is not None:
+            values = [rank[name] for rank in ranks]
+            value = max(values) if metric.reduce == "max" else sum(values)
+            value = metric.kind(value * per_s if metric.reduce == "rate" else value)
+            record[name] = None if metric.nullable and not value else value
+    if peak_flops:
+        record["mfu"] = sum(rank["flops"] for rank in ranks) * per_s / (peak_flops * len(ranks))
+    compute_ms = [rank["encoder_ms"] + rank["llm_ms"] + rank["generator_ms"] for rank in ranks]
+    if record["pipeline_ms"]:
+        record["bubble_fraction"] = 1 - sum(compute_ms) / (record["pipeline_ms"] * len(ranks))
+    busy_ms = [rank["data_wait_ms"] + ms for rank, ms in zip(ranks, compute_ms, strict=True)]
+    slowest_ms = max(busy_ms)
+    record["slowest_rank"] = busy_ms.index(slowest_ms)
+    record["straggler_share"] = 1.0 - median(busy_ms) / slowest_ms if slowest_ms else 0.0
+    record |= others
+    assert record.keys() == METRICS.keys(), record.keys() - METRICS.keys()
+    return record
 
 
 def peak_memory_bytes(device: torch.device) -> int:

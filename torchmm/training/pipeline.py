@@ -30,6 +30,7 @@ from torchmm.common.row_slices import (
     Reads,
     exchanged_row,
     slice_meta,
+    slice_ranges,
     slice_row,
 )
 from torchmm.models.generator import GeneratorModule
@@ -249,11 +250,17 @@ class Pipeline:
         return part.pin_memory() if sliced else part
 
     def losses(self, microbatches: Sequence[Microbatch]) -> dict[str, list[torch.Tensor]]:
-        """Summed losses without gradients, by module ("llm", "generator") and microbatch; only
-        modules whose last stage is on this rank, and only of its own targets where ranks share
-        rows."""
+        """Return summed losses without gradients, by module ("llm", "generator") and microbatch.
+
+        The result has the modules whose last stage is on this rank. If ranks share packed
+        sequences, it has the losses of the targets of this rank.
+
+        Args:
+            microbatches: Microbatches of this data-parallel rank, on the CPU.
+        """
         plan = self.plan([m.meta for m in microbatches], purpose="losses")
-        result = self._runtime.step(plan, self._own_parts(plan, microbatches))
+        moved = [part.to(self.device) for part in self._own_parts(plan, microbatches)]
+        result = self._runtime.step(plan, moved)
         found: dict[str, list[torch.Tensor]] = {}
         for (module, _), loss in sorted(result.module_losses.items()):
             found.setdefault(module, []).append(loss)
@@ -279,17 +286,27 @@ class Pipeline:
         return [s for s in self._writer.stages.values() if isinstance(s, TextStage)]
 
     def next_token_logits(self, microbatch: Microbatch) -> torch.Tensor | None:
-        """(B, V) logits after the last token of each of B prompts; None on ranks without the LLM's
-        last stage. Ranks that share rows take one prompt."""
+        """Return logits (B, V) after the last token of each of B prompts.
+
+        The result is None on ranks without the last LLM stage.
+        """
         meta = microbatch.meta
         if self._text_plan is None or self._text_plan[0] != meta:
             self._text_plan = meta, self.plan([meta], purpose="text")
         plan = self._text_plan[1]  # that of one more token for each prompt is always the same
-        result = self._writer.step(plan, self._own_parts(plan, [microbatch]))
+        moved = [part.to(self.device) for part in self._own_parts(plan, [microbatch])]
+        result = self._writer.step(plan, moved)
         logits_BV = result.losses_of("llm").get(0)
         if logits_BV is None or self._row_ranks is None:
             return logits_BV
-        return self._row_ranks.of_last(logits_BV)
+        # Each rank has the logits of the prompts whose last token is in its slice.
+        rank, ranks = self._slice
+        own = slice_ranges(len(microbatch.input_ids_T), ranks)[rank]
+        stops = microbatch.cu_seqlens[1:]
+        local = [number for number, stop in enumerate(stops) if stop - 1 in own]
+        all_BV = logits_BV.new_zeros(len(stops), logits_BV.shape[1])
+        all_BV[torch.tensor(local, dtype=torch.int64)] = logits_BV
+        return self._row_ranks.summed(all_BV)
 
     def velocities(self, microbatch: Microbatch) -> torch.Tensor | None:
         """float32 (P, V): where the pixels of the images to be drawn move to as they get noisier;

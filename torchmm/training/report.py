@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-Record = Mapping[str, Any]
+from torchmm.training.metrics import METRICS, Record
 
 
 def print_summary(console: Console, title: str, lines: Mapping[str, str]) -> None:
@@ -77,37 +77,17 @@ class _Bar(Progress):
 
 
 def describe_step(record: Record, eta_s: float) -> str:
-    """One step in a line; what is None in the record is left out."""
-
-    def part(key: str, form: str, scale: float = 1.0) -> str | None:
-        value = record.get(key)
-        return None if value is None else form.format(value * scale)
-
-    waiting = record.get("data_wait_ms")
-    share = None if waiting is None else 100 * waiting / max(record["step_ms"], 1e-9)
-    parts = [
-        part("loss", "loss {:.4f}"),
-        part("loss_text", "text {:.4f}"),
-        part("loss_image", "image {:.4f}"),
-        part("validation_loss", "held-out loss {:.4f}"),
-        part("validation_loss_text", "text {:.4f}"),
-        part("validation_loss_image", "image {:.4f}"),
-        part("word_error_rate", "word errors {:.1%}"),
-        *(f"{name} {value:.3f}" for name, value in (record.get("scores") or {}).items()),
-        part("tokens_per_s", "{:,.0f} tokens/s"),
-        part("samples_per_s", "{:.1f} samples/s"),
-        part("images_per_s", "{:.1f} images/s"),
-        part("generated_per_s", "{:.1f} drawn/s"),
-        part("mfu", "MFU {:.1f} %", 100),
-        part("peak_memory_bytes", "{:.2f} GiB", 2**-30),
-        None if share is None else f"data wait {share:.0f} %",
-        part("encoder_ms", "encoder {:.0f} ms"),
-        part("llm_ms", "LLM {:.0f} ms"),
-        part("generator_ms", "generator {:.0f} ms"),
-        part("bubble_fraction", "bubbles {:.0f} %", 100),
-        f"ETA {timedelta(seconds=round(eta_s))}",
-    ]
-    return " | ".join(p for p in parts if p is not None)
+    """Return the line of one step: the metrics with a format that are not None."""
+    parts = []
+    for name, metric in METRICS.items():
+        value = record.get(name) if metric.shown else None
+        if name == "data_wait_ms" and value is not None:
+            value /= max(record["step_ms"], 1e-9)  # shown as a fraction of the step
+        if isinstance(value, Mapping):
+            parts += [f"{key} {metric.shown.format(number)}" for key, number in value.items()]
+        elif value is not None:
+            parts.append(metric.shown.format(value * metric.scale))
+    return " | ".join([*parts, f"ETA {timedelta(seconds=round(eta_s))}"])
 
 
 def make_figure(width_in: float, height_in: float) -> Any:

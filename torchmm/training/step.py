@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,17 +62,6 @@ class StepOutcome:
     def compute_ms(self) -> float:
         """Time in forwards and backwards."""
         return sum(self.module_ms.values())
-
-
-class StepLosses(NamedTuple):
-    """Losses and gradient norm of a step over all ranks, before the update."""
-
-    loss: float
-    text: float
-    image: float
-    grad_norm: float
-    expert_load: float | None
-    """See `StepRecord.expert_load`."""
 
 
 def loss_weights(generator: GeneratorConfig | None) -> dict[str, float]:
@@ -136,7 +124,10 @@ class TrainStep:
         scales = dict.fromkeys((s.module for s in self.pipeline.layout.stages), 0.0)
         for name, count in counts.items():
             scales[name] = weights[name] / count
-        self._scale_router_losses(microbatches, weights[LLM])
+        if self.pipeline.router_balance is not None:
+            # Losses that balance experts are means over the tokens of the global batch.
+            tokens = sum(len(m.input_ids_T) for m in microbatches) * self.mesh.data_parallel_size
+            self.pipeline.router_balance.scale = weights[LLM] / max(tokens, 1)
         result = self.pipeline.run(plan, microbatches, loss_scale=scales, annotate=annotate)
         nothing = torch.zeros((), device=self.mesh.device)
         losses = {
@@ -145,10 +136,3 @@ class TrainStep:
         }
         loss = sum((weights[name] * losses[name] for name in counts), nothing)
         return StepOutcome(losses, loss, plan, result)
-
-    def _scale_router_losses(self, microbatches: Sequence[Microbatch], weight: float) -> None:
-        """Losses that balance experts are means over the tokens of the global batch."""
-        balance = self.pipeline.router_balance
-        if balance is not None:
-            tokens = sum(len(m.input_ids_T) for m in microbatches) * self.mesh.data_parallel_size
-            balance.scale = weight / max(tokens, 1)

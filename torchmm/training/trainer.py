@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 
 from torch.profiler import record_function
@@ -53,9 +52,7 @@ class Trainer:
         self.updates = Updates(
             parts.model, parts.optimizer, mesh, recipe.optimizer, steps, parts.average
         )
-        self.meter = StepMeter(
-            mesh, parts.pipeline.descriptions, parts.pipeline.dtype, recipe.metrics.peak_tflops
-        )
+        self.meter = StepMeter(mesh, parts.pipeline, recipe.metrics.peak_tflops)
         self.health = Health(
             parts.run_dir / "heartbeats",
             recipe.parallel.timeout_s,
@@ -79,11 +76,7 @@ class Trainer:
             raise Preempted(stop_message(self.step, without_data, self.parts.checkpoints.complaint))
 
     def _train(self) -> str:
-        """Run the remaining steps.
-
-        Returns:
-            Reason why a stopped run did not do another step, or "".
-        """
+        """Run the remaining steps. Return why a stopped run did not do another step, or ""."""
         parts = self.parts
         steps = parts.run.recipe.training.steps
         batches = parts.loader.batches(lambda: self.stop.received is not None)
@@ -108,11 +101,7 @@ class Trainer:
         return ""
 
     def run_step(self, batches: Iterator[StepBatch | None]) -> StepDone | None:
-        """Do one optimizer step.
-
-        Returns:
-            None if a rank received a stop signal and has no data. No rank does the step then.
-        """
+        """Do one optimizer step. Return None on all ranks if a stopped run has no data on one."""
         parts = self.parts
         step = self.step + 1
         begin_s = time.perf_counter()
@@ -147,11 +136,9 @@ class Trainer:
         tell_graphs(graphs, step, parts.logger)
         skipped = self.state.corrupt.corrupt
         local = self.meter.measure(counts, outcome, begin_s, wait_ms, skipped, graphs)
-        statistics = asdict(planned.statistics)
-        record = self.meter.combine(step, local, batch, losses, lr, statistics)
-        step_ms = (time.perf_counter() - begin_s) * 1e3
-        parts.planner.learn(step, planned, outcome.result, batch.microbatches, step_ms)
-        return StepDone(record, outcome, batch, local.peak_memory_bytes, totals.is_stopping)
+        record = self.meter.combine(local, batch, step=step, lr=lr, **losses, **planned.statistics)
+        parts.planner.learn(step, planned, outcome.result, batch.microbatches, record["step_ms"])
+        return StepDone(step, record, local, outcome, batch, totals.is_stopping)
 
     @property
     def step(self) -> int:

@@ -25,7 +25,7 @@ def held_out_losses(
     sums = {name: torch.zeros((), device=mesh.device) for name in ("llm", GENERATOR)}
     targets = images = 0
     for batch in batches:
-        losses = pipeline.losses([m.to(mesh.device) for m in batch.microbatches])
+        losses = pipeline.losses(batch.microbatches)
         for module, by_microbatch in losses.items():
             sums[module] += torch.stack(by_microbatch).sum()
         targets += sum(m.target_count for m in batch.microbatches)

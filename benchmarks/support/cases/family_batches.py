@@ -43,7 +43,7 @@ from torchmm.common.batch import (
 from torchmm.data.media.images import ImagePreprocessor, decode_rgb
 from torchmm.data.media.stored_pixels import values_of
 from torchmm.data.media.text import VisionBlock, mrope_positions
-from torchmm.data.media.tiles import UNLIMITED, TiledMedia
+from torchmm.data.media.tiles import TiledMedia
 from torchmm.models.families.text import Token
 from torchmm.models.multimodal import MultimodalModel
 
@@ -123,7 +123,7 @@ def _tiles(model: MultimodalModel, spec: ImageSpec, samples: list[Sample]) -> Me
     """The whole picture and its tiles, without their padding."""
     assert spec.tiles is not None
     media = TiledMedia(spec.tiles, ImagePreprocessor(spec), TextSpec(0, IMAGE), {}, 10**9)
-    cut = [media.open(sample.image).cut(UNLIMITED) for sample in samples]
+    cut = [media.open(sample.image) for sample in samples]
     tiles = [tile for picture in cut for tile in picture.tiles]
     known = media.images.byte_values
     pixels = torch.stack([torch.from_numpy(values_of(p, known)) for c in cut for p in c.pixels])

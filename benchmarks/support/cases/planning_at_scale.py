@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from support.harness import Row
@@ -30,11 +29,9 @@ from torchmm.balance.run_costs import layer_tuning, run_costs
 from torchmm.balance.step_plans import plan_costed_step
 from torchmm.common.batch import Arrangement, MicrobatchMeta
 from torchmm.common.dtypes import DTYPES
-from torchmm.common.files import Handover
 from torchmm.data.items import Item, microbatch_meta
 from torchmm.pipelining.plan.numbers import decode_plan
 from torchmm.pipelining.run.messages import message_sizes, message_specs
-from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.step import step_graph
 from torchmm.recipe.read import load_recipe
 from torchmm.training.pipeline import own_tasks
@@ -133,10 +130,8 @@ def rows(repetitions: int) -> list[Row]:
 
     own = arrange().places[0]
     share = bytes(ForkingPickler.dumps([packs[n] for microbatch in own for n in microbatch]))
-    with TemporaryDirectory() as directory:
-        handover = Handover(Path(directory) / "plan.npz")
-        handover.put(planned.arrays())
-        take_ms = least_ms(lambda: PlannedStep.of(handover.get() or {}), repetitions)
+    sent = bytes(ForkingPickler.dumps(planned))
+    take_ms = least_ms(lambda: ForkingPickler.loads(sent), repetitions)
     arrange_ms, in_place_ms = (least_ms(each, repetitions) for each in (arrange, plan_all))
     read_ms = least_ms(read, repetitions)
     share_ms = least_ms(lambda: ForkingPickler.loads(share), repetitions)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import product
 from pathlib import Path
@@ -34,16 +34,18 @@ from support.models.pipeline_model import Size, load_steps
 from support.ranks import Comparison, Program, StepTime, Stopwatch, run_ranks
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.leader import start_planning
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup
 from torchmm.balance.pipeweaver.measuring import MeasuringPlanner
 from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import Microbatch
 from torchmm.common.processes import keep_freed_memory
+from torchmm.common.step_process import Priority, StepProcess
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh, build_mesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.planner import PlanStatistics, StepPlan
+from torchmm.planning.planned_step import PlannedStep
+from torchmm.planning.planner import StepPlan
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.step import StepOutcome, TrainStep
 
@@ -187,19 +189,19 @@ class Planned(Replayed):
     ) -> None:
         super().__init__(ON, model, batch, choice, mesh, shared)
         self.cores = cores
-        self.process: PlanningProcess | None = None
+        self.process: StepProcess[PlannedStep] | None = None
         self.number, self.planning = 0, False
-        self.statistics = PlanStatistics()
+        self.statistics: Mapping[str, Any] = {}
         logger = logging.getLogger(__name__)
         self.planner = MeasuringPlanner(
             self.pipeline, None, mesh, logger, CostModel(load_profile("cpu"), "float32"),
             deterministic=False, steps=ENDLESS, start=self._start,
         )  # fmt: skip
 
-    def _start(self, setup: PlanningSetup) -> PlanningProcess:
+    def _start(self, setup: PlanningSetup, priority: Priority) -> StepProcess[PlannedStep]:
         """On the pipeline's first rank."""
-        self.process = PlanningProcess(setup)
-        if self.cores is not None and self.process.pid is not None:
+        self.process = start_planning(setup, priority)
+        if self.cores is not None:
             os.sched_setaffinity(self.process.pid, self.cores.planning)
         return self.process
 
@@ -212,7 +214,7 @@ class Planned(Replayed):
         plan, self.statistics = self.planner.plan(
             self.number, batch, lambda: [[m.meta for m in batch]]
         )
-        if self.statistics.predicted_ms is not None and not self.shared:
+        if self.statistics.get("predicted_ms") is not None and not self.shared:
             self.shared.append(plan)
         used = StepPlan(self.shared[0] if self.shared else plan, self.statistics)
         outcome = self.train_step(used.plan, index)
@@ -286,7 +288,7 @@ def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) ->
     goal = GOAL if cores and cores.spare else None
     ratio = comparison.speed_ratio(REPLAY, ON)
     planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)
-    share = (statistics.planner_ms or 0.0) / 1e3 / planned_s
+    share = statistics.get("planner_ms", 0.0) / 1e3 / planned_s
     return [
         Row(case, "step time, planning beside / replay", "x", ratio, 1.0, None, goal, "lower"),
         Row(case, "step time, planning beside and replay", "s", planned_s, replayed_s,

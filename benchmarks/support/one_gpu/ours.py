@@ -201,9 +201,7 @@ class OurSide:
             close=nothing,
             samples_per_pass=0,
         )
-        data = SimpleNamespace(
-            training=SimpleNamespace(digest=lambda: ("", "synthetic")), held_out=None
-        )
+        data = SimpleNamespace(digest=lambda: ("", "synthetic")), None
         replaced: dict[str, Callable[..., Any]] = {
             "open_data": lambda *_, **__: data,
             "build_data": lambda *_, **__: loader,
@@ -266,7 +264,7 @@ class OurSide:
         """Train on batch `index` and return its loss."""
         done = self.trainer.run_step(iter([self.batches[index]]))
         assert done is not None
-        return done.record.loss
+        return done.record["loss"]
 
     def sizes(self, index: int = 0) -> StepSizes:
         """Return what the cost model needs to predict a step."""

@@ -1,10 +1,28 @@
-"""What processes leave alone while they plan."""
+"""States of processes, and garbage collection while they plan."""
 
 import gc
+import os
+import signal
+import subprocess
+import time
 
 import pytest
 
-from torchmm.common.processes import without_collection
+from torchmm.common.processes import describe_state, without_collection
+
+
+def test_state_names_stopped_process():
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert describe_state(process.pid) == describe_state(None) == ""
+        os.kill(process.pid, signal.SIGSTOP)
+        end = time.monotonic() + 10
+        while not describe_state(process.pid) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert describe_state(process.pid) == ", stopped"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_garbage_collection_pauses_and_goes_on():

@@ -39,7 +39,23 @@ WINDOWS = KINDS["qwen2_5_vl"]._replace(grids=[(1, 4, 4), (1, 8, 4)])
 FREEZES = [(), ("vision",), ("llm",), ("vision", "vision.connector"), ("vision.connector", "llm")]
 SPLITS = [*((freeze, 1.0) for freeze in FREEZES), (FREEZES[0], 0.0), (FREEZES[3], 0.0)]
 """Frozen parts, and the share of backwards that become I and W."""
+FEW = ("clip", "qwen3_omni")
+"""Encoders whose combinations are all counted always; `--all` counts those of the others too."""
 CPU = torch.device("cpu")
+
+
+def combine(options: list) -> list:
+    """Pair every encoder with every option; mark most pairs of other encoders than FEW."""
+    return [
+        pytest.param(
+            encoder,
+            option,
+            marks=[] if encoder in FEW or option == options[0] else [pytest.mark.campaign],
+            id=f"{encoder}-{option}",
+        )
+        for encoder in (*KINDS, "clip; loss in chunks")
+        for option in options
+    ]
 
 
 def case_of(encoder: str, freeze: tuple[str, ...] = ()) -> Case:
@@ -175,12 +191,12 @@ def test_frames_of_a_video_attend_to_themselves() -> None:
     assert difference == 4 * 32 * pairs * len(module.layers)
 
 
-@pytest.mark.parametrize(("freeze", "split"), SPLITS, ids=str)
-@pytest.mark.parametrize("encoder", [*KINDS, "clip; loss in chunks"])
+@pytest.mark.parametrize(("encoder", "option"), combine(SPLITS))
 def test_actions_cost_what_torch_counts(
-    encoder: str, freeze: tuple[str, ...], split: float
+    encoder: str, option: tuple[tuple[str, ...], float]
 ) -> None:
-    """Every F, B, I and W of a step of many stages, run one by one."""
+    """Compare every F, B, I and W of a step of many stages, executed one by one."""
+    freeze, split = option
     encoder, _, chunks = encoder.partition("; ")
     case = replace(case_of(encoder, freeze), chunked_loss=bool(chunks))
     model, batch = build(case), batch_of(case, [3, 0, 2], seed=7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,9 @@ import numpy as np
 from PIL import Image
 
 from torchmm.common.batch import Arrangement, ImageSpec
+from torchmm.data.items import BalancedShare, PackItems
+from torchmm.data.loader import Loader
+from torchmm.data.nodes import rank_share
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -131,6 +134,12 @@ def training(**changes: object) -> TrainingConfig:
 def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> DataConfig:
     values = {"workers": 0, "open_packs": 3, "index_cache": str(tmp_path / "index")}
     return DataConfig(sources=list(sources), **{**values, **changes})
+
+
+def planned_shares(loader: Loader) -> Iterator[list[list[PackItems]] | BalancedShare]:
+    """Yield what the rank of a loader decodes in each step, from the first step on."""
+    for step in loader._steps._begin(None):
+        yield rank_share(step, loader._rank)
 
 
 def largest_first(packs: list) -> Arrangement:

@@ -7,10 +7,20 @@ from itertools import cycle, islice
 import numpy as np
 import pytest
 import torch
-from data_cases import CLIP, NAFLEX, QWEN, caption, data_config, png, training, write_jsonl
+from data_cases import (
+    CLIP,
+    NAFLEX,
+    QWEN,
+    caption,
+    data_config,
+    planned_shares,
+    png,
+    training,
+    write_jsonl,
+)
 from installed import needs_extension
 
-from torchmm.common import processes
+from torchmm.common import step_process
 from torchmm.common.batch import EncoderInputs, ImageOwners, ImageSizes
 from torchmm.common.generated import GeneratorInputs, GeneratorSpec
 from torchmm.common.row_slices import BalancedMicrobatch, Reads, Share, exchanged_row
@@ -315,17 +325,17 @@ def test_tensor_parallel_ranks_share_balanced_images(make):
 def test_step_bytes_of_balanced_share_match(make):
     loader = make(0)
     [batch] = batches_of(loader)
-    step = next(iter(loader._queue))
+    step = next(planned_shares(loader))
     nbytes = sum(m.nbytes - m.target_positions_L.nbytes for m in batch.microbatches)
     assert loader._decoder.step_bytes(step) == nbytes
 
 
 def test_background_process_plans_the_same_images(make, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(processes, "BESIDE_FROM_MS", 0.0)
+    monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
     found, wanted = batches_of(make(1, workers=1), 4), batches_of(make(1), 4)
-    assert "beside training" in caplog.text
+    assert "arranging a step takes" in caplog.text
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.encoded == theirs.encoded and ours.state == theirs.state
         assert ours.imbalance == theirs.imbalance

@@ -42,8 +42,8 @@ class FakeFileSystem:
     def open(self, file):
         return io.BytesIO(self._files[file.address])
 
-    def open_parquet(self, files, root, fingerprint):
-        raise NotImplementedError
+    def derive(self, file, name, make):
+        return make(self.open(file)), None
 
 
 @pytest.fixture

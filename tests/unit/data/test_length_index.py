@@ -14,7 +14,7 @@ from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.index import building, measuring
-from torchmm.data.sources.index.building import Building, Lock, load_or_build
+from torchmm.data.sources.index.building import Building, Lock
 from torchmm.data.sources.index.length_index import read_index
 from torchmm.data.sources.reader import SampleReader
 from torchmm.recipe.data_section import LengthFilter
@@ -58,7 +58,7 @@ def directory(tmp_path):
 
 def test_sizes_are_those_that_training_reads(reader: SampleReader, directory):
     records = Records()
-    index = load_or_build("r", records, reader, directory)
+    index = Building("r", records, reader, directory).load()
     assert len(index) == COUNT and len(index.shards) == 7 and records.read_counts.max() == 1
     for number in range(COUNT):
         assert index.has(number) == (number != 7)
@@ -77,7 +77,7 @@ def test_sizes_are_those_that_training_reads(reader: SampleReader, directory):
 
 @pytest.mark.parametrize("wanted", [LengthFilter(), LengthFilter(min_tokens=9, max_tokens=12)])
 def test_filters_count_without_reading_where_they_can(reader, directory, wanted):
-    index = load_or_build("r", Records(), reader, directory)
+    index = Building("r", Records(), reader, directory).load()
     tokens = np.concatenate([index.sizes(n).tokens_N for n in range(7)])
     kept = (tokens >= wanted.min_tokens) & (tokens <= (wanted.max_tokens or 999))
     expected = [kept[start : start + 4].sum() for start in range(0, COUNT, 4)]
@@ -89,7 +89,7 @@ def files(directory):
 
 
 def test_jobs_of_an_array_write_what_a_run_writes(reader, directory, tmp_path):
-    load_or_build("r", Records(), reader, directory)
+    Building("r", Records(), reader, directory).load()
     for first in (2, 0, 1):
         job = Building("r", Records(), reader, tmp_path / "jobs")
         job.prepare()
@@ -100,10 +100,10 @@ def test_jobs_of_an_array_write_what_a_run_writes(reader, directory, tmp_path):
 
 def test_what_was_measured_before_a_crash_stays(reader, directory):
     with pytest.raises(KeyboardInterrupt):
-        load_or_build("r", Records(dies_at=13), reader, directory)
+        Building("r", Records(dies_at=13), reader, directory).load()
     assert read_index(directory) is None and not (directory / "building.lock").exists()
     again = Records()
-    assert len(load_or_build("r", again, reader, directory)) == COUNT
+    assert len(Building("r", again, reader, directory).load()) == COUNT
     assert again.read_counts[:12].max() == 0 and again.read_counts[12:].min() == 1
 
 
@@ -112,7 +112,7 @@ def test_one_measures_and_the_others_wait(reader, directory):
     found = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(load_or_build("r", records, reader, directory).content)
+            target=lambda: found.append(Building("r", records, reader, directory).load().content)
         )
         for _ in range(4)
     ]
@@ -137,7 +137,7 @@ def test_a_lock_that_nobody_holds_is_taken_over(reader, directory, monkeypatch, 
         monkeypatch.setattr(building, "STALE_S", 0.5)
     text = json.dumps(said)
     (directory / "building.lock").write_text("{" if owner == "torn file" else text)
-    assert len(load_or_build("r", Records(), reader, directory)) == COUNT
+    assert len(Building("r", Records(), reader, directory).load()) == COUNT
     assert not list(directory.glob("*.lock*"))
 
 
@@ -154,37 +154,37 @@ def test_a_lock_that_is_touched_is_left_alone(directory, monkeypatch):
 
 
 def test_damaged_files_are_found(reader, directory):
-    whole = load_or_build("r", Records(), reader, directory)
+    whole = Building("r", Records(), reader, directory).load()
     content = whole.content
     (directory / "000003.sizes").write_bytes(b"short")
     again = Records()
-    assert load_or_build("r", again, reader, directory).content == content
+    assert Building("r", again, reader, directory).load().content == content
     assert again.read_counts.nonzero()[0].tolist() == [12, 13, 14, 15], "one shard, no more"
     data = bytearray((directory / "000002.sizes").read_bytes())
     data[1] ^= 1
     (directory / "000002.sizes").write_bytes(data)
-    index = load_or_build("r", Records(), reader, directory)
+    index = Building("r", Records(), reader, directory).load()
     index.sizes(1)
     with pytest.raises(DataError, match=r"000002\.sizes is damaged"):
         index.sizes(2)
     (directory / "000002.sizes").unlink()
-    assert load_or_build("r", Records(), reader, directory).content == content
+    assert Building("r", Records(), reader, directory).load().content == content
 
 
 def test_a_source_that_changes_while_it_is_measured_is_refused(reader, directory):
-    load_or_build("r", Records(), reader, directory)
+    Building("r", Records(), reader, directory).load()
     with pytest.raises(DataError, match=r"has 20 records, its index .* 25"):
-        load_or_build("r", Records(20), reader, directory)
+        Building("r", Records(20), reader, directory).load()
 
 
 def test_workers_write_the_same(reader, directory, tmp_path, monkeypatch):
-    load_or_build("r", Records(), reader, directory)
+    Building("r", Records(), reader, directory).load()
     monkeypatch.setattr(building, "WORKERS_FROM", 1)
-    load_or_build("r", Records(), reader, tmp_path / "workers", workers=2)
+    Building("r", Records(), reader, tmp_path / "workers", workers=2).load()
     assert files(tmp_path / "workers") == files(directory)
 
 
 def test_content_depends_on_samples_alone(reader, directory, tmp_path):
-    one = load_or_build("r", Records(), reader, directory).content
-    assert load_or_build("other", Records(), reader, tmp_path / "b").content == one
-    assert load_or_build("r", Records(24), reader, tmp_path / "c").content != one
+    one = Building("r", Records(), reader, directory).load().content
+    assert Building("other", Records(), reader, tmp_path / "b").load().content == one
+    assert Building("r", Records(24), reader, tmp_path / "c").load().content != one

@@ -55,6 +55,7 @@ def make(tmp_path, tokenizer, text_spec):
         validation=False,
         open_packs=3,
         packing="best_fit",
+        prefetch=2,
         **sizes,
     ):
         configs = sources or [
@@ -63,7 +64,7 @@ def make(tmp_path, tokenizer, text_spec):
         ]
         data = data_config(
             tmp_path, *configs, workers=workers, open_packs=open_packs, shuffle_window=7,
-            validation=configs, packing=packing,
+            validation=configs, packing=packing, prefetch=prefetch,
         )  # fmt: skip
         return build_loader(
             data,
@@ -238,6 +239,22 @@ def test_epoch_counts_trained_samples(make, tmp_path, streaming):
     assert batch.epoch >= 2
 
 
+@pytest.mark.parametrize(("workers", "prefetch"), [(0, 2), (2, 1), (2, 3)])
+def test_chain_state_is_state_of_last_batch(make, workers, prefetch):
+    expected = take(make(), 6)
+    loader = make(workers=workers, prefetch=prefetch)
+    for batch, wanted in zip(take(loader, 3), expected, strict=False):
+        assert content(batch) == content(wanted) and batch.state == wanted.state
+    assert len(take(loader, 2)) == 2  # The chain still has steps of the unfinished pass.
+    steps = loader._steps
+    steps.reset(steps.state_dict())
+    for wanted in expected[2:]:
+        plan, decoded = next(steps)
+        assert [m.meta for m in decoded.microbatches] == [m.meta for m in wanted.microbatches]
+        assert plan.state == steps.state_dict() == wanted.state
+        assert repr(plan.state) in repr(steps._chain.state_dict())  # Nested, by node.
+
+
 def test_resume_on_another_number_of_ranks(make):
     expected = take(make(), 6)
     parts = [take(make(rank=r, ranks=2, state=expected[2].state), 3) for r in range(2)]
@@ -405,7 +422,7 @@ def test_a_torn_index_cache_is_built_again(make, tmp_path):
 
 
 def worker_pids(loader):
-    return [w.pid for w in loader._loader._iterator._workers]
+    return [w.pid for w in loader._steps.processes]
 
 
 def test_a_killed_worker_is_an_error_within_ten_seconds(make):
@@ -437,7 +454,7 @@ def test_workers_outlive_the_signals_of_launchers(make):
 @pytest.mark.parametrize("spec", [CLIP, NAFLEX])
 def test_step_bytes_match_decoded_step(make, spec):
     loader = make(spec, microbatch_size=2)
-    packs = loader._queue.peek().ranks[0]
+    packs = loader._steps.peek().ranks[0]
     step = loader._decoder[packs]
     nbytes = sum(m.nbytes - m.target_positions_L.nbytes for m in step.microbatches)
     assert nbytes > sum(m.encoders["vision"].pixels.nbytes for m in step.microbatches) > 0
@@ -449,7 +466,7 @@ def test_small_shared_memory_warns_before_first_step(
     make, monkeypatch, caplog, missing_bytes, warnings
 ):
     loader = make(workers=1)
-    step = loader._decoder.step_bytes(loader._queue.peek().ranks[0])
+    step = loader._decoder.step_bytes(loader._steps.peek().ranks[0])
     size = SimpleNamespace(total=step * loader._prefetched * 3 - missing_bytes)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr("torchmm.data.loader.shutil.disk_usage", lambda _: size)

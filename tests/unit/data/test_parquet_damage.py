@@ -82,8 +82,8 @@ def test_rows_that_take_no_bytes_are_refused_by_the_footer(tmp_path, streaming):
 
 def test_a_group_larger_than_memory_may_be_is_not_decompressed(file, monkeypatch):
     monkeypatch.setattr(parquet_rows, "MAX_GROUP_BYTES", 1000)
-    with pytest.raises(ValueError, match="more than 1000 bytes"):
-        parquet_rows.read_group(file, 0)
+    with file.open("rb") as stream, pytest.raises(ValueError, match="more than 1000 bytes"):
+        parquet_rows.read_group(stream, 0)
     monkeypatch.setattr(parquet_rows, "MAX_RATIO", 0)
     with pytest.raises(DataError, match=r"rows\.parquet claims \d+ bytes, of \d+ compressed"):
         read_all(file, False)

@@ -153,13 +153,13 @@ def test_each_record_is_read_once(site, monkeypatch):
     once = JsonLinesStream.next
     monkeypatch.setattr(JsonLinesStream, "next", lambda self: (read.append(1), once(self))[1])
     reader = shared_reader._Reader(site.data(), training(), site.specs)
-    reader.answer(False, "describe")
+    reader((False, None), None)
     read.clear()
     counts = []
     for packs in ([0, 1], [2, 3]):
         state, after = None, START
         for _ in range(4):
-            part = reader.answer(False, "part", Asked(after, state, False, packs, True))
+            part = reader((False, Asked(after, state, False, packs, True)), None)
             state, after = part.state, digest_of(part.state)
             assert sorted(part.packs) == packs
         counts.append(len(read))

@@ -12,7 +12,7 @@ import pytest
 from data_cases import data_config, training
 from index_cases import index_of
 
-from torchmm.common import processes
+from torchmm.common import step_process
 from torchmm.common.batch import Arrangement, Imbalance
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.steps import beside
@@ -98,7 +98,7 @@ def own(step):
 
 @pytest.fixture
 def always(monkeypatch):
-    monkeypatch.setattr(processes, "BESIDE_FROM_MS", 0.0)
+    monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", 0.0)
     monkeypatch.setattr(beside, "PATIENCE_S", 300.0)
 
 
@@ -111,14 +111,14 @@ def test_steps_are_those_that_are_planned_here(tmp_path, always, caplog):
         assert own(one) == own(two) and saved(one) == saved(two)
         assert (one.skipped, one.epoch) == (two.skipped, two.epoch)
         assert one.metas(64)[RANK] == two.metas(64)[RANK]
-    assert there._process is not None and "beside training" in caplog.text
+    assert there._process.is_running and "arranging a step takes" in caplog.text
     there.close()
 
 
 def test_where_planning_takes_no_time_there_is_no_process(tmp_path):
     steps = StepsBeside(Begin(tmp_path), POSITION)
     list(islice(steps, 5))
-    assert steps._process is None
+    assert not steps._process.is_running
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -127,21 +127,21 @@ def test_a_process_that_is_lost_leaves_no_gap(tmp_path, always, caplog, monkeypa
     here, there = begin(POSITION), StepsBeside(begin, POSITION)
     for _ in range(4):
         assert own(next(here)) == own(next(there))
-    os.kill(there._process.pid, number)
+    process = there._process._process
+    os.kill(process.pid, number)
     monkeypatch.setattr(beside, "PATIENCE_S", 1.0)
-    process, after = there._process, 3
-    for _ in range(1000):  # what it had sent ahead, and what the pipe holds, is still there
+    for _ in range(6):
         one, two = next(here), next(there)
         assert own(one) == own(two) and saved(one) == saved(two)
-        after -= there._process is None
-        if after == 0:
-            break
-    assert there._process is None and not process._process.is_alive()
-    assert "from here on they are arranged here" in caplog.text
+    assert there._process.is_lost and not process._process.is_alive()
+    assert f"the reordering process ({process.pid}" in caplog.text
+    assert (", stopped)" in caplog.text) == (number == signal.SIGSTOP)
+    assert "from here on steps are arranged in the training process" in caplog.text
 
 
 def test_ends_and_errors_come_through(tmp_path, always):
-    assert len(list(StepsBeside(Ends(tmp_path), POSITION))) == 5
+    steps = StepsBeside(Ends(tmp_path), POSITION)
+    assert len(list(steps)) == 5 and next(steps, None) is None
     steps = StepsBeside(Ends(tmp_path, DataError("more than 3 samples are corrupt")), POSITION)
     with pytest.raises(DataError, match="more than 3"):
         list(steps)

@@ -13,7 +13,7 @@ from data_cases import caption, data_config, training, write_jsonl
 from torchmm.common.errors import DataError
 from torchmm.data import loader as loader_module
 from torchmm.data.build import build_loader
-from torchmm.data.waiting import Overdue, Waiting
+from torchmm.data.nodes import Overdue, Waiting
 from torchmm.recipe.data_section import SourceConfig
 
 LONG_S = 60.0
@@ -35,7 +35,7 @@ def build(tmp_path, tokenizer, text_spec, **changes):
 
 
 def workers_of(loader):
-    return list(loader._loader._iterator._workers)
+    return loader._steps.processes
 
 
 def assert_gone(workers):
@@ -75,7 +75,7 @@ class Silent:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_file_that_never_answers_ends_the_wait(tmp_path, tokenizer, text_spec, workers):
     loader = build(tmp_path, tokenizer, text_spec, workers=workers, timeout_s=2.0)
-    loader._loader.dataset._sources = [Silent()]
+    loader._decoder._sources = [Silent()]
     who = "data worker 0" if workers else "this process"
     with pytest.raises(DataError, match=rf"{who}.* samples beginning with .*words.jsonl\["):
         next(iter(loader))

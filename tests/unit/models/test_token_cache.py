@@ -9,7 +9,7 @@ from model_cases import DELTA, LLMS, microbatch, relative_error, text_model
 from torch import Tensor
 
 from torchmm.common.batch import IGNORE_TARGET, Microbatch, MicrobatchMeta
-from torchmm.models.layers.token_cache import PromptLengths, next_row
+from torchmm.models.layers.token_cache import PackedCache, next_row
 from torchmm.models.llm import LlmModule
 
 LENGTHS = [5, 21, 2]
@@ -85,7 +85,7 @@ def test_keys_that_no_prompt_has_are_noticed(family: str, monkeypatch: pytest.Mo
     """Control: zeros in front of the shorter prompts are seen."""
     llm = text_model(family).eval().llm
     wanted = whole_logits(llm)
-    monkeypatch.setattr(PromptLengths, "visible", lambda *_: None)
+    monkeypatch.setattr(PackedCache, "visible", lambda *_: None)
     assert relative_error(cached_logits(llm), wanted) > 1e-4
 
 

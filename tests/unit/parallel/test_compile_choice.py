@@ -276,6 +276,27 @@ def test_auto_runs_eagerly_if_compilation_fails(
         run([5, 9, 9])
 
 
+@pytest.mark.parametrize("mode", ["selective", "full", "tuned"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_compiled_encoder_recomputes_only_with_backward(mode: str, trains: bool) -> None:
+    torch.compiler.reset()
+    plain, model = (build(pair_config("llama", "siglip")).encoders["eye"] for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for module in (plain, model):
+        module.requires_grad_(trains)
+    apply_activation_checkpoint(model, mode, Compilation("aot_eager"))
+    if mode == "tuned":
+        set_layer_modes(model, ["full"] * len(model.layers))
+    inputs = make_inputs("siglip")
+    if trains:
+        for ours, theirs in zip(
+            *(results([m], lambda m=m: m(inputs)) for m in (model, plain)), strict=True
+        ):
+            assert relative_error(ours, theirs) < 1e-6
+    with torch.set_grad_enabled(not trains):
+        assert relative_error(model(inputs), plain(inputs)) < 1e-6
+
+
 def compiled_by_inductor(module: LayeredModule, mode: str, *, constant: bool) -> Compilation:
     torch.compiler.reset()
     compilation = Compilation("inductor", has_constant_rows=constant)

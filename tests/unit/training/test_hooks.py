@@ -53,9 +53,9 @@ def make_training(log: Log, tmp_path: Any, step: int = 0, **recipe: Any) -> Trai
 
 def do_step(training: Training, hook: Hook, *, is_stopping: bool = False) -> None:
     training.state.step += 1
-    record: Any = SimpleNamespace(step=training.state.step, step_ms=1.0)
     nothing: Any = None
-    hook.after_step(StepDone(record, nothing, nothing, 0, is_stopping))
+    step = training.state.step
+    hook.after_step(StepDone(step, {"step_ms": 1.0}, {}, nothing, nothing, is_stopping))
 
 
 def test_table_builds_only_used_hooks(tmp_path, monkeypatch):

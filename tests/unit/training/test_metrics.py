@@ -9,31 +9,27 @@ import os
 import socket
 import struct
 import threading
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from tracked_run import rank_values
 
 from torchmm.recipe.training_section import MetricsConfig
-from torchmm.training.metrics import (
-    MetricsRecorder,
-    RankStep,
-    gather_rank_steps,
-    make_record,
-    peak_flops,
-    peak_memory_bytes,
-)
+from torchmm.training.metrics import METRICS, make_record, peak_flops, peak_memory_bytes
 from torchmm.training.report import describe_step, print_summary
-from torchmm.training.tracking.figures import REDUCED, reduce_over_ranks
+from torchmm.training.tracking.recorder import MetricsRecorder
 from torchmm.training.tracking.trackers import BackgroundSink
 
 CPU = torch.device("cpu")
 LOG = logging.getLogger("torchmm.test")
-RANK = RankStep(tokens=1000, samples=10, images=5, flops=10**9, step_ms=500.0, data_wait_ms=10.0)
-RANK = replace(RANK, decoded_images=3, read_bytes=10**6)
+RANK = rank_values(
+    tokens_per_s=1000, samples_per_s=10, images_per_s=5, flops=10**9, step_ms=500.0,
+    data_wait_ms=10.0, decoded_images=3, read_bytes=10**6,
+)  # fmt: skip
+OTHERS = {"epoch": 0, "loss": 2.5, "grad_norm": 1.0, "lr": 1e-3}
 NAMES = (  # names that users' scripts rely on
     "step loss grad_norm lr tokens_per_s samples_per_s images_per_s mfu step_ms data_wait_ms "
     "encoder_ms llm_ms pipeline_ms bubble_fraction expert_load peak_memory_bytes slowest_rank "
@@ -47,8 +43,7 @@ NAMES = (  # names that users' scripts rely on
 
 
 def record(step: int = 1, **changes):
-    made = make_record(step, [RANK], epoch=0, loss=2.5, grad_norm=1.0, lr=1e-3, peak_flops=1e10)
-    return replace(made, **changes)
+    return make_record([RANK], 1e10, step=step, **OTHERS) | changes
 
 
 def recorder(run_dir: Path, console: Console | None = None, start_step: int = 0, **config):
@@ -75,12 +70,13 @@ def test_records_have_the_names_users_rely_on(tmp_path):
     made = recorder(tmp_path)
     made.record(record())
     made.close()
-    assert set(lines_of(tmp_path)[0]) == set(NAMES.split())
+    assert set(lines_of(tmp_path)[0]) == set(METRICS) >= set(NAMES.split())
 
 
 def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
-    slow = replace(RANK, step_ms=1000.0, data_wait_ms=700.0, peak_memory_bytes=7, skipped_samples=2)
-    made = make_record(3, [RANK, slow], epoch=1, loss=2.0, grad_norm=1.0, lr=0.1, peak_flops=4e9)
+    changes = {"data_wait_ms": 700.0, "peak_memory_bytes": 7, "skipped_samples": 2}
+    slow = {**RANK, "step_ms": 1000.0, **changes}
+    made = SimpleNamespace(**make_record([RANK, slow], 4e9, step=3, **OTHERS))
     assert made.step_ms == 1000.0
     assert made.tokens_per_s == 2000.0
     assert made.samples_per_s == 20.0
@@ -96,22 +92,24 @@ def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
 
 
 def test_table_defines_reduction_over_ranks():
-    first = RankStep(**dict.fromkeys(REDUCED, 2))
-    second = RankStep(**dict.fromkeys(REDUCED, 3))
-    expected = {name: 5 if figure.reduce == "sum" else 3 for name, figure in REDUCED.items()}
-    assert reduce_over_ranks([first, second]) == expected
-    empty = reduce_over_ranks([RankStep(), RankStep()])
+    reduced = {name: metric.reduce for name, metric in METRICS.items() if metric.reduce}
+    first, second = (dict.fromkeys([*RANK], value) for value in (500, 2000))
+    made = make_record([first, second], None, step=1, **OTHERS)
+    expected = {"max": 2000, "sum": 2500, "rate": 2500 / 2.0}
+    assert {name: made[name] for name in reduced} == {n: expected[r] for n, r in reduced.items()}
+    assert all(type(made[name]) is METRICS[name].kind for name in reduced)
+    empty = make_record([rank_values(step_ms=1.0)] * 2, None, step=1, **OTHERS)
     modules = {"encoder_ms", "llm_ms", "generator_ms", "pipeline_ms", "compile_ms"}
-    assert {name for name, value in empty.items() if value is None} == modules
+    assert {n for n in reduced if empty[n] is None} == {*modules, "generated_per_s"}
+
+
+def test_record_with_unknown_metric_raises():
+    with pytest.raises(AssertionError, match="unknown"):
+        make_record([RANK], None, step=1, unknown=1.0, **OTHERS)
 
 
 def test_mfu_is_null_for_an_unknown_device():
-    made = make_record(1, [RANK], epoch=0, loss=2.5, grad_norm=1.0, lr=1e-3, peak_flops=None)
-    assert made.mfu is None
-
-
-def test_without_a_process_group_a_rank_gathers_itself():
-    assert gather_rank_steps(RANK) == [RANK]
+    assert make_record([RANK], None, step=1, **OTHERS)["mfu"] is None
 
 
 def test_cpu_peak_is_what_a_matrix_product_reaches():
@@ -151,7 +149,7 @@ def test_peak_memory_of_the_process_is_in_bytes():
 
 
 def test_a_step_line_names_all_figures():
-    values = asdict(record(encoder_ms=12.0, llm_ms=80.0, validation_loss=3.0))
+    values = record(encoder_ms=12.0, llm_ms=80.0, validation_loss=3.0)
     line = describe_step(values, eta_s=80.0)
     for part in (
         "loss 2.5000",
@@ -330,7 +328,7 @@ def test_a_resumed_run_continues_its_wandb_run(tmp_path, unreachable_wandb):
 def test_late_scores_are_those_of_the_last_step(tmp_path, monkeypatch):
     emitted = []
     tracker = SimpleNamespace(emit=emitted.append, close=lambda: None)
-    monkeypatch.setattr("torchmm.training.metrics.start_trackers", lambda run: [tracker])
+    monkeypatch.setattr("torchmm.training.tracking.recorder.start_trackers", lambda run: [tracker])
     made = recorder(tmp_path)
     made.record(record(1))
     made.record(record(2, scores={"held/cider": 1.0}))

@@ -56,7 +56,7 @@ def test_files_are_shown_once_and_with_their_steps(tmp_path: Path) -> None:
     early = files.until(3)  # a tracker that is behind
     assert not early.samples and not early.timelines
     new = files.until(5)
-    assert [s.generated for s in new.samples] == ["written 4"]
+    assert [sample.generated for sample, _ in new.samples] == ["written 4"]
     assert list(new.timelines) == ["step-4.svg"] and list(new.measured) == [4]
     nothing = files.until(9)
     assert not nothing.samples and not nothing.timelines and not nothing.measured

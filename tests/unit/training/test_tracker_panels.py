@@ -1,37 +1,35 @@
-"""Names and groups of figures in trackers."""
+"""Names and groups of metrics in trackers."""
 
-from dataclasses import fields
 from typing import get_args
 
 import pytest
 
+from torchmm.training.metrics import METRICS, Group, group_by_panel
 from torchmm.training.report import describe_step
-from torchmm.training.tracking.figures import FIGURES, Group, StepRecord, grouped
 
 
-def test_every_key_has_a_group_a_unit_and_a_sentence():
-    assert list(FIGURES) == [field.name for field in fields(StepRecord)]
-    assert {figure.group for figure in FIGURES.values()} == set(get_args(Group))
-    for key, figure in FIGURES.items():
-        assert figure.meaning.endswith("."), key
+def test_metrics_have_group_unit_and_sentence():
+    assert {metric.group for metric in METRICS.values()} == set(get_args(Group))
+    for name, metric in METRICS.items():
+        assert metric.description.endswith("."), name
         ends = {"ms": "_ms", "bytes": "_bytes", "1/s": "_per_s"}
-        assert all(key.endswith(end) == (figure.unit == unit) for unit, end in ends.items()), key
+        assert all(name.endswith(end) == (metric.unit == unit) for unit, end in ends.items()), name
 
 
-def test_a_key_without_an_entry_is_not_shown_in_silence():
+def test_unknown_metric_raises():
     with pytest.raises(KeyError, match="unheard_of"):
-        grouped({"step": 1, "unheard_of": 2.0})
+        group_by_panel({"step": 1, "unheard_of": 2.0})
 
 
-def test_figures_stand_in_the_panels_of_their_groups():
+def test_metrics_are_grouped_by_panel():
     record = {"step": 3, "loss": 2.0, "predicted_ms": 50.0, "planner": "natural", "mfu": None}
-    assert grouped(record) == {"train/loss": 2.0, "planner/predicted_ms": 50.0}
+    assert group_by_panel(record) == {"train/loss": 2.0, "planner/predicted_ms": 50.0}
 
 
-def test_scores_stand_with_held_out_losses_by_source():
+def test_scores_are_in_validation_panel_by_source():
     record = {"step": 2, "validation_loss": 1.0, "scores": {"vqa/exact_match": 0.5}}
     values = {"validation/validation_loss": 1.0, "validation/vqa/exact_match": 0.5}
-    assert grouped(record) == values
-    assert grouped({"step": 3, "scores": None}) == {}
+    assert group_by_panel(record) == values
+    assert group_by_panel({"step": 3, "scores": None}) == {}
     line = describe_step({"step_ms": 1.0, "scores": {"vqa/exact_match": 0.5}}, 0.0)
     assert "vqa/exact_match 0.500" in line

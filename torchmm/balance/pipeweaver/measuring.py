@@ -19,15 +19,15 @@ Rejected: ranks that search the same schedule independently, which requires one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.extension import plans_schedule
-from torchmm.balance.pipeweaver.background.process import PlanningProcess
-from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.leader import StartPlanning, start_planning
+from torchmm.balance.pipeweaver.background.requests import Measured, PlanRequest
 from torchmm.balance.pipeweaver.background.work import StepWork
 from torchmm.balance.pipeweaver.planners import BackgroundPlanner
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
@@ -53,7 +53,8 @@ from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.run.runtime import StepResult, channel_pairs
-from torchmm.planning.planner import StepPlan
+from torchmm.planning.planned_step import PlannedStep
+from torchmm.planning.planner import StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.training.pipeline import Pipeline
 
@@ -112,7 +113,7 @@ class MeasuringPlanner(BackgroundPlanner):
         *,
         deterministic: bool,
         steps: int,
-        start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
+        start: StartPlanning = start_planning,
     ) -> None:
         config = pipeline.config
         self._rates = Rates()
@@ -150,14 +151,18 @@ class MeasuringPlanner(BackgroundPlanner):
             return Measured()
         return Measured(self._rates.complete(names), self._times.fits(), dict(self._transfers.ms))
 
-    def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
-        """Store the modelled times of the step if they are compared with measured times."""
-        if self._leader is None or self._monitor is None or not self._searches:
-            return
-        request = PlanRequest(step, tuple(metas), self._measured())
-        work = StepWork(self._leader.setup, request)
-        flops = task_durations(work.graph, self._pipeline.descriptions, metas)
-        self._modelled = modelled_totals(work.graph, work.costs, flops)
+    def _make_plan(
+        self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
+    ) -> PlannedStep:
+        planned = super()._make_plan(step, metas, upcoming)
+        if self._monitor is not None and self._searches:
+            # Measured times of the step are compared with its modelled times.
+            assert self._leader is not None
+            request = PlanRequest(step, tuple(metas), self._measured())
+            work = StepWork(self._leader.setup, request)
+            flops = task_durations(work.graph, self._pipeline.descriptions, metas)
+            self._modelled = modelled_totals(work.graph, work.costs, flops)
+        return planned
 
     def learn(
         self,
@@ -184,7 +189,8 @@ class MeasuringPlanner(BackgroundPlanner):
             dist.all_reduce(torch.from_numpy(stamps), group=self._shared.group)
             self._transfers.learn(between_ranks_ms(stamps, self._channels))
         if self._leader is not None:
-            self._leader.remember(step_ms, planned.statistics.predicted_ms, result.span_ms)
+            predicted_ms = planned.statistics.get("predicted_ms")
+            self._leader.remember(step_ms, predicted_ms, result.span_ms)
         if self._monitor is not None and self._searches:  # on all ranks alike
             modelled = {(0, *kind): total for kind, total in self._modelled.items()}
             self._monitor.expect(step_totals(self._of_all_ranks(modelled, graph)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torchmm.balance.costs.model import CostModel
-from torchmm.balance.pipeweaver.background.leader import PlanLeader
-from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.leader import (
+    PlanLeader,
+    StartPlanning,
+    start_planning,
+)
 from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning
 from torchmm.balance.run_costs import run_tuning
@@ -124,7 +127,7 @@ class BackgroundPlanner(StaticPlanner):
         *,
         in_background: bool,
         steps: int,
-        start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
+        start: StartPlanning = start_planning,
     ) -> None:
         super().__init__(pipeline, mesh)
         self._logger = logger
@@ -144,23 +147,23 @@ class BackgroundPlanner(StaticPlanner):
                 self._shared.leaders,
             )
             self._leader = PlanLeader(
-                setup, mesh.data_parallel_rank, logger, steps, beside=in_background, start=start
+                setup,
+                mesh.data_parallel_rank,
+                logger,
+                steps,
+                in_background=in_background,
+                start=start,
             )
 
     def _make_plan(
         self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
     ) -> PlannedStep:
         assert self._leader is not None
-        planned = self._leader.plan(step, metas, upcoming, self._measured())
-        self._record_request(step, metas)
-        return planned
+        return self._leader.plan(step, metas, upcoming, self._measured())
 
     def _measured(self) -> Measured:
         """Return measured times to plan with. A static schedule uses FLOPs instead."""
         return Measured()
-
-    def _record_request(self, step: int, metas: Sequence[MicrobatchMeta]) -> None:
-        """Store data of the planned step that `learn` needs."""
 
     def close(self) -> None:
         """Stop the planning process."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from torchmm.common.extensions import load_entry
 from torchmm.data.files.addresses import join_address, split_address, without_secrets
@@ -45,13 +45,16 @@ class FileSystem(Protocol):
         """Return a stream of a file that fetches the bytes that are read."""
         ...
 
-    def open_parquet(self, files: Sequence[RemoteFile], root: RemotePath, fingerprint: str) -> Any:
-        """Return the rows of parquet files as a `MapSource`.
+    def derive(
+        self, file: RemoteFile, name: str, make: Callable[[BinaryIO], memoryview]
+    ) -> tuple[memoryview, Path | None]:
+        """Return data made from a file, and the cache entry that it is mapped from, if any.
 
         Args:
-            files: Files of this file system.
-            root: Directory that image paths are relative to.
-            fingerprint: Fingerprint of the files.
+            file: File of this file system.
+            name: Name of the data among all data made from the file.
+            make: Function that makes the data from a stream of the file. It is called if the cache
+                does not have the data. Bytes that it reads are not stored themselves.
         """
         ...
 

@@ -12,8 +12,7 @@ the LLM adds them up: tiles of one picture may still be in different sub-microba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import sqrt
+from math import prod, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,51 +32,55 @@ class AnyResolution(Scheme):
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
         whole = Kept(0, self.rows, 0, self.rows, 0)
+        prefix, suffix = self.text.image_prefix, self.text.image_suffix
+
+        # Choose the processor's best resolution among those whose tiles are within the limit.
+        crop = self.processor.crop_size or self.processor.size
         every = self.processor.image_grid_pinpoints
-        fitting = [p for p in every if self._tiles(p)[0] * self._tiles(p)[1] < most]
+        grids = {(y, x): (y // crop["height"], x // crop["width"]) for y, x in every}
+        fitting = [resolution for resolution in every if prod(grids[tuple(resolution)]) < most]
         if not fitting:
-            # As Hugging Face's model has it for a single tile: one line ends after all of them.
-            return self._joined({}, [whole._replace(line_ends=1)], [], 0)
+            # Hugging Face's model adds one line end after the only tile.
+            whole = whole._replace(line_ends=1)
+            place = np.arange(whole.tokens)
+            return Cut((prefix, suffix), {}, (whole,), (place,), (whole.tokens,))
         settings = {} if len(fitting) == len(every) else {"image_grid_pinpoints": fitting}
-        best = self._tiles(select_best_resolution((height_px, width_px), fitting))
-        box = self._box(width_px, height_px, *best)
-        rows, columns = self._shrunk(box)
-        kept, places = self._divide(box, *best, rows, columns)
-        return self._joined(settings, [whole, *kept], places, rows * (columns + 1))
+        tall, wide = grids[tuple(select_best_resolution((height_px, width_px), fitting))]
+
+        # Find the tokens of all tiles without padding. Every line of tokens has an end.
+        count: Any = LlavaNextProcessor._get_unpadded_features  # does not use `self`
+        tokens, lines = count(None, height_px, width_px, self.rows, self.rows, tall, wide)
+        length = tokens // lines if lines else 0
+        top, left = (tall * self.rows - lines) // 2, (wide * self.rows - length) // 2
+        box = Kept(top, top + lines, left, left + length, lines)
+
+        # Shrink the features of large images.
+        rows, columns = lines, length
+        if self.most_tiles:
+            ratio = sqrt(lines * length / (self.most_tiles * self.rows**2))
+            if ratio > SHRINKS_ABOVE:
+                rows, columns = int(lines // ratio), int(length // ratio)
+
+        # Placeholders of all tiles follow the marks of the first tile. The offsets of each later
+        # tile count from its own marks, so that they start with a negative number.
+        kept, places = self._divide(box, tall, wide, rows, columns)
+        total = rows * (columns + 1)
+        offsets = [each - (total if number else 0) for number, each in enumerate(places)]
+        return Cut(
+            (prefix, *[()] * len(kept), suffix),
+            settings,
+            (whole, *kept),
+            (np.arange(whole.tokens), *offsets),
+            (whole.tokens, total, *[0] * (len(kept) - 1)),
+        )
 
     def pixels(self, image: Image.Image, cut: Cut, raw: bool = False) -> np.ndarray:
         return super().pixels(image, cut, raw)[: cut.tiles]
 
-    def _tiles(self, resolution: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of tiles of a resolution, (height, width) in pixels."""
-        crop = self.processor.crop_size or self.processor.size
-        return resolution[0] // crop["height"], resolution[1] // crop["width"]
-
-    def _box(self, width_px: int, height_px: int, tall: int, wide: int) -> Kept:
-        """The tokens of all tiles without padding, and as many ends of lines as there are."""
-        rows = tall * self.rows
-        columns = wide * self.rows
-        count: Any = LlavaNextProcessor._get_unpadded_features  # looks at its arguments alone
-        tokens, lines = count(None, height_px, width_px, self.rows, self.rows, tall, wide)
-        length = tokens // lines if lines else 0
-        top = (rows - lines) // 2
-        left = (columns - length) // 2
-        return Kept(top, top + lines, left, left + length, lines)
-
-    def _shrunk(self, box: Kept) -> tuple[int, int]:
-        """Rows and columns that are left of a picture's."""
-        rows = box.bottom - box.top
-        columns = box.right - box.left
-        if self.most_tiles:
-            ratio = sqrt(rows * columns / (self.most_tiles * self.rows**2))
-            if ratio > SHRINKS_ABOVE:
-                return int(rows // ratio), int(columns // ratio)
-        return rows, columns
-
     def _divide(
         self, box: Kept, tall: int, wide: int, rows: int, columns: int
     ) -> tuple[list[Kept], list[np.ndarray]]:
-        """By tile: what is kept of it, and at which places among the tokens of all tiles."""
+        """Return the kept tokens of every tile and their positions among all tokens of tiles."""
         down = _spans(box.top, box.bottom, rows, tall, self.rows)
         right = _spans(box.left, box.right, columns, wide, self.rows)
         sizes = [(box.bottom - box.top, rows), (box.right - box.left, columns)]
@@ -94,45 +97,33 @@ class AnyResolution(Scheme):
                 places.append(np.concatenate([(lines + np.arange(*x.to)).ravel(), ends]))
         return kept, places
 
-    def _joined(
-        self,
-        settings: dict[str, Any],
-        kept: list[Kept],
-        places: list[np.ndarray],
-        rest: int,
-    ) -> Cut:
-        """The whole picture's tokens, then those of the tiles.
-
-        Placeholders of all tiles follow the first one's marks; places count from where a tile's
-        own would be.
-        """
-        whole = kept[0].tokens
-        shifted = [np.arange(whole)]
-        shifted += [each - (rest if number else 0) for number, each in enumerate(places)]
-        placeholders = (whole, *([rest] if places else []), *[0] * (len(places) - 1))
-        prefix, suffix = self._single()
-        marks = (prefix, *[()] * (len(kept) - 1), suffix)
-        return Cut(marks, settings, tuple(kept), tuple(shifted), placeholders)
-
 
 class _Span(NamedTuple):
-    """The rows (or columns) of one row (or column) of tiles."""
+    """Token rows (or columns) of one row (or column) of tiles."""
 
     first: int
-    """Kept of the tile: from here to `end`."""
+    """First kept row of the tile."""
     end: int
     start: int
-    """The first of them, among all of the picture's."""
+    """Position of the first kept row among those of the image."""
     to: tuple[int, int]
-    """Those after shrinking to which they contribute."""
+    """Rows after shrinking to which the tile contributes."""
     own: tuple[int, int]
-    """Those that begin in this tile."""
+    """Rows after shrinking that begin in this tile."""
     last: bool
-    """Whether the picture's last is among them."""
+    """Whether the tile has the last row of the image."""
 
 
 def _spans(low: int, high: int, after: int, tiles: int, side: int) -> list[_Span]:
-    """Of all tiles along one axis, of which [low, high) is no padding and becomes `after`."""
+    """Return the spans of all tiles along one axis.
+
+    Args:
+        low: first row that is not padding.
+        high: end of these rows.
+        after: number of these rows after shrinking.
+        tiles: number of tiles.
+        side: rows of one tile.
+    """
     weights = shrink_weights(high - low, after) if after else np.zeros((0, high - low))
     begins = np.argmax(weights != 0, axis=1) if weights.size else np.zeros(0, np.int64)
     spans = []
@@ -141,10 +132,7 @@ def _spans(low: int, high: int, after: int, tiles: int, side: int) -> list[_Span
         start = number * side + first - low
         touched = np.flatnonzero(weights[:, start : start + end - first].any(axis=1))
         own = np.flatnonzero((begins >= start) & (begins < start + end - first))
+        to, begun = ((int(n[0]), int(n[-1]) + 1) if len(n) else (0, 0) for n in (touched, own))
         last = end > first and start + end - first == high - low
-        spans.append(_Span(first, end, start, _range(touched), _range(own), last))
+        spans.append(_Span(first, end, start, to, begun, last))
     return spans
-
-
-def _range(numbers: np.ndarray) -> tuple[int, int]:
-    return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)

@@ -29,7 +29,7 @@ from torchmm.common.batch import ImageMeta, ImageSpec
 from torchmm.common.dtypes import ByteValues
 from torchmm.common.errors import ConfigError
 from torchmm.data.corrupt import CorruptSampleError
-from torchmm.data.media.patch_layouts import LAYOUTS, PatchLayout, layout_of
+from torchmm.data.media.patch_layouts import LAYOUTS, PatchLayout
 from torchmm.data.media.stored_pixels import (
     RAW,
     FixedPixels,
@@ -260,9 +260,11 @@ class ImagePreprocessor:
         probe = Image.new("RGB", (96, 64))
         outputs = self._run(probe)
         self._layout: PatchLayout | None = None
+        named = (kind for kind in LAYOUTS if spec.processor_class.startswith(kind.name_prefix))
+        kind = next((kind for kind in named if kind.marker in outputs), None)
         if spec.inputs == "fixed":
             self._fixed_shape = self._probe_fixed_shape(outputs)
-        elif (kind := layout_of(outputs, spec.processor_class)) is not None:
+        elif kind is not None:
             self._layout = kind(self.processor, spec)
         else:
             markers = dict.fromkeys(known.marker for known in LAYOUTS)

@@ -117,6 +117,11 @@ def noise(size: tuple[int, int]) -> Image.Image:
     return Image.fromarray(pixels_HW3)
 
 
+def shape_only(width_px: int, height_px: int) -> np.ndarray:
+    """Return a (C, H, W) image without memory, for functions that only read its shape."""
+    return np.broadcast_to(np.uint8(0), (3, height_px, width_px))
+
+
 def _channels(pixels: np.ndarray, last: bool) -> np.ndarray:
     """Of every value."""
     if pixels.ndim == 3:

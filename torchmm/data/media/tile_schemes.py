@@ -1,9 +1,9 @@
 """Into which tiles a picture of some size is cut, and what is written between them: a scheme for
 each way in which checkpoints were trained.
 
-Sizes come from the header alone. So that no second copy of Hugging Face's arithmetic can drift away
-from it, schemes ask the image processor itself, with a view of a picture that has a shape and no
-memory (`shape_only`), and pixels come from one call of it per picture.
+Sizes come from the header alone. Schemes call methods of the image processor with an array that has
+a shape and no memory (`shape_only`), so that Hugging Face's arithmetic is not copied. Pixels come
+from one call of the processor per image.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 
 from torchmm.common.batch import Marks, TextSpec
 from torchmm.common.tiles import Kept
-from torchmm.data.media.stored_pixels import RAW, as_bytes
+from torchmm.data.media.stored_pixels import RAW, as_bytes, shape_only
 
 CROPS = "pan_and_scan_max_num_crops"
 FIRST = "Here is the original image "
@@ -79,10 +79,6 @@ class Scheme(ABC):
         values = as_bytes(values) if raw else np.asarray(values, np.float32)
         return values.reshape(-1, *values.shape[-3:])
 
-    def _single(self) -> tuple[Marks, ...]:
-        """Marks of a picture that is not cut."""
-        return self.text.image_prefix, self.text.image_suffix
-
 
 class InternTiles(Scheme):
     """InternVL: a grid whose sides are closest to the picture's, and a thumbnail behind it.
@@ -101,8 +97,7 @@ class InternTiles(Scheme):
                 "min_patches": min(limit, self.processor.min_patches),
             }
         tiles = self.processor.get_number_of_image_patches(height_px, width_px, settings)
-        prefix, suffix = self._single()
-        return Cut((prefix, *[()] * (tiles - 1), suffix), settings)
+        return Cut((self.text.image_prefix, *[()] * (tiles - 1), self.text.image_suffix), settings)
 
 
 class SplitTiles(Scheme):
@@ -119,7 +114,9 @@ class SplitTiles(Scheme):
         super().__init__(processor, text, vocabulary, rows)
         self._side: int = processor.max_image_size["longest_edge"]
         self._longest: int = processor.size["longest_edge"]
-        self._sizes = _sizes_only(processor)
+        kind = type(processor)
+        sizes_only = type(f"{kind.__name__}Sizes", (kind,), {"resize": _resize_shape})
+        self._sizes = sizes_only(**processor.to_dict())
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
         # The processor's own resolution, then fewer and fewer whole tiles along the longer side.
@@ -141,7 +138,7 @@ class SplitTiles(Scheme):
         return rows, columns
 
     def _marks(self, rows: int, columns: int) -> tuple[Marks, ...]:
-        prefix, suffix = self._single()
+        prefix, suffix = self.text.image_prefix, self.text.image_suffix
         if rows * columns == 0:
             return prefix, suffix
         marks: list[Marks] = []
@@ -153,14 +150,9 @@ class SplitTiles(Scheme):
         return (*marks, ("\n\n", *prefix), suffix)
 
 
-def _sizes_only(processor: Any) -> Any:
-    """The processor with a `resize` that makes shapes without pixels."""
-    kind = type(processor)
-
-    def resize(self: Any, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
-        return shape_only(size.width, size.height)
-
-    return type(f"{kind.__name__}Sizes", (kind,), {"resize": resize})(**processor.to_dict())
+def _resize_shape(processor: Any, image: np.ndarray, size: Any, **_: Any) -> np.ndarray:
+    """Replace the `resize` method of a processor of which only sizes are needed."""
+    return shape_only(size.width, size.height)
 
 
 class PanAndScan(Scheme):
@@ -170,31 +162,24 @@ class PanAndScan(Scheme):
     """
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
-        prefix, suffix = self._single()
+        prefix, suffix = self.text.image_prefix, self.text.image_suffix
         settings: dict[str, Any] = {}
         if most <= self.processor.pan_and_scan_max_num_crops:
             # A single crop would be the whole picture once more.
             off = most < 3
             settings = {"do_pan_and_scan": False} if off else {CROPS: most - 1}
-        crops = self._crops(width_px, height_px, settings)
+        crops = 0
+        if settings.get("do_pan_and_scan", True):
+            names = ("pan_and_scan_min_crop_size", CROPS, "pan_and_scan_min_ratio_to_activate")
+            limits = {name: settings.get(name, getattr(self.processor, name)) for name in names}
+            image = shape_only(width_px, height_px)
+            crops = len(self.processor.pan_and_scan(image=image, **limits))
         if not crops:
             return Cut((prefix, suffix), settings)
         first = joined((FIRST,), prefix)
         second = joined(suffix, (THEN,), prefix)
         further = joined(suffix, (" ",), prefix)
         return Cut((first, second, *[further] * (crops - 1), suffix), settings)
-
-    def _crops(self, width_px: int, height_px: int, settings: dict[str, Any]) -> int:
-        if not settings.get("do_pan_and_scan", True):
-            return 0
-        names = ("pan_and_scan_min_crop_size", CROPS, "pan_and_scan_min_ratio_to_activate")
-        asked = {name: settings.get(name, getattr(self.processor, name)) for name in names}
-        return len(self.processor.pan_and_scan(image=shape_only(width_px, height_px), **asked))
-
-
-def shape_only(width_px: int, height_px: int) -> np.ndarray:
-    """(C, H, W) picture that takes no memory, for functions that only look at its shape."""
-    return np.broadcast_to(np.uint8(0), (3, height_px, width_px))
 
 
 def joined(*parts: Marks) -> Marks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,51 +68,40 @@ class TiledMedia:
                 f"picture of 600x200 pixels, but {wanted} are needed; remove settings from "
                 "model.processor"
             )
-        if not all(map(self._same, ((600, 200), (90, 400), (70, 70)))):
-            images.byte_values = None
+        # Tiles are stored as bytes only if the bytes give the processor's values.
+        for size in ((600, 200), (90, 400), (70, 70)):
+            if images.byte_values is None:
+                break
+            picture, cut = noise(size), self.scheme.cut(*size, most=UNLIMITED)
+            stored = torch.from_numpy(self.scheme.pixels(picture, cut, raw=True))
+            values = self.scheme.pixels(picture, cut)
+            if not np.array_equal(images.byte_values.look_up(stored).numpy(), values):
+                images.byte_values = None
 
-    def _same(self, size: tuple[int, int]) -> bool:
-        """Whether tiles of a picture are stored as single images are."""
-        picture = noise(size)
-        cut = self.scheme.cut(*size, most=UNLIMITED)
-        values = self.scheme.pixels(picture, cut)
-        known = self.images.byte_values
-        if known is None:
-            return True
-        stored = torch.from_numpy(self.scheme.pixels(picture, cut, raw=True))
-        return np.array_equal(known.look_up(stored).numpy(), values)
-
-    def open(self, data: bytes) -> Picture:
-        """From the header; raises CorruptSampleError."""
-        return Picture(self, data, *read_size(data, self.max_pixels))
+    def open(self, data: bytes) -> TiledPicture:
+        """Read the header and cut the image as the processor does. Raises CorruptSampleError."""
+        width, height = read_size(data, self.max_pixels)
+        return TiledPicture(self, data, width, height, self.scheme.cut(width, height, UNLIMITED))
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture that is not cut yet."""
+class TiledPicture:
+    """An image file and its tiles."""
 
     media: TiledMedia
     data: bytes
     width_px: int
     height_px: int
-
-    def cut(self, most: int) -> TiledPicture:
-        """Into at most `most` tiles."""
-        return TiledPicture(self, self.media.scheme.cut(self.width_px, self.height_px, most))
-
-
-@dataclass(frozen=True)
-class TiledPicture:
-    """A picture and how it is cut."""
-
-    picture: Picture
     cut: Cut
+
+    def within(self, most: int) -> TiledPicture:
+        """Return the image with at most `most` tiles."""
+        return replace(self, cut=self.media.scheme.cut(self.width_px, self.height_px, most))
 
     @property
     def metas(self) -> list[ImageMeta]:
-        """What planning needs to know of every tile."""
-        picture = self.picture
-        meta = picture.media.images.meta(picture.width_px, picture.height_px)
+        """Planning metadata of every tile."""
+        meta = self.media.images.meta(self.width_px, self.height_px)
         if self.cut.kept is None:
             return [meta] * self.cut.tiles
         return [replace(meta, tokens=kept.tokens) for kept in self.cut.kept]
@@ -129,14 +118,13 @@ class TiledPicture:
 
     def image(self) -> Image.Image:
         """Upright RGB. Raises CorruptSampleError."""
-        return decode_rgb(self.picture.data, self.picture.media.max_pixels)
+        return decode_rgb(self.data, self.media.max_pixels)
 
     @cached_property
     def pixels(self) -> np.ndarray:
         """(tiles, C, H, W), stored: decoded and resized once for all. Raises CorruptSampleError."""
-        media = self.picture.media
-        raw = media.images.byte_values is not None
-        return media.scheme.pixels(self.image(), self.cut, raw)
+        raw = self.media.images.byte_values is not None
+        return self.media.scheme.pixels(self.image(), self.cut, raw)
 
 
 @dataclass(frozen=True)
@@ -169,21 +157,18 @@ class Tile:
         return self.of.cut.places[self.number]
 
 
-def cut_within(pictures: Iterable[Picture], budget: int | None) -> list[TiledPicture]:
-    """Pictures of a sample, cut into no more tiles than `budget` together.
+def cut_within(pictures: Sequence[TiledPicture], budget: int | None) -> list[TiledPicture]:
+    """Return the images of a sample with at most `budget` tiles together.
 
-    All have the same limit, the largest with which they stay within the budget. Every picture
-    keeps one tile, so a sample of more pictures than the budget has one each.
+    All images have the same limit, the largest with which they stay within the budget. Every image
+    keeps one tile, so a sample with more images than the budget has one tile per image.
     """
-    opened = list(pictures)
-    if budget is None:
-        return [picture.cut(most=UNLIMITED) for picture in opened]
-    most = max(1, budget - len(opened) + 1)
-    while True:
-        cut = [picture.cut(most) for picture in opened]
-        if most == 1 or sum(each.cut.tiles for each in cut) <= budget:
-            return cut
+    cut = list(pictures)
+    most = 0 if budget is None else max(1, budget - len(cut) + 1)
+    while budget is not None and most and sum(each.cut.tiles for each in cut) > budget:
+        cut = [picture.within(most) for picture in pictures]
         most -= 1
+    return cut
 
 
 UNLIMITED = 1 << 30

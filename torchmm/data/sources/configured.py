@@ -4,9 +4,12 @@ of samples, options.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -143,9 +146,16 @@ def warn_of_trained_rows(
         same = all(getattr(config, key) == getattr(held_out, key) for key in keys)
         if count is None or not same or Split.of(config).name != Split.of(held_out).name:
             continue
-        ours, theirs = (_first_rows(source, count) for source in (held_out, config))
+        selected: list[list[range]] = []
+        for source in (held_out, config):
+            left = source.max_samples or count
+            selected.append([])
+            for rows in rows_of_split(source, count):
+                selected[-1].append(rows[:left])
+                left -= len(selected[-1][-1])
         both = sum(
-            max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a in ours for b in theirs
+            max(0, min(ours.stop, theirs.stop) - max(ours.start, theirs.start))
+            for ours, theirs in itertools.product(*selected)
         )
         if both:
             logger.warning(
@@ -153,16 +163,6 @@ def warn_of_trained_rows(
                 "validation loss does not show generalization. Select other rows by `split`",
                 both, len(records), held_out.path, held_out.split, config.split,
             )  # fmt: skip
-
-
-def _first_rows(config: SourceConfig, count: int) -> list[range]:
-    """Return the rows of a split that slices and `max_samples` select."""
-    left = config.max_samples or count
-    found = []
-    for rows in rows_of_split(config, count):
-        found.append(rows[:left])
-        left -= len(found[-1])
-    return found
 
 
 class SourceAsConfigured:
@@ -175,8 +175,7 @@ class SourceAsConfigured:
     def __init__(self, source: MapSource, config: SourceConfig) -> None:
         self._source = source
         self._config = config
-        self._options = SampleOptions.of(config)
-        self._files = files_directory(config)
+        self._configure = make_configure(config)
         self.fingerprint = source.fingerprint
         self.all_rows: int | None = len(source)
         """Number of rows of the split without slices; None if `datasets` has applied the slices."""
@@ -188,19 +187,14 @@ class SourceAsConfigured:
         return min(len(self._source), self._config.max_samples or len(self._source))
 
     def read(self, index: int) -> Record:
-        """Record `index`; raises CorruptSampleError."""
+        """Return record `index`; raise CorruptSampleError."""
         with naming_place(""):
-            record = self._source.read(index)
-            return _configured(record, self._config, self._options, self._files)
+            return self._configure(self._source.read(index))
 
     def _readable(self) -> Iterator[Record]:
         for index in range(min(len(self), LOOKED_AT)):
-            try:
-                with naming_place(""):
-                    record = self._source.read(index)
-            except CorruptSampleError:
-                continue  # reported when it is its turn
-            yield record
+            with suppress(CorruptSampleError), naming_place(""):  # reported when it is read
+                yield self._source.read(index)
 
 
 class StreamAsConfigured:
@@ -213,8 +207,7 @@ class StreamAsConfigured:
     def __init__(self, stream: RecordStream, config: SourceConfig) -> None:
         self._stream = stream
         self._config = config
-        self._options = SampleOptions.of(config)
-        self._files = files_directory(config)
+        self._configure = make_configure(config)
         self._given = 0
         if config.columns:
             records = islice(iter(stream.next, None), LOOKED_AT)
@@ -243,42 +236,37 @@ class StreamAsConfigured:
             return record
         try:
             with naming_place(record.where):
-                return _configured(record, self._config, self._options, self._files)
+                return self._configure(record)
         except CorruptSampleError as error:
             return error
 
 
-def files_directory(config: SourceConfig) -> str | None:
-    """Return the directory of the files that records name; None: that of the records.
+def make_configure(config: SourceConfig) -> Callable[[Record], Record]:
+    """Return a function that applies `columns`, `files` and the sample options to a record.
 
     Raises:
-        DataError: The directory does not exist.
+        DataError: The directory `files` does not exist.
     """
-    if config.files is None:
-        return None
-    directory = Path(config.files).expanduser().absolute()
-    if not directory.is_dir():
+    root = None if config.files is None else str(Path(config.files).expanduser().absolute())
+    if root is not None and not Path(root).is_dir():
         raise DataError(
             f"data.sources: files = {config.files!r} of source {config.path!r} is not a directory; "
             "name the local directory that paths in the records are relative to"
         )
-    return str(directory)
+    return partial(_configure, names=config.columns, options=SampleOptions.of(config), root=root)
 
 
-def _configured(
-    record: Record, config: SourceConfig, options: SampleOptions, files: str | None
+def _configure(
+    record: Record, names: Mapping[str, str], options: SampleOptions, root: str | None
 ) -> Record:
-    columns = _renamed(record.columns, config.columns) if config.columns else record.columns
-    root = record.root if files is None else files
-    return replace(record, columns=columns, options=options, root=root)
-
-
-def _renamed(columns: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Columns under the names that layouts expect; those a record lacks stay missing."""
-    found = with_json_columns(columns)
-    taken = {expected: found[own] for expected, own in names.items() if own in found}
-    rest = {name: value for name, value in found.items() if name not in names.values()}
-    return {**rest, **taken}
+    columns = record.columns
+    if names:
+        # A record without a column keeps its other columns.
+        found = with_json_columns(columns)
+        renamed = {expected: found[own] for expected, own in names.items() if own in found}
+        columns = {k: v for k, v in found.items() if k not in names.values()} | renamed
+    root_of_files = record.root if root is None else root
+    return replace(record, columns=columns, options=options, root=root_of_files)
 
 
 def _check_columns(config: SourceConfig, records: Iterator[Record]) -> None:

@@ -1,24 +1,24 @@
-"""Sources with random access: files of this machine or elsewhere, and hub data sets.
+"""Sources with random access: local files, remote files and datasets of the Hugging Face hub.
 
-Arrow-backed formats go through Hugging Face `datasets` and are read as raw Arrow rows, so that it
-never decodes an image or a sound: bytes stay bytes until a worker needs the pixels. JSON and CSV
-have a reader of their own (`text_files.py`), because rows of one file may have different types
-("content" is a string in one message and a list in the next), because a broken line must cost one
-sample and not the file, and because image paths are relative to the file a row came from. So have
-tar files, Energon's folders included (`tar_samples.py`, `energon.py`), whose samples may have
-different parts.
+    source = open_map_source(config, data.index_cache, open_file_system(config.path, data))
+    source.read(index)
 
-Files elsewhere (`s3://` and others) have the same readers, which open them as they open paths
-(`torchmm.extensions.remote.storage`); only parquet has one of its own (`row_groups.py`), since what
-`datasets` does, converting all of it, needs room for all of it.
+`resolve_files` finds the format and the files of a source. It is the only function that lists
+files. `open_file_source` opens all formats that torchmm reads itself: text, tar, Parquet, folders
+with metadata, and the formats of extensions. These readers open local and remote files in the same
+way (`open_regular`), because a `RemoteFile` is a file whose bytes are fetched through a cache.
 
-Every source of a recipe is opened on every rank; nothing here knows ranks.
+`datasets` reads the rest: datasets of the hub, Arrow files, folders without metadata, and local
+Parquet files, which it converts to Arrow files once. Rows are read as raw Arrow values, so that
+`datasets` never decodes an image or audio file. Remote Parquet files are not converted, because
+the conversion needs disk space for all files.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -86,10 +86,10 @@ class ArrowSource:
     """Records of a `datasets.Dataset` as raw Arrow values.
 
     Args:
-        dataset: the rows of all files, one file after another.
-        root: directory that image paths are relative to.
-        fingerprint: of the files.
-        files: where the rows are, as far as it is known: files and their numbers of rows.
+        dataset: Rows of all files, one file after another.
+        root: Directory that image paths are relative to.
+        fingerprint: Fingerprint of the files.
+        files: Files and their numbers of rows, for messages. Empty if they are unknown.
     """
 
     def __init__(
@@ -109,20 +109,18 @@ class ArrowSource:
         return len(self._rows)
 
     def read(self, index: int) -> Record:
-        """Record `index`."""
+        """Return record `index`."""
         columns = row_of(self._rows[index])
-        return Record(columns, self._root, where=sample_key(columns) or self._row(index))
-
-    def _row(self, index: int) -> str:
+        where = sample_key(columns)
         number = int(np.searchsorted(self._ends, index, side="right"))
-        if number >= len(self._files):
-            return ""
-        before = int(self._ends[number - 1]) if number else 0
-        return f"{self._files[number]} row {index - before}"
+        if not where and number < len(self._files):
+            before = int(self._ends[number - 1]) if number else 0
+            where = f"{self._files[number]} row {index - before}"
+        return Record(columns, self._root, where=where)
 
 
 def sample_key(columns: dict[str, Any]) -> str:
-    """ "SHARD:KEY" of a webdataset's sample; empty for others."""
+    """Return "SHARD:KEY" of a webdataset sample. Empty for other samples."""
     return f"{columns['__url__']}:{columns['__key__']}" if "__url__" in columns else ""
 
 
@@ -132,45 +130,40 @@ def open_map_source(
     """Open a source for random access.
 
     Args:
-        config: the source.
-        cache: directory in which packed files are unpacked.
-        storage: of files elsewhere; see `open_file_system`.
+        config: The source.
+        cache: Directory in which packed files are unpacked (`data.index_cache`).
+        storage: File system of the source (`open_file_system`). None if the source is local.
 
     Raises:
-        ConfigError: the cache cannot be written.
-        DataError: nothing readable there, or no such columns.
+        ConfigError: The cache cannot be written.
+        DataError: The source has no readable files, or not the columns that the recipe names.
     """
-    return SourceAsConfigured(_open(config, cache, storage), config)
-
-
-def _open(config: SourceConfig, cache: str, storage: FileSystem | None) -> MapSource:
     kind, files = resolve_files(config, storage)
-    source = _open_all_rows(config, kind, files, cache)
-    # `datasets` has applied the slices to a data set of the hub.
-    sliced = kind != "hub" and Split.of(config).rows is not None
-    return SelectedRows(source, config) if sliced else source
-
-
-def _open_all_rows(
-    config: SourceConfig, kind: str, files: Sequence[AnyFile], cache: str
-) -> MapSource:
+    source: MapSource
     if has_own_reader(kind, files):
-        return open_file_source(config, kind, files, cache)
-    root = source_root(config, files)
-    rows = [sum(groups) for groups in rows_of_groups(files)] if kind == "parquet" else []
-    try:
-        dataset = load(config, kind, files, streaming=False)
-    except DataError as error:
-        if kind != "parquet":
-            raise
-        logger.warning("%s. Its row groups are read one by one, which is slow: repair it", error)
-        return RowGroups(files, root, files_fingerprint(files))
-    fingerprint = files_fingerprint(files) if files else str(dataset._fingerprint)
-    return ArrowSource(dataset, root, fingerprint, list(zip(files, rows, strict=False)))
+        source = open_file_source(config, kind, files, cache)
+    else:
+        # Checks the footers before `datasets` converts the files.
+        rows = [sum(groups) for groups in rows_of_groups(files)] if kind == "parquet" else []
+        root = source_root(config, files)
+        try:
+            dataset = load(config, kind, files, streaming=False)
+            fingerprint = files_fingerprint(files) if files else str(dataset._fingerprint)
+            source = ArrowSource(dataset, root, fingerprint, list(zip(files, rows, strict=False)))
+        except DataError as error:
+            if kind != "parquet":
+                raise
+            text = "%s. Its row groups are read one by one, which is slow: repair it"
+            logger.warning(text, error)
+            source = RowGroups(files, root, files_fingerprint(files))
+    # `datasets` has applied the slices to a dataset of the hub.
+    if kind != "hub" and Split.of(config).rows is not None:
+        source = SelectedRows(source, config)
+    return SourceAsConfigured(source, config)
 
 
 def has_own_reader(kind: str, files: Sequence[AnyFile]) -> bool:
-    """Whether this package reads the files without `datasets`."""
+    """Return True if torchmm reads the files without `datasets`."""
     return (
         kind in (*TEXT_FILES, "webdataset")
         or find_entry("source_formats", kind) is not None
@@ -182,11 +175,11 @@ def has_own_reader(kind: str, files: Sequence[AnyFile]) -> bool:
 def open_file_source(
     config: SourceConfig, kind: str, files: Sequence[AnyFile], cache: str
 ) -> MapSource:
-    """Open a source that this package reads without `datasets`.
+    """Open a source that torchmm reads without `datasets`.
 
     Raises:
-        ConfigError: the cache cannot be written.
-        DataError: a file cannot be read.
+        ConfigError: The cache cannot be written.
+        DataError: A file cannot be read.
     """
     places = Places(cache)
     fingerprint = files_fingerprint(files)
@@ -197,7 +190,7 @@ def open_file_source(
         return WebdatasetSource(files, fingerprint, places)
     root = source_root(config, files)
     if kind == "parquet":
-        return _open_row_groups(files, root, fingerprint)
+        return RowGroups(files, root, fingerprint)
     try:
         if kind in FOLDERS:
             return FolderSource(kind, files, root, fingerprint)
@@ -208,87 +201,63 @@ def open_file_source(
     return TextSource(opened, fingerprint)
 
 
-def _open_row_groups(files: Sequence[AnyFile], root: Root, fingerprint: str) -> MapSource:
-    if not isinstance(root, RemotePath):
-        return RowGroups(files, root, fingerprint)
-    remote = [file for file in files if isinstance(file, RemoteFile)]
-    source: MapSource = root.storage.open_parquet(remote, root, fingerprint)
-    return source
-
-
 def text_of(file: AnyFile, kind: str, cache: str) -> AnyFile:
-    """Where the text of a file can be read, or searched as a whole if its format needs that."""
+    """Return the unpacked text of a file: the file itself, or a copy in the cache.
+
+    A remote file of a format that is searched as one text, not line by line, is copied, too.
+    """
     content = unpacked(file, Path(cache))
     whole = isinstance(content, RemoteFile) and (kind == "csv" or is_array(content))
     return unpacked(file, Path(cache), whole=True) if whole else content
 
 
 def load(config: SourceConfig, kind: str, files: Sequence[AnyFile], streaming: bool) -> Any:
-    """A `datasets.Dataset` or `IterableDataset` of a local source or a hub id.
+    """Return a `datasets.Dataset` or `IterableDataset` of a local source or of the hub.
+
+    Logs the commit of a dataset of the hub, so that a recipe can be pinned to it.
 
     Raises:
-        DataError: `datasets` cannot read it.
+        DataError: `datasets` cannot read the source.
     """
-    try:
-        if kind == "hub":
-            return _load_from_hub(config, streaming)
-        # Names are patterns to `datasets`. The split is named, or it would guess one from them.
-        names = [glob.escape(str(f)) for f in files]
-        options: dict[str, Any] = {}
+    names = [glob.escape(str(f)) for f in files]  # names are patterns to `datasets`
+    options: dict[str, Any] = {}
+    if kind == "hub":
+        options = {"split": config.split, "revision": config.revision}
+    else:
         if kind in FOLDERS:
             names = [glob.escape(str(source_root(config, files))) + "/**"]
             options["drop_labels"] = True
-        return datasets.load_dataset(
-            kind, data_files={"train": names}, split="train", streaming=streaming, **options
-        )
+        # Without a split, `datasets` would guess one from the names.
+        options |= {"data_files": {"train": names}, "split": "train"}
+    path = config.path if kind == "hub" else kind
+    try:
+        dataset: Any = datasets.load_dataset(path, config.config, streaming=streaming, **options)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         looked_for = "no local path, so looked for on the hub" if kind == "hub" else kind
         raise DataError(
             f"source {config.path!r} ({looked_for}, split {config.split!r}) cannot be read: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _load_from_hub(config: SourceConfig, streaming: bool) -> Any:
-    """A data set of the hub; which commit of it was found is logged."""
-    dataset = datasets.load_dataset(
-        config.path,
-        config.config,
-        split=config.split,
-        streaming=streaming,
-        revision=config.revision,
-    )
-    commit = _commit_of(dataset)
-    if commit and commit != config.revision:
-        logger.info(
-            'source %r is not pinned: revision = "%s" is what was found now', config.path, commit
-        )
+    addresses = (getattr(dataset.info, "download_checksums", None) or {}) if kind == "hub" else {}
+    commits = [match[1] for match in map(_COMMIT.search, addresses) if match is not None]
+    if commits and commits[0] != config.revision:
+        text = 'source %r is not pinned: revision = "%s" is what was found now'
+        logger.info(text, config.path, commits[0])
     return dataset
-
-
-def _commit_of(dataset: Any) -> str | None:
-    """The commit that a hub data set's files are of, where it says so."""
-    for name in getattr(dataset.info, "download_checksums", None) or {}:
-        if (found := _COMMIT.search(name)) is not None:
-            return found[1]
-    return None
 
 
 def resolve_files(
     config: SourceConfig, storage: FileSystem | None = None
 ) -> tuple[str, list[AnyFile]]:
-    """Format of a source and its files, sorted; no files for a hub data set.
+    """Return the format of a source and its sorted files. A dataset of the hub has no files.
 
     Raises:
-        ConfigError: keys of hub data sets at a source that is none.
-        DataError: the path looks local but has no readable files; a store does not answer.
+        ConfigError: A key is for datasets of the hub only.
+        DataError: The path looks local but has no readable files, or a store does not respond.
     """
     if (found := find_format(config, storage)) is not None:
         return found
-    if is_address(config.path):
-        candidates: list[AnyFile] | None = _remote_candidates(config, storage)
-    else:
-        candidates = _local_candidates(config)
+    candidates = _list_files(config, storage)
     if config.format == "hub" or (candidates is None and config.format == "auto"):
         return "hub", []
     check_hub_keys(config)
@@ -297,19 +266,77 @@ def resolve_files(
             f"source {config.path!r}: no such file, directory or glob. Prepare it "
             "(torchmm prepare-data --help) or correct `path` in [[data.sources]]"
         )
-    kinds = [config.format] if config.format != "auto" else _kinds_by_suffix(candidates)
-    for kind in kinds:
-        files = [f for f in candidates if _suffix(f, kind) in SUFFIXES[kind]]
-        if files and kind in FOLDERS:
-            files += [f for f in candidates if _is_metadata(f)]
-        if files:
-            _check_elsewhere(config, kind, files)
-            return kind, _files_of_split(config, kind, files)
+    # A metadata file next to images or videos describes a folder.
+    metadata = [file for file in candidates if file.stem == "metadata"]
+    kinds = [*FOLDERS, *SUFFIXES] if metadata else list(SUFFIXES)
+    for kind in kinds if config.format == "auto" else [config.format]:
+        may_be_packed = kind in TEXT_FILES
+        suffixes = [plain_suffix(f) if may_be_packed else f.suffix.lower() for f in candidates]
+        known = [suffix in SUFFIXES[kind] for suffix in suffixes]
+        files = list(itertools.compress(candidates, known))
+        if not files:
+            continue
+        if kind in FOLDERS:
+            files += metadata
+        needs_datasets = kind == "arrow" or (kind in FOLDERS and not described(files))
+        if needs_datasets and is_address(config.path):
+            raise DataError(
+                f"source {config.path!r}: {kind} files are read on this machine alone; write "
+                "parquet, tar or JSON lines, or a metadata.jsonl beside images and clips"
+            )
+        return kind, _files_of_split(config, kind, files)
     raise DataError(
         f"source {config.path!r}: none of its {len(candidates)} files has a suffix of "
         f"{config.format if config.format != 'auto' else 'a known format'}; known are "
         f"{', '.join(s for suffixes in SUFFIXES.values() for s in suffixes)}"
     )
+
+
+def _list_files(config: SourceConfig, storage: FileSystem | None) -> list[AnyFile] | None:
+    """Return the files of a source, sorted and without hidden ones.
+
+    Of a directory with a subdirectory that is named as the split, only those below the
+    subdirectory. None if the path may be a dataset of the hub.
+    """
+    if is_address(config.path):
+        assert storage is not None, "see open_file_system"
+        address = pinned(config)
+        found = storage.list(address)
+        inside = f"{address.rstrip('/')}/{Split.of(config).name}/"
+        of_split = [file for file in found if file.address.startswith(inside)]
+        return list(of_split if of_split and not is_pattern(address) else found)
+    path = Path(config.path).expanduser()
+    if (root := _split_directory(config)) is not None:
+        files = [file for file in root.rglob("*") if file.is_file()]
+        names = [file.relative_to(root).parts for file in files]
+        visible = [not any(part.startswith(".") for part in parts) for parts in names]
+        return sorted(file.absolute() for file in itertools.compress(files, visible))
+    if path.is_file():
+        return [path.absolute()]
+    matches = sorted(Path(m).absolute() for m in glob.glob(str(path), recursive=True))  # noqa: PTH207
+    if matches:
+        return [m for m in matches if m.is_file()]
+    # NAME or OWNER/NAME may be a dataset of the hub, unless OWNER is a local directory.
+    known_suffix = path.suffix in PACKED or any(path.suffix in s for s in SUFFIXES.values())
+    is_local = (
+        config.format not in ("auto", "hub")
+        or config.path.startswith((".", "/", "~"))
+        or len(path.parts) > 2
+        or known_suffix
+        or is_pattern(config.path)
+        or (len(path.parts) == 2 and path.parent.is_dir())
+    )
+    return [] if is_local else None
+
+
+def _split_directory(config: SourceConfig) -> Path | None:
+    """Return the local directory of a source, or its subdirectory that is named as the split.
+
+    None if the source is not a local directory.
+    """
+    path = Path(config.path).expanduser()
+    inside = path / Split.of(config).name
+    return inside if inside.is_dir() else path if path.is_dir() else None
 
 
 def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> list[AnyFile]:
@@ -333,7 +360,7 @@ def _files_of_split(config: SourceConfig, kind: str, files: list[AnyFile]) -> li
     found = {
         file: _split_of_file(names[file], name, kind)
         for file in records or files
-        if not (kind in FOLDERS and not records and _is_metadata(file))
+        if not (kind in FOLDERS and not records and file.stem == "metadata")
     }
     chosen = {file for file in found if found[file] == wanted}
     if not chosen and wanted == "train":
@@ -389,84 +416,17 @@ def _split_of_file(parts: Sequence[str], name: str, kind: str) -> str | None:
     return None
 
 
-def _check_elsewhere(config: SourceConfig, kind: str, files: Sequence[AnyFile]) -> None:
-    """Raises DataError for files elsewhere that only `datasets` could read."""
-    if not is_address(config.path):
-        return
-    if kind == "arrow" or (kind in FOLDERS and not described(files)):
-        raise DataError(
-            f"source {config.path!r}: {kind} files are read on this machine alone; write parquet, "
-            "tar or JSON lines, or a metadata.jsonl beside images and clips"
-        )
-
-
-def _remote_candidates(config: SourceConfig, storage: FileSystem | None) -> list[AnyFile]:
-    """Files at an address; those of the split alone if there is a folder of its name."""
-    assert storage is not None, "see open_file_system"
-    address = pinned(config)
-    found: list[AnyFile] = list(storage.list(address))
-    if is_pattern(address):
-        return found
-    inside = f"{address.rstrip('/')}/{Split.of(config).name}/"
-    of_split = [f for f in found if isinstance(f, RemoteFile) and f.address.startswith(inside)]
-    return list(of_split) or found
-
-
-def _suffix(path: AnyFile, kind: str) -> str:
-    return plain_suffix(path) if kind in TEXT_FILES else path.suffix.lower()
-
-
-def _kinds_by_suffix(files: Sequence[AnyFile]) -> list[str]:
-    """Formats to try, best first. A metadata.jsonl next to images or clips describes a folder."""
-    return [*FOLDERS, *SUFFIXES] if any(map(_is_metadata, files)) else list(SUFFIXES)
-
-
-def _is_metadata(path: AnyFile) -> bool:
-    return path.stem == "metadata"
-
-
-def _local_candidates(config: SourceConfig) -> list[AnyFile] | None:
-    """Files of a local path, [] if it should exist and does not, None if it may be a hub id."""
-    path = Path(config.path).expanduser()
-    if path.is_dir():
-        inside = path / Split.of(config).name
-        root = inside if inside.is_dir() else path
-        return sorted(f.absolute() for f in root.rglob("*") if _is_visible_file(f, root))
-    if path.is_file():
-        return [path.absolute()]
-    matches = sorted(Path(m).absolute() for m in glob.glob(str(path), recursive=True))  # noqa: PTH207
-    if matches:
-        return [m for m in matches if m.is_file()]
-    return None if config.format in ("auto", "hub") and _may_be_hub_id(config.path) else []
-
-
-def _may_be_hub_id(name: str) -> bool:
-    """NAME or OWNER/NAME, and OWNER is no directory here."""
-    path = Path(name)
-    known_suffix = path.suffix in PACKED or any(path.suffix in s for s in SUFFIXES.values())
-    is_pattern = any(c in name for c in "*?[")
-    if name.startswith((".", "/", "~")) or len(path.parts) > 2 or known_suffix or is_pattern:
-        return False
-    return len(path.parts) == 1 or not path.parent.is_dir()
-
-
-def _is_visible_file(path: Path, root: Path) -> bool:
-    return path.is_file() and not any(p.startswith(".") for p in path.relative_to(root).parts)
-
-
 def source_root(config: SourceConfig, files: Sequence[AnyFile]) -> Root:
-    """Directory that image paths may not leave."""
+    """Return the directory that image paths may not leave. None if the source has no files."""
     if not files:
         return None
     if isinstance(files[0], RemoteFile):
         address = fixed_part(pinned(config)).rstrip("/")
         single = any(f.address == address for f in files if isinstance(f, RemoteFile))
         return RemotePath(address.rpartition("/")[0] if single else address, files[0].storage)
-    path = Path(config.path).expanduser()
-    if path.is_dir():
-        inside = path / Split.of(config).name
-        return str((inside if inside.is_dir() else path).absolute())
-    return os.path.commonpath([str(f.parent) for f in files])
+    if (directory := _split_directory(config)) is not None:
+        return str(directory.absolute())
+    return os.path.commonpath([str(file.parent) for file in files])
 
 
 def files_fingerprint(files: Sequence[AnyFile]) -> str:

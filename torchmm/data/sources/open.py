@@ -1,7 +1,7 @@
-"""Opens a recipe's sources: their order, for planning, and a decoder, for pixels and tokens.
+"""Open the sources of a recipe: their order, for planning, and a decoder, for pixels and tokens.
 
-Loaders plan and decode; producers (`torchmm.data.serve`) only decode. Both open samples here, and
-`Samples.fingerprint` shows whether two of them would prepare the same tensors.
+Loaders plan and decode. Producers (`torchmm.data.serve`) only decode. Both open samples here, and
+`Samples.fingerprint` shows whether two processes prepare the same tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchmm.data.identity import identity, settings_of, stream_content
 from torchmm.data.layouts.recognise import is_chat
 from torchmm.data.layouts.sample import Record
 from torchmm.data.sources.configured import LOOKED_AT, warn_of_trained_rows
-from torchmm.data.sources.index.building import Building, load_or_build
+from torchmm.data.sources.index.building import Building
 from torchmm.data.sources.index.length_index import (
     LengthIndex,
     cache_key,
@@ -179,94 +179,84 @@ def open_samples(
     validation: bool = False,
     generator_spec: GeneratorSpec | None = None,
 ) -> Samples:
-    """Opens the sources that a recipe trains on, or holds out.
+    """Open the training sources of a recipe, or its validation sources.
 
     Args:
-        data: sources and limits.
-        training: sequence length, seed.
-        text_spec: how the LLM wants its text.
-        image_specs: how encoders want their images, by name.
-        tokenizer: the LLM's tokenizer (a fast one).
-        validation: open the held-out sources.
-        generator_spec: how the generator wants its images; None: nothing is drawn.
+        data: Sources and limits.
+        training: Sequence length and seed.
+        text_spec: How the LLM reads text.
+        image_specs: How encoders read images, by name.
+        tokenizer: Tokenizer of the LLM (a fast one).
+        validation: Whether to open the validation sources.
+        generator_spec: How the generator reads images. None if the model has no generator.
 
     Raises:
-        ConfigError: there is none, or specs do not fit.
-        DataError: a source cannot be read or has no usable sample.
+        ConfigError: There is no source, or specs do not fit.
+        DataError: A source cannot be read or has no usable sample.
     """
-    seed = seed_of(training, validation)
-    length = training.sequence_length
-    reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
-    settings = settings_of(data, length, reader, tokenizer)
-    sources = _open_sources(data, training, reader, tokenizer, validation, settings)
-    contents = [(source.name, source.config, source.content) for source in sources]
+    reader = make_reader(
+        data, training, text_spec, image_specs, tokenizer, generator_spec, validation
+    )
+    settings = settings_of(data, training.sequence_length, reader, tokenizer)
+    section = "data.validation" if validation else "data.sources"
+    buildings = open_buildings(data, training, reader, tokenizer, validation)
+    if not buildings:
+        raise ConfigError(f"{section}: no source; add a [[{section}]] table")
+    # Validation samples have the same order in every run, and a shuffled one: files are often
+    # sorted by topic, and the first samples should represent all of them.
+    seed, shuffle = seed_of(training, validation), validation or data.shuffle
+    tiles, patches = data.max_tiles_per_sequence is not None, data.packing == "balanced"
+    opened = []
+    for number, (name, config, building) in enumerate(buildings):
+        wanted = config.filter
+        options = FeedOptions(number, name, seed, shuffle, validation, wanted, tiles, patches)
+        make_feed: Callable[[], Feed]
+        if building is None:
+            storage = open_file_system(config.path, data)
+            stream = open_stream(name, config, data.index_cache, storage)
+            check_stream(name, config, stream, reader, data.max_corrupt_samples)
+            make_feed = partial(StreamFeed, options, stream, reader, data.shuffle_window)
+            content = stream_content(config, resolve_files(config, storage)[1], settings)
+            opened.append(OpenSource(name, config, None, make_feed, "", content))
+            continue
+        if validation:
+            warn_of_trained_rows(config, building.source, data.sources)
+        index = building.load()
+        check_usable(name, config, index)
+        make_feed = partial(IndexFeed, options, index, reader.encoders)
+        key, content = building.directory.name, index.content
+        opened.append(OpenSource(name, config, building.source, make_feed, key, content, index))
+    contents = [(source.name, source.config, source.content) for source in opened]
     whole = identity(data, training, reader, settings, contents)
-    decoder = StepDecoder(reader, [s.records for s in sources], length)
-    return Samples(sources, decoder, seed, whole, () if validation else data.stages)
+    decoder = StepDecoder(reader, [s.records for s in opened], training.sequence_length)
+    return Samples(opened, decoder, seed, whole, () if validation else data.stages)
 
 
 def open_buildings(
     data: DataConfig,
     training: TrainingConfig,
-    *,
-    text_spec: TextSpec,
-    image_specs: Mapping[str, ImageSpec],
-    tokenizer: PreTrainedTokenizerBase,
-    validation: bool = False,
-    generator_spec: GeneratorSpec | None = None,
-) -> list[Building]:
-    """The indices that `open_samples` would ask for, not yet measured; arguments as there.
-
-    Raises:
-        ConfigError: specs do not fit, or the cache cannot be written.
-        DataError: a source cannot be read.
-    """
-    seed = seed_of(training, validation)
-    reader = make_reader(data, training, text_spec, image_specs, tokenizer, generator_spec, seed)
-    configs = data.validation if validation else data.sources
-    found = []
-    for name, config in zip(unique_names(configs), configs, strict=True):
-        if not config.streaming:
-            records, key = _records_of(config, data, training, reader, tokenizer)
-            directory = Path(data.index_cache) / key
-            found.append(Building(name, records, reader, directory, data.workers))
-    return found
-
-
-def _records_of(
-    config: SourceConfig,
-    data: DataConfig,
-    training: TrainingConfig,
-    reader: SampleReader,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[MapSource, str]:
-    """A source with random access, and the name of its index in the cache."""
-    records = open_map_source(config, data.index_cache, open_file_system(config.path, data))
-    length = training.sequence_length
-    return records, cache_key(records, config, data, length, reader, tokenizer)
-
-
-def open_records(
-    data: DataConfig,
-    training: TrainingConfig,
     reader: SampleReader,
     tokenizer: PreTrainedTokenizerBase,
     validation: bool,
-) -> list[MapSource | None]:
-    """The sources that samples are decoded from, measured; None in the place of streams.
+) -> list[tuple[str, SourceConfig, Building | None]]:
+    """Return name, settings and index of each source. The index is None for streams.
+
+    Sources are opened, but not measured.
 
     Raises:
-        ConfigError, DataError: as of `open_samples`.
+        DataError: A source cannot be read.
     """
     configs = data.validation if validation else data.sources
-    found: list[MapSource | None] = []
+    found: list[tuple[str, SourceConfig, Building | None]] = []
     for name, config in zip(unique_names(configs), configs, strict=True):
-        if config.streaming:
-            found.append(None)
-            continue
-        records, key = _records_of(config, data, training, reader, tokenizer)
-        load_or_build(name, records, reader, Path(data.index_cache) / key, data.workers)
-        found.append(records)
+        building = None
+        if not config.streaming:
+            storage = open_file_system(config.path, data)
+            records = open_map_source(config, data.index_cache, storage)
+            key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
+            directory = Path(data.index_cache) / key
+            building = Building(name, records, reader, directory, data.workers)
+        found.append((name, config, building))
     return found
 
 
@@ -296,7 +286,7 @@ def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
 
 
 def seed_of(training: TrainingConfig, validation: bool) -> int:
-    """Held-out samples are the same in every run."""
+    """Return the seed of the sample order, which is the same in every run for validation."""
     return VALIDATION_SEED if validation else training.seed
 
 
@@ -306,51 +296,11 @@ def make_reader(
     text_spec: TextSpec,
     image_specs: Mapping[str, ImageSpec],
     tokenizer: PreTrainedTokenizerBase,
-    generator_spec: GeneratorSpec | None,
-    seed: int,
+    generator_spec: GeneratorSpec | None = None,
+    validation: bool = False,
 ) -> SampleReader:
-    """What measures and decodes records; arguments as of `open_samples`."""
+    """Return the object that measures and decodes records; arguments as of `open_samples`."""
+    seed = seed_of(training, validation)
     drawings = make_drawing_preprocessor(generator_spec, seed, data.max_image_pixels)
     length = training.sequence_length
     return SampleReader(data, length, text_spec, image_specs, tokenizer, drawings)
-
-
-def _open_sources(
-    data: DataConfig,
-    training: TrainingConfig,
-    reader: SampleReader,
-    tokenizer: PreTrainedTokenizerBase,
-    validation: bool,
-    settings: Mapping[str, Any],
-) -> list[OpenSource]:
-    section = "data.validation" if validation else "data.sources"
-    configs = data.validation if validation else data.sources
-    if not configs:
-        raise ConfigError(f"{section}: no source; add a [[{section}]] table")
-    opened = []
-    for number, (name, config) in enumerate(zip(unique_names(configs), configs, strict=True)):
-        # Held-out samples have the same order in every run, and a shuffled one: files are often
-        # sorted by topic, and the first samples are to represent all of them.
-        seed, shuffle = (VALIDATION_SEED, True) if validation else (training.seed, data.shuffle)
-        tiles = data.max_tiles_per_sequence is not None
-        patches = data.packing == "balanced"
-        options = FeedOptions(
-            number, name, seed, shuffle, validation, config.filter, tiles, patches
-        )
-        if config.streaming:
-            storage = open_file_system(config.path, data)
-            stream = open_stream(name, config, data.index_cache, storage)
-            check_stream(name, config, stream, reader, data.max_corrupt_samples)
-            make = partial(StreamFeed, options, stream, reader, data.shuffle_window)
-            content = stream_content(config, resolve_files(config, storage)[1], settings)
-            opened.append(OpenSource(name, config, None, make, "", content))
-            continue
-        records, key = _records_of(config, data, training, reader, tokenizer)
-        if validation:
-            warn_of_trained_rows(config, records, data.sources)
-        directory = Path(data.index_cache) / key
-        index = load_or_build(name, records, reader, directory, data.workers)
-        check_usable(name, config, index)
-        make_feed = partial(IndexFeed, options, index, reader.encoders)
-        opened.append(OpenSource(name, config, records, make_feed, key, index.content, index))
-    return opened

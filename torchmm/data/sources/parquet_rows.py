@@ -1,16 +1,26 @@
-"""Parquet files that are not trusted: what their footers claim, and rows of damaged files.
+"""Random access to the rows of Parquet files that are not converted by `datasets`.
 
-Files are converted as a whole (`local_and_hub.py`), which one damaged row group would stop, and
-which a few bytes may blow up: a column of equal values takes none, however many rows it has. So
-footers are checked first. Files that cannot be converted, and streams, are read row group by row
-group, in bounded memory, and rows of a damaged group are corrupt one by one.
+    source = RowGroups(files, root, fingerprint)
+    source.read(index)
+
+A row of a Parquet file costs its row group, because groups are compressed. A group of a remote
+file is decompressed once per host: the cache of `FileSystem.derive` stores it as an Arrow file that
+all processes map. Groups of local files stay in memory, within KEPT_BYTES. Local files are read in
+this way if they are streamed, or if `datasets` cannot convert them because a row group is damaged.
+Only the rows of that group are corrupt.
+
+Footers are not trusted, because a few bytes can claim any number of rows. They are checked first,
+and a group is read in batches up to MAX_GROUP_BYTES.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -18,72 +28,75 @@ import pyarrow.parquet as pq
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError, first_of
-from torchmm.data.files.remote import AnyFile
+from torchmm.data.files.remote import AnyFile, RemoteFile
 from torchmm.data.files.sample_files import open_regular, row_of
 from torchmm.data.layouts.sample import Record, Root
 
 MANY_ROWS = 100_000
 MIN_ROW_BYTES = 4
-"""Samples take more; files of MANY_ROWS rows and fewer bytes per row, not compressed, are bombs."""
+"""Files with more than MANY_ROWS rows and fewer uncompressed bytes per row are rejected."""
 MAX_RATIO = 1000
-"""Of uncompressed to compressed bytes, in files that claim more than MAX_GROUP_BYTES."""
-MAX_GROUP_BYTES = 2 << 30
-"""Of one row group in memory."""
+"""Largest ratio of uncompressed to compressed bytes of files that claim over MAX_GROUP_BYTES."""
+MAX_GROUP_BYTES = 4 << 30
+"""Largest row group in memory."""
 KEPT_BYTES = 256 << 20
-"""Of row groups that are kept in memory; the last one always is."""
+"""Largest total of row groups that are kept in memory; the last one always is."""
+MAX_GROUPS = 1024
+"""Most row groups that are kept. Those mapped from a cache use address space, not memory."""
 BATCH_ROWS = 256
+READERS = 16
+"""Footers that are read at the same time."""
 
 
 def rows_of_groups(files: Sequence[AnyFile]) -> list[list[int]]:
-    """Rows of every row group, by file.
+    """Return the number of rows of every row group, by file.
 
     Raises:
-        DataError: files have no readable footer, or claim what no samples are: all are named.
+        DataError: Files have no readable footer, or claim impossible sizes; all are named.
     """
-    rows = []
-    refused = []
-    for file in files:
-        try:
-            with open_regular(file) as stream:
-                footer = pq.read_metadata(stream)
-                rows.append([footer.row_group(n).num_rows for n in range(footer.num_row_groups)])
-                if problem := _bomb(footer):
-                    refused.append(f"{file} {problem}")
-        except (pa.ArrowException, OSError, ValueError) as error:
-            refused.append(f"{file} cannot be read (no parquet file, or cut off): {error}")
-    if refused:
+    with ThreadPoolExecutor(READERS) as pool:
+        found = list(pool.map(_read_footer, files))
+    rejected = [problem for _, problem in found if problem]
+    if rejected:
         raise DataError(
-            f"parquet files:{first_of(refused)}\nFetch or write them again, or take them out of "
+            f"parquet files:{first_of(rejected)}\nFetch or write them again, or take them out of "
             "the source"
         )
-    return rows
+    return [rows for rows, _ in found]
 
 
-def _bomb(footer: pq.FileMetaData) -> str:
-    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+def _read_footer(file: AnyFile) -> tuple[list[int], str]:
+    """Return the rows of each row group, and the problem of the file, which is empty if none."""
+    try:
+        with open_regular(file) as stream:
+            footer = pq.read_metadata(stream)
+            groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    except (pa.ArrowException, OSError, ValueError) as error:
+        return [], f"{file} cannot be read (no parquet file, or cut off): {error}"
     plain = sum(group.total_byte_size for group in groups)
-    if footer.num_rows >= MANY_ROWS and plain < MIN_ROW_BYTES * footer.num_rows:
-        return f"claims {footer.num_rows} rows in {plain} bytes, which no samples are"
     packed = sum(
         group.column(column).total_compressed_size
         for group in groups
         for column in range(group.num_columns)
     )
-    if plain > max(MAX_GROUP_BYTES, MAX_RATIO * packed):
-        return f"claims {plain} bytes, of {packed} compressed, which no samples are"
-    return ""
+    problem = ""
+    if footer.num_rows >= MANY_ROWS and plain < MIN_ROW_BYTES * footer.num_rows:
+        problem = f"{file} claims {footer.num_rows} rows in {plain} bytes, which no samples are"
+    elif plain > max(MAX_GROUP_BYTES, MAX_RATIO * packed):
+        problem = f"{file} claims {plain} bytes, of {packed} compressed, which no samples are"
+    return [group.num_rows for group in groups], problem
 
 
 class RowGroups:
-    """Rows of files as records, read group by group.
+    """Rows of files as records, one file after another.
 
     Args:
-        files: one after another.
-        root: directory that image paths are relative to.
-        fingerprint: of the files.
+        files: Local or remote files.
+        root: Directory that image paths are relative to.
+        fingerprint: Fingerprint of the files.
 
     Raises:
-        DataError: a footer cannot be read.
+        DataError: A footer cannot be read.
     """
 
     def __init__(self, files: Sequence[AnyFile], root: Root, fingerprint: str) -> None:
@@ -96,13 +109,11 @@ class RowGroups:
             for number in range(len(each))
         ]
         self._ends = np.cumsum([n for each in rows for n in each], dtype=np.int64)
-        self._firsts = {
-            file: end - sum(each)
-            for file, each, end in zip(
-                files, rows, np.cumsum([sum(each) for each in rows]), strict=True
-            )
-        }
-        self._tables: OrderedDict[int, pa.Table] = OrderedDict()
+        file_rows = [sum(each) for each in rows]
+        starts = (np.cumsum(file_rows) - file_rows).tolist()
+        self._firsts = dict(zip(files, starts, strict=True))
+        self._tables: OrderedDict[int, tuple[pa.Table, Path | None]] = OrderedDict()
+        """Row groups, and the cache entries that they are mapped from; None if in memory."""
         self._broken: dict[int, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,10 +123,15 @@ class RowGroups:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def read(self, index: int) -> Record:
-        """Record `index`; raises CorruptSampleError if its row group is damaged."""
+        """Return record `index`.
+
+        Raises:
+            CorruptSampleError: Its row group is damaged.
+            DataError: The store does not respond.
+        """
         group = int(np.searchsorted(self._ends, index, side="right"))
         file, number = self._groups[group]
-        where = f"{file} row {index - int(self._firsts[file])}"
+        where = f"{file} row {index - self._firsts[file]}"
         if group not in self._broken:
             try:
                 table = self._table(group)
@@ -129,31 +145,54 @@ class RowGroups:
     def _table(self, group: int) -> pa.Table:
         if group in self._tables:
             self._tables.move_to_end(group)
-            return self._tables[group]
-        table = read_group(*self._groups[group])
-        self._tables[group] = table
-        while len(self._tables) > 1 and sum(t.nbytes for t in self._tables.values()) > KEPT_BYTES:
+            return self._tables[group][0]
+        # The disk space of an evicted cache entry is free only when no process maps it.
+        for old, (_, entry) in list(self._tables.items()):
+            if entry is not None and not entry.exists():
+                del self._tables[old]
+        file, number = self._groups[group]
+        entry = None
+        if isinstance(file, RemoteFile):
+            make = partial(_read_as_arrow_file, number=number)
+            content, entry = file.storage.derive(file, f"rows{number}", make)
+            table = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(content))).read_all()
+        else:
+            with open_regular(file) as stream:
+                table = read_group(stream, number)
+        self._tables[group] = table, entry
+        while len(self._tables) > 1 and (
+            len(self._tables) > MAX_GROUPS
+            or sum(t.nbytes for t, entry in self._tables.values() if entry is None) > KEPT_BYTES
+        ):
             self._tables.popitem(last=False)
         return table
 
 
-def read_group(file: AnyFile, number: int) -> pa.Table:
-    """One row group, whatever its footer claims, as long as it fits into MAX_GROUP_BYTES.
+def read_group(stream: BinaryIO, number: int) -> pa.Table:
+    """Return a row group of a Parquet file.
 
     Raises:
-        OSError, ValueError, pa.ArrowException: it is damaged, or larger.
+        OSError, ValueError, pa.ArrowException: It is damaged, or larger than MAX_GROUP_BYTES.
     """
-    with open_regular(file) as stream:
-        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
-        batches = []
-        size = 0
-        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[number], use_threads=False):
-            size += batch.nbytes
-            if size > MAX_GROUP_BYTES:
-                raise ValueError(f"more than {MAX_GROUP_BYTES} bytes in memory")
-            batches.append(batch)
-        table = pa.Table.from_batches(batches, parquet.schema_arrow)
-        claimed = parquet.metadata.row_group(number).num_rows
-        if len(table) != claimed:
-            raise ValueError(f"{len(table)} rows instead of {claimed}")
-        return table
+    parquet = pq.ParquetFile(stream, pre_buffer=True, page_checksum_verification=True)
+    batches = []
+    size = 0
+    for batch in parquet.iter_batches(BATCH_ROWS, row_groups=[number], use_threads=False):
+        size += batch.nbytes
+        if size > MAX_GROUP_BYTES:
+            raise ValueError(f"more than {MAX_GROUP_BYTES} bytes in memory")
+        batches.append(batch)
+    table = pa.Table.from_batches(batches, parquet.schema_arrow)
+    claimed = parquet.metadata.row_group(number).num_rows
+    if len(table) != claimed:
+        raise ValueError(f"{len(table)} rows instead of {claimed}")
+    # Values of a chunk are within 2 GiB, because their offsets have 32 bits.
+    return table.combine_chunks() if size < 1 << 31 else table
+
+
+def _read_as_arrow_file(stream: BinaryIO, number: int) -> memoryview:
+    table = read_group(stream, number)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return memoryview(sink.getvalue())

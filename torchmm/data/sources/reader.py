@@ -243,7 +243,7 @@ class SampleReader:
         name = self.encoders[0]
         processor: Any = None
         if isinstance(file, Tile):
-            media = file.of.picture.media
+            media = file.of.media
             name, processor = media.images.spec.encoder, media.scheme.processor
         elif isinstance(medium := self.media[name], ImageMedia):
             processor = medium.preprocessor.processor
@@ -339,7 +339,7 @@ class SampleReader:
             for number, segment in enumerate(sample.segments)
             if isinstance(segment, ImageSegment) and segment.encoder in self.tiles
         }
-        return dict(zip(pictures, cut_within(pictures.values(), self._max_tiles), strict=True))
+        return dict(zip(pictures, cut_within([*pictures.values()], self._max_tiles), strict=True))
 
     def _named(self, meta: ImageMeta, encoder: str) -> ImageMeta:
         # Only if there are several, so that equal samples of most models have equal metadata.

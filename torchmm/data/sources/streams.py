@@ -1,14 +1,16 @@
 """Sources without random access: read in order, shuffled within a window, resumed by position.
 
-A window of records is read, permuted by (seed, epoch, window) and given out; then the next one.
-Whoever plans reads the whole stream and measures each record as it is drawn: a process of each
-machine for all its ranks (`torchmm.data.shared_reader`), or a rank that is alone. Machines so find
-the same order without communicating, and workers only decode. If that reading is too slow, index
-the source (`streaming = false`) or split it into more sources.
+    stream = open_stream(name, config, data.index_cache, storage)
+    feed = StreamFeed(options, stream, reader, data.shuffle_window)
 
-Packs that are still open hold samples of earlier windows. The state therefore names
-the oldest window still needed; resuming reads forward from there. `datasets`' own shuffle buffer
-was rejected: its state does not include its content, so samples would be lost on resume.
+A feed reads a window of records, permutes it by (seed, epoch, window), and returns its samples.
+The planning process reads the full stream and measures each record: one process per host for all
+ranks of the host (`torchmm.data.shared_reader`), or a rank that is alone. So all hosts compute the
+same order without communication, and workers only decode.
+
+Open packs hold samples of earlier windows. So the state has the position of the oldest window that
+is still needed, and a resumed feed reads forward from there. The shuffle buffer of `datasets` does
+not work here: its state does not include its content, so samples would be lost on resume.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from tarfile import TarError
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -152,8 +154,12 @@ class IndexedStream:
         self._next = 0
 
     def restart(self, position: Any) -> None:
-        """Continue at a record; raises DataError if this is no such position."""
-        check_position(position)
+        """Continue at a record. Raise DataError for a position of `datasets`."""
+        if isinstance(position, dict):
+            raise DataError(
+                "the checkpoint's position in parquet files is one of an earlier torchmm, which "
+                "read them through `datasets`; continue with that version, or begin a new run"
+            )
         self._next = position or 0
 
     def position(self) -> Any:
@@ -171,53 +177,45 @@ class IndexedStream:
             return error
 
 
-def check_position(position: Any) -> None:
-    """Raises DataError for a position of files that `datasets` read once."""
-    if isinstance(position, dict):
-        raise DataError(
-            "the checkpoint's position in parquet files is one of an earlier torchmm, which read "
-            "them through `datasets`; continue with that version, or begin a new run"
-        )
-
-
 def open_stream(
     name: str, config: SourceConfig, cache: str = INDEX_CACHE, storage: FileSystem | None = None
 ) -> RecordStream:
     """Open a source for reading in order.
 
     Args:
-        name: of the source, for messages.
-        config: the source.
-        cache: directory in which packed files are unpacked.
-        storage: of files elsewhere.
+        name: Name of the source, for messages.
+        config: The source.
+        cache: Directory in which packed files are unpacked.
+        storage: File system of the source. None if the source is local.
 
     Raises:
-        ConfigError: the cache cannot be written.
-        DataError: nothing readable there, or no such columns.
+        ConfigError: The cache cannot be written, or the slice of `split` cannot be streamed.
+        DataError: The source has no readable files, or not the columns that the recipe names.
     """
-    return StreamAsConfigured(_open(name, config, cache, storage), config)
-
-
-def _open(name: str, config: SourceConfig, cache: str, storage: FileSystem | None) -> RecordStream:
     kind, files = resolve_files(config, storage)
     own_reader = has_own_reader(kind, files) or kind == "parquet"
+    stream: RecordStream
     if kind != "hub" and Split.of(config).rows is not None:
         if not own_reader:
             raise ConfigError(
                 f"source {config.path!r}: split = {config.split!r} has a slice, which a stream of "
                 f"{kind} files cannot select; set streaming = false"
             )
-        return IndexedStream(SelectedRows(open_file_source(config, kind, files, cache), config))
-    if kind == "json":
-        contents = [text_of(file, kind, cache) for file in files]
-        if not any(is_array(content) for content in contents) and contents == files:
-            return JsonLinesStream(files)
-    if kind == "webdataset":
-        return WebdatasetStream(files, Places(cache))
-    if own_reader:
-        return IndexedStream(open_file_source(config, kind, files, cache))
-    dataset = load(config, kind, files, streaming=True)
-    return ArrowStream(name, dataset, source_root(config, files))
+        rows = SelectedRows(open_file_source(config, kind, files, cache), config)
+        stream = IndexedStream(rows)
+    elif kind == "json" and all(
+        content == file and not is_array(content)
+        for content, file in [(text_of(file, kind, cache), file) for file in files]
+    ):
+        stream = JsonLinesStream(files)
+    elif kind == "webdataset":
+        stream = WebdatasetStream(files, Places(cache))
+    elif own_reader:
+        stream = IndexedStream(open_file_source(config, kind, files, cache))
+    else:
+        dataset = load(config, kind, files, streaming=True)
+        stream = ArrowStream(name, dataset, source_root(config, files))
+    return StreamAsConfigured(stream, config)
 
 
 def check_stream(
@@ -271,14 +269,6 @@ def measure(
         return error
 
 
-class _Window(NamedTuple):
-    """Where a window of records begins."""
-
-    epoch: int
-    first_index: int
-    position: Any
-
-
 class StreamFeed:
     """The samples of a stream, epoch after epoch.
 
@@ -302,8 +292,9 @@ class StreamFeed:
         self._epoch = 0
         self._next_index = 0
         stream.restart(None)
-        self._windows: deque[_Window] = deque()
-        """Windows that open packs may still need; the last one is being given out."""
+        self._windows: deque[tuple[int, int, Any]] = deque()
+        """Epoch, index of the first record and stream position of windows that open packs may
+        still need. The last one is the current window."""
         self._records: list[tuple[int, Record | CorruptSampleError]] = []
         """The current window in shuffled order, with the records' indices."""
         self._given = 0
@@ -397,29 +388,28 @@ class StreamFeed:
         Args:
             taken: samples taken so far.
         """
-        window = _Window(self._epoch, self._next_index, self._stream.position())
-        records: list[tuple[int, Record | CorruptSampleError]] = []
-        while len(records) < self._window_size and (record := self._stream.next()) is not None:
-            records.append((self._next_index + len(records), record))
-        if not records:
-            return self._start_epoch(taken) and self._read_window(taken)
-        self._windows.append(window)
+        while True:
+            position = self._stream.position()
+            records: list[tuple[int, Record | CorruptSampleError]] = []
+            while len(records) < self._window_size and (record := self._stream.next()) is not None:
+                records.append((self._next_index + len(records), record))
+            if records:
+                break
+            if self._next_index == 0:
+                raise DataError(f"source {self.options.name!r} has no samples")
+            if self.options.one_epoch:
+                return False
+            if self._epoch == 0 and self._pass_samples is None:
+                self._pass_samples = taken
+            self._epoch += 1
+            self._next_index = 0
+            self._stream.restart(None)
+        first_index = self._next_index
+        self._windows.append((self._epoch, first_index, position))
         self._next_index += len(records)
-        order = permutation(len(records), self.options, window.epoch, window.first_index)
+        order = permutation(len(records), self.options, self._epoch, first_index)
         self._records = [records[i] for i in order]
         self._given = 0
-        return True
-
-    def _start_epoch(self, taken: int) -> bool:
-        if self._next_index == 0:
-            raise DataError(f"source {self.options.name!r} has no samples")
-        if self.options.one_epoch:
-            return False
-        if self._epoch == 0 and self._pass_samples is None:
-            self._pass_samples = taken
-        self._epoch += 1
-        self._next_index = 0
-        self._stream.restart(None)
         return True
 
     def _item(

@@ -1,69 +1,61 @@
-"""Steps planned in a process beside training, once planning them takes long.
+"""Steps that a background process computes, if computing them takes long.
 
-With `data.reorder`, whoever plans a step weighs and arranges the whole global batch: 50 ms of
-processor time for 1,920 sequences. The loader requests a step before the next batch, so training
-would wait for that, on every rank, in every step. Once it is worth one (`StepWork`), a process
-plans instead, a few steps ahead, and sends its rank the part that it needs of each step.
+With `data.reorder`, each rank arranges the complete global batch of a step: 50 ms of CPU time for
+1,920 sequences. The loader requests a step before the next batch, so training would wait for this
+in every step. If a step takes long, a process computes it one step ahead (`RestartingProcess`), and
+sends the part of its rank.
 
-It plans the same steps, as they follow from the state that comes with each. So nothing is lost with
-it: if it dies, or gives nothing for `PATIENCE_S`, the rank goes on planning here after the step it
-had last.
+The process computes the same steps, because a step depends only on the preceding state. If the
+process exits, or has no step for `PATIENCE_S`, this process computes the steps after the last
+received state.
 
-Rejected: a thread, which shares Python's lock with the step; one process for all ranks of a
-machine, as for streams: all would wait for it alone.
+Rejected: one process for all ranks of a machine, as for streams. All ranks would wait for it.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Literal
 
 from torchmm.common.errors import TorchmmError
-from torchmm.common.processes import StepWork, fork_server, make_worker_setup
-from torchmm.data.items import EncodedImages, PackItems
-from torchmm.data.steps.shuffling import Int64s
+from torchmm.common.step_process import END, Progress, RestartingProcess, StepProcess
+from torchmm.data.items import EncodedImages
 from torchmm.data.steps.step_packs import Position, Steps, StepSamples
 
 PATIENCE_S = 20.0
-"""A process that has no step for so long is given up: it takes a second to start."""
-AHEAD = 2
-"""Steps that wait here; another one waits in the pipe."""
+"""Time after which a process without a step is considered hung. It starts in about a second."""
 
 logger = logging.getLogger(__name__)
 
 Begin = Callable[[Position], Steps]
-"""Steps from a position on; can be handed to another process."""
+"""Returns the steps after a position. Picklable."""
 
 
-class _Share(NamedTuple):
-    """What a rank needs of a step."""
+class _ShareWork:
+    """Work of the process: each request gets the rank's part of the next step."""
 
-    packs: dict[int, PackItems]
-    places_RMB: Int64s
-    skipped: list[str]
-    state: dict[str, Any]
-    epoch: float
-    encoded: list[EncodedImages] | None
-    """Images that the rank encodes and generates, if they are balanced."""
-    imbalance: Mapping[str, float]
+    def __init__(self, begin: Begin, position: Position) -> None:
+        self._begin, self._position = begin, position
+        self._steps: Steps | None = None
 
-    def step(self) -> StepSamples:
-        """Return the step, of which only the part of this rank is known."""
-        encoded = None if self.encoded is None else partial(_same, self.encoded)
-        return StepSamples(
-            self.packs.__getitem__,
-            self.places_RMB,
-            self.skipped,
-            self.state,
-            self.epoch,
-            encoded,
-            self.imbalance,
-        )
+    def __call__(
+        self, request: None, progress: Progress
+    ) -> StepSamples | Literal["end"] | Exception:
+        try:
+            if self._steps is None:
+                self._steps = self._begin(self._position)
+            step = next(self._steps, None)
+        except TorchmmError as error:
+            return error
+        if step is None:
+            return END
+        rank = self._position.rank
+        own = {n for packs in step.places_RMB[rank].tolist() for n in packs}
+        encoded = None if step.encoded is None else partial(_same, step.encoded(rank))
+        return replace(step, pack={n: step.pack(n) for n in own}.__getitem__, encoded=encoded)
 
 
 def _same(encoded: list[EncodedImages], rank: int) -> list[EncodedImages]:
@@ -71,149 +63,55 @@ def _same(encoded: list[EncodedImages], rank: int) -> list[EncodedImages]:
 
 
 class StepsBeside:
-    """Iterator over steps; only the packs of its own rank can be asked for.
+    """Iterator over steps. It returns only the packs of its rank if a process computes a step.
 
     Args:
-        begin: plans them.
-        position: where they begin.
+        begin: returns the steps after a position.
+        position: position of the first step.
     """
 
     def __init__(self, begin: Begin, position: Position) -> None:
         self._begin, self._position = begin, position
+        self._number = 0
+        """Number of the last step, counted from `position`."""
         self._steps: Steps | None = begin(position)
         self.notice = self._steps.notice
-        """What to report about the state it began after."""
-        self._process: _Process | None = None
-        self._given_up = False
-        self._planning = StepWork()
+        """Report about the state that the first step follows."""
+        self._process = RestartingProcess[StepSamples | Literal["end"]](
+            lambda: StepProcess(_ShareWork(self._begin, self._position), "reordering"),
+            logger,
+            task="arranging a step",
+            fallback="steps are arranged in the training process",
+            final_fallback="steps are arranged in the training process",
+            max_deaths=1,
+        )
 
     def __iter__(self) -> StepsBeside:
         return self
 
     def __next__(self) -> StepSamples:
-        if self._process is not None:
-            try:
-                step = self._process.next()
-            except _GoneError as error:
-                self._take_over(error)
-            else:
-                return self._after(step)
-        if self._steps is None:
-            self._steps = self._begin(self._position)
-        with self._planning.timed():
-            step = next(self._steps)
-        self._after(step)
-        if self._planning.worth_a_process and not self._given_up:
-            logger.info(
-                "arranging a step takes %.0f ms: a process does so beside training",
-                self._planning.cpu_ms,
-            )
-            self._process = _Process(self._begin, self._position)
-            self._steps = None
-        return step
-
-    def close(self) -> None:
-        """Ends the process, if there is one."""
-        if self._process is not None:
-            self._process.close()
-            self._process, self._steps = None, None
-
-    def _after(self, step: StepSamples) -> StepSamples:
-        """From here on it goes on after this step."""
-        self._position = self._position._replace(state=step.state, resume_changed=False)
-        return step
-
-    def _take_over(self, error: _GoneError) -> None:
-        logger.warning(
-            "the process that arranges steps %s: from here on they are arranged here, which takes "
-            "%.0f ms of each step", error, self._planning.cpu_ms,
-        )  # fmt: skip
-        self._given_up = True
-        self.close()
-
-
-class _GoneError(Exception):
-    """There will be no step of a process; the message says why."""
-
-
-class _Process:
-    """This side of it."""
-
-    def __init__(self, begin: Begin, position: Position) -> None:
-        context = fork_server()
-        self._connection, theirs = context.Pipe(duplex=False)
-        self._process = context.Process(
-            target=plan_steps,
-            args=(theirs, make_worker_setup(), begin, position),
-            name="steps",
-            daemon=True,
-        )
-        self._process.start()
-        theirs.close()
-        self._found: queue.Queue[Any] = queue.Queue(AHEAD)
-        threading.Thread(target=self._receive, name="steps", daemon=True).start()
-
-    @property
-    def pid(self) -> int | None:
-        """Its number."""
-        return self._process.pid
-
-    def next(self) -> StepSamples:
-        """The next step.
-
-        Raises:
-            StopIteration: there is none.
-            TorchmmError: what planning it has raised.
-            _GoneError: nobody will say.
-        """
-        try:
-            found = self._found.get(timeout=PATIENCE_S)
-        except queue.Empty:
-            raise _GoneError(f"has had no step for {PATIENCE_S:g} s") from None
-        if found is None:
+        found = self._process.take(self._number + 1, PATIENCE_S)
+        if found == END:
             raise StopIteration
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, _Share)
-        return found.step()
+        if found is not None:
+            step = found
+            self._advance(step)
+        else:
+            if self._steps is None:
+                self._steps = self._begin(self._position)
+            with self._process.compute_here():
+                step = next(self._steps)
+                self._advance(step)
+        self._number += 1
+        if self._process.accepts(self._number + 1):
+            self._steps = None  # The process continues from here.
+            self._process.submit(self._number + 1, None)
+        return step
 
     def close(self) -> None:
-        """Ends it."""
-        self._process.kill()
-        self._process.join()
+        """Kill the process."""
+        self._process.close()
 
-    def _receive(self) -> None:
-        """In a thread: one that was stopped in the middle of a step lets it wait for ever."""
-        found: Any = True
-        while found is not None and not isinstance(found, Exception):
-            try:
-                found = self._connection.recv()
-            except (EOFError, OSError) as error:
-                found = _GoneError(f"has ended ({type(error).__name__})")
-            self._found.put(found)
-
-
-def plan_steps(
-    connection: Connection, setup: Callable[[int], None], begin: Begin, position: Position
-) -> None:
-    """What the process does: sends a rank's part of every step, as fast as they are taken."""
-    setup(0)  # and of the priority of data workers, who wait for it
-    try:
-        for step in iter(begin(position).__next__, None):
-            own = {n for packs in step.places_RMB[position.rank].tolist() for n in packs}
-            connection.send(
-                _Share(
-                    {number: step.pack(number) for number in own},
-                    step.places_RMB,
-                    step.skipped,
-                    step.state,
-                    step.epoch,
-                    None if step.encoded is None else step.encoded(position.rank),
-                    step.imbalance,
-                )
-            )
-        connection.send(None)
-    except TorchmmError as error:
-        connection.send(error)
-    except OSError:  # nobody listens any more
-        return
+    def _advance(self, step: StepSamples) -> None:
+        """Set the position after a step, from which a process or this process continues."""
+        self._position = self._position._replace(state=step.state, resume_changed=False)

@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 import numpy as np
 
 from torchmm.common.batch import Arrangement, ImageOwners, ImageSizes, MicrobatchMeta
-from torchmm.common.changes import changes
 from torchmm.common.errors import CheckpointError, DataError
 from torchmm.data.corrupt import first_of
 from torchmm.data.identity import comparable, find_changes, same_stream
@@ -34,6 +33,7 @@ from torchmm.data.steps.balanced_packing import BalancedPacker
 from torchmm.data.steps.order import Drawn, Mixture, joined
 from torchmm.data.steps.packing import Packer, members
 from torchmm.data.steps.shuffling import Int64s
+from torchmm.recipe.changes import changes
 from torchmm.recipe.training_section import TrainingConfig
 
 STATE_VERSION = 2

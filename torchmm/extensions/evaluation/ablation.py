@@ -1,7 +1,7 @@
-"""How much a trained model uses its images: held-out loss with other images, or with none.
+"""Effect of images on the held-out loss of a trained model.
 
-A caption model can lower its loss a lot without looking: it learns how captions are phrased. These
-losses separate the two. All are means per caption token over the same held-out samples.
+A caption model can lower its loss without using images, because it learns how captions are phrased.
+These losses separate both effects. All are means per caption token over the same held-out samples.
 """
 
 from __future__ import annotations
@@ -15,75 +15,78 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchmm.common.batch import EncoderInputs, Microbatch
 from torchmm.common.errors import CheckpointError, ConfigError
 from torchmm.data.loader import StepBatch
+from torchmm.models.multimodal import MultimodalModel
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.planning.resolved import Resolved
 from torchmm.training.build import open_checkpoints
 from torchmm.training.data_build import build_data
 from torchmm.training.model_build import build_unfilled_model, cut_model, fill_model
+from torchmm.training.pipeline import Pipeline
 from torchmm.training.validation import held_out_losses
 
 
 def image_losses(run: Resolved, run_dir: Path, mesh: ParallelMesh) -> dict[str, float]:
-    """Held-out loss of a run's newest checkpoint by what replaces the images.
+    """Return the held-out loss of the newest checkpoint of a run for each replacement of images.
 
     Returns:
-        "own": the samples' own images. "blank": zeros (mid-gray for most encoders). "other": the
-        image of the sample before in the microbatch.
+        Losses with the images of the samples ("own"), with zeros, which are mid-gray for most
+        encoders ("blank"), and with the image of the previous sample of the microbatch ("other").
 
     Raises:
-        CheckpointError: the run has no usable checkpoint.
-        ConfigError: images of the recipe's encoder vary in size, so that none can be exchanged.
+        CheckpointError: The run has no usable checkpoint.
+        ConfigError: Images of an encoder vary in size, so they cannot be exchanged.
     """
-    model, tokenizer = build_unfilled_model(run)
-    if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
-        raise ConfigError("images can only be exchanged where an encoder's images have one size")
-    cut = cut_model(run, model, tokenizer, mesh.device)
-    pipeline = fill_model(run, model, mesh, cut).pipeline
+    model, pipeline, batches = _open_run(run, mesh)
     logger = logging.getLogger(__name__)
     with open_checkpoints(run, run_dir, mesh, logger) as checkpoints:
         path = checkpoints.latest_valid()
         if path is None:
             raise CheckpointError(f"{run_dir} has no checkpoint; set checkpoint.interval and train")
         checkpoints.load(path, model, None)
-    model.eval()
-    # All images on all ranks: those of a microbatch change places.
-    loader = build_data(run, model, tokenizer, mesh, validation=True)
-    batches = list(islice(loader, run.recipe.validation.batches))
-    ways = {"own": lambda p: p, "blank": torch.zeros_like, "other": lambda p: p.roll(1, dims=0)}
+    changes = {"own": lambda p: p, "blank": torch.zeros_like, "other": lambda p: p.roll(1, dims=0)}
     return {
-        name: held_out_losses(pipeline, [change_images(b, way) for b in batches], mesh)["llm"]
-        for name, way in ways.items()
+        name: held_out_losses(pipeline, [change_images(b, change) for b in batches], mesh)["llm"]
+        for name, change in changes.items()
     }
 
 
 def text_only_loss(run: Resolved, mesh: ParallelMesh) -> float:
-    """Held-out loss of the LLM as it comes from its source: same prompt, no image, no training."""
+    """Return the held-out loss of the untrained LLM with the same prompts and without images."""
     recipe = run.recipe
     text_model = recipe.model.model_copy(update={"encoders": {}})
     freeze = recipe.freeze.model_copy(update={"modules": ["llm"]})
     alone = recipe.model_copy(update={"model": text_model, "freeze": freeze, "adapters": {}})
-    run = replace(run, recipe=alone)
-    model, tokenizer = build_unfilled_model(run)
-    cut = cut_model(run, model, tokenizer, mesh.device)
-    pipeline = fill_model(run, model, mesh, cut).pipeline
-    model.eval()
-    loader = build_data(run, model, tokenizer, mesh, validation=True)
-    batches = islice(loader, recipe.validation.batches)
+    _, pipeline, batches = _open_run(replace(run, recipe=alone), mesh)
     return held_out_losses(pipeline, batches, mesh)["llm"]
 
 
+def _open_run(
+    run: Resolved, mesh: ParallelMesh
+) -> tuple[MultimodalModel, Pipeline, list[StepBatch]]:
+    """Return the model, its pipeline and the held-out batches of a run, with all images.
+
+    Raises:
+        ConfigError: Images of an encoder vary in size.
+    """
+    model, tokenizer = build_unfilled_model(run)
+    if any(spec.inputs != "fixed" for spec in model.image_specs().values()):
+        raise ConfigError("images can only be exchanged where an encoder's images have one size")
+    cut = cut_model(run, model, tokenizer, mesh.device)
+    pipeline, _ = fill_model(run, model, mesh, cut)
+    model.eval()
+    loader = build_data(run, model, tokenizer, mesh, validation=True)
+    return model, pipeline, list(islice(loader, run.recipe.validation.batches))
+
+
 def change_images(batch: StepBatch, change: Callable[[Tensor], Tensor]) -> StepBatch:
-    """The batch with `change` applied to the (N, C, H, W) pixels of every microbatch."""
-
-    def of_encoder(inputs: EncoderInputs) -> EncoderInputs:
-        shown = inputs.values()
-        return replace(shown, pixels=change(shown.pixels))
-
-    def of_microbatch(microbatch: Microbatch) -> Microbatch:
-        encoders = {name: of_encoder(e) for name, e in microbatch.encoders.items()}
-        return replace(microbatch, encoders=encoders)
-
-    return replace(batch, microbatches=[of_microbatch(m) for m in batch.microbatches])
+    """Return the batch with `change` applied to the (N, C, H, W) pixels of every microbatch."""
+    microbatches = []
+    for microbatch in batch.microbatches:
+        encoders = {}
+        for name, encoder in microbatch.encoders.items():
+            inputs = encoder.values()
+            encoders[name] = replace(inputs, pixels=change(inputs.pixels))
+        microbatches.append(replace(microbatch, encoders=encoders))
+    return replace(batch, microbatches=microbatches)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from typing import Any
 
 from torchmm.extensions.evaluation.benchmarks import FOLDER, Benchmarks
 from torchmm.extensions.evaluation.section import BenchmarksConfig
 from torchmm.training.hooks.exports import export_model
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
-from torchmm.training.tracking.figures import StepRecord
 
 
 class BenchmarkHook(Hook):
@@ -24,11 +24,11 @@ class BenchmarkHook(Hook):
         self._config = BenchmarksConfig.of(self.recipe.validation)
         self._processes = Benchmarks(self._config, self.parts.run_dir, self.parts.logger)
         if self.parts.recorder is not None:
-            self.parts.recorder.add_source(self._add_scores)
+            self.parts.recorder.add_source(self._take_scores)
 
     def after_step(self, done: StepDone) -> None:
         """Export a snapshot and start its evaluation if it is due."""
-        step = done.record.step
+        step = done.step
         if not self.is_due(step, self._config.interval):
             return
         folder = f"{FOLDER}/step-{step}"
@@ -50,9 +50,7 @@ class BenchmarkHook(Hook):
         """Stop the evaluation that is running."""
         self._processes.close()
 
-    def _add_scores(self, record: StepRecord) -> StepRecord:
-        """Return the record with the scores that have become available."""
+    def _take_scores(self) -> Mapping[str, Any]:
+        """Return the scores that have become available, as metrics."""
         evaluation = self._processes.poll()
-        if evaluation is None:
-            return record
-        return replace(record, scores={**(record.scores or {}), **evaluation.scores})
+        return {} if evaluation is None else {"scores": evaluation.scores}

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.batch import Microbatch
-from torchmm.common.generated import GeneratorInputs, GeneratorSpec
+from torchmm.common.generated import GeneratorSpec
 from torchmm.common.log import worked
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
@@ -51,24 +51,19 @@ def held_out_drawings(batches: Iterable[StepBatch], count: int) -> Iterator[Micr
         inputs = microbatch.generator
         if inputs is None:
             continue
-        images = len(inputs.grids_thw)
-        if images > left:
-            inputs = inputs.select(range(left))
-            images = left
-            microbatch = with_inputs(microbatch, inputs)  # noqa: PLW2901
+        images = min(len(inputs.grids_thw), left)
         left -= images
-        yield microbatch
-
-
-def with_inputs(microbatch: Microbatch, inputs: GeneratorInputs) -> Microbatch:
-    """Return the microbatch with other generator inputs, and its metadata with as many images."""
-    left = len(inputs.grids_thw)
-    samples = []
-    for sample in microbatch.meta.samples:
-        samples.append(replace(sample, generated=sample.generated[:left]))
-        left -= len(samples[-1].generated)
-    meta = replace(microbatch.meta, samples=tuple(samples))
-    return replace(microbatch, generator=inputs, meta=meta)
+        if images == len(inputs.grids_thw):
+            yield microbatch
+            continue
+        # The metadata must have as many images as the inputs.
+        selected = inputs.select(range(images))
+        samples = []
+        for sample in microbatch.meta.samples:
+            samples.append(replace(sample, generated=sample.generated[:images]))
+            images -= len(samples[-1].generated)
+        meta = replace(microbatch.meta, samples=tuple(samples))
+        yield replace(microbatch, generator=selected, meta=meta)
 
 
 @torch.no_grad()
@@ -91,8 +86,23 @@ def draw_samples(
     """
     drawings = []
     for microbatch in microbatches:
-        pixels_PV = draw(pipeline, microbatch, mesh, steps)
-        drawings += _drawings(microbatch, pixels_PV.cpu(), spec)
+        pixels_PV = draw(pipeline, microbatch, mesh, steps).cpu()
+        assert microbatch.generator is not None
+        inputs = microbatch.generator.values()
+        sizes = [prod(grid) for grid in inputs.grids_thw]
+        is_placeholder = torch.zeros(len(microbatch.input_ids_T), dtype=torch.bool)
+        for encoder in microbatch.encoders.values():
+            is_placeholder[encoder.positions_K] = True
+        for positions, truth, drawn, grid in zip(
+            inputs.context_positions_K.split(inputs.contexts),
+            inputs.patches_PV.split(sizes),
+            pixels_PV.split(sizes),
+            inputs.grids_thw,
+            strict=True,
+        ):
+            ids = microbatch.input_ids_T[positions[~is_placeholder[positions]]].tolist()
+            shown = (to_frames(patches, grid, spec.patch_size_px) for patches in (truth, drawn))
+            drawings.append(Drawing(ids, *shown))
     return drawings
 
 
@@ -124,28 +134,6 @@ def _from_rank(source: int, found: Tensor | None, like: Tensor) -> Tensor:
     values = torch.empty_like(like) if found is None else found
     dist.broadcast(values, src=source)
     return values
-
-
-def _drawings(microbatch: Microbatch, pixels_PV: Tensor, spec: GeneratorSpec) -> list[Drawing]:
-    assert microbatch.generator is not None
-    inputs = microbatch.generator.values()
-    sizes = [prod(grid) for grid in inputs.grids_thw]
-    read = torch.zeros(len(microbatch.input_ids_T), dtype=torch.bool)
-    for encoder in microbatch.encoders.values():
-        read[encoder.positions_K] = True
-    drawings = []
-    for positions, truth, drawn, grid in zip(
-        inputs.context_positions_K.split(inputs.contexts),
-        inputs.patches_PV.split(sizes),
-        pixels_PV.split(sizes),
-        inputs.grids_thw,
-        strict=True,
-    ):
-        words = positions[~read[positions]]
-        ids = microbatch.input_ids_T[words].tolist()
-        shown = (to_frames(patches, grid, spec.patch_size_px) for patches in (truth, drawn))
-        drawings.append(Drawing(ids, *shown))
-    return drawings
 
 
 def to_frames(

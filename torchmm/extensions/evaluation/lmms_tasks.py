@@ -1,13 +1,14 @@
-r"""Lets an export answer tasks of lmms-eval; `benchmarks.py` runs it, with the Python of
-`scripts/lmms_eval.sh`.
+r"""Evaluate an export on tasks of lmms-eval.
+
+`benchmarks.py` starts this program with the Python of `scripts/lmms_eval.sh`.
 
     .lmms-eval/bin/python -m torchmm.extensions.evaluation.lmms_tasks outputs/mine/hf \
         --tasks mmmu_val --output scores.json
 
-Questions are read as a source of question records, so prompts are those of training (the chat
-template, pixels), and texts are written as in `torchmm.extensions.evaluation.exported`. Rejected:
-lmms-eval's own class for Hugging Face models, which passes processors what transformers 5 refuses,
-and computes in bfloat16 whatever the weights are.
+Questions are a source of question records, so prompts have the chat template and pixels of
+training. `write_texts` generates the texts. Rejected: the class of lmms-eval for Hugging Face
+models. It passes arguments that processors of transformers 5 reject, and always computes in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from lmms_eval.tasks import TaskManager
 from PIL import Image
 
 from torchmm.common.errors import ConfigError, TorchmmError
-from torchmm.extensions.evaluation.exported import Export, Writing, write_texts
+from torchmm.extensions.evaluation.exported import write_texts
+from torchmm.extensions.evaluation.text.opened import Export
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 SEQUENCE_LENGTH = 8192
 MAX_NEW_TOKENS = 128
-"""Where a task does not say."""
+"""Default of tasks without a maximum length."""
 
 
 class ExportModel(lmms):
-    """An export as lmms-eval sees a model.
+    """Model interface of lmms-eval for an export.
 
     Args:
-        batch_size: questions that are answered together.
+        export: Export to evaluate.
+        batch_size: Number of questions in one batch.
     """
 
     is_simple = True
@@ -49,25 +52,30 @@ class ExportModel(lmms):
         self._export, self._batch_size = export, batch_size
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Greedy answers, each up to the first of its task's `until`."""
-        answers: list[str] = [""] * len(requests)
-        lengths = [_length(request.args[1]) for request in requests]
+        """Return greedy texts, each up to the first of the `until` strings of its task."""
+        texts = [""] * len(requests)
+        lengths = [int(r.args[1].get("max_new_tokens", MAX_NEW_TOKENS)) for r in requests]
         for length in dict.fromkeys(lengths):
-            places = [place for place, own in enumerate(lengths) if own == length]
-            written = self._answer([requests[place] for place in places], length)
-            for place, text in zip(places, written, strict=True):
-                answers[place] = _until(text, requests[place].args[1].get("until", ()))
-        return answers
+            numbers = [number for number, own in enumerate(lengths) if own == length]
+            written = self._generate([requests[number] for number in numbers], length)
+            for number, whole in zip(numbers, written, strict=True):
+                until = requests[number].args[1].get("until", ())
+                text = whole
+                for end in filter(None, [until] if isinstance(until, str) else until):
+                    text = text.split(end, maxsplit=1)[0]
+                texts[number] = text
+        return texts
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Not there."""
+        """Reject tasks that compare likelihoods."""
         raise ConfigError("tasks that compare likelihoods cannot be answered; name one that writes")
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Not there."""
+        """Reject tasks with several rounds."""
         raise ConfigError("tasks of several rounds cannot be answered; name another")
 
-    def _answer(self, requests: Sequence[Any], length: int) -> list[str]:
+    def _generate(self, requests: Sequence[Any], length: int) -> list[str]:
+        """Return the texts of requests with the same maximum length."""
         with tempfile.TemporaryDirectory() as scratch:
             records = [
                 self._record(request, Path(scratch), number)
@@ -76,12 +84,13 @@ class ExportModel(lmms):
             source = Path(scratch) / "questions.jsonl"
             source.write_text("".join(json.dumps(record) + "\n" for record in records))
             config = SourceConfig(path=str(source), scores=["exact_match"])
-            data = DataConfig(validation=[config], index_cache=scratch)
             texts = write_texts(
                 self._export,
-                data,
+                DataConfig(validation=[config], index_cache=scratch),
                 TrainingConfig(sequence_length=SEQUENCE_LENGTH),
-                Writing(len(records), length, self._batch_size),
+                samples=len(records),
+                max_new_tokens=length,
+                batch_size=self._batch_size,
             )
         written = {text.index: text.generated for text in texts}
         if missing := [n for n in range(len(records)) if n not in written]:
@@ -90,7 +99,7 @@ class ExportModel(lmms):
         return [written[number] for number in range(len(records))]
 
     def _record(self, request: Any, scratch: Path, number: int) -> dict[str, Any]:
-        """A question with pictures in files."""
+        """Return a question record and write its images to files."""
         context, _, visuals_of, doc_id, task, split = request.args
         names = []
         for count, visual in enumerate(visuals_of(self.task_dict[task][split][doc_id])):
@@ -101,19 +110,8 @@ class ExportModel(lmms):
         return {"images": names, "question": context, "answer": "?"}
 
 
-def _length(settings: dict[str, Any]) -> int:
-    return int(settings.get("max_new_tokens", MAX_NEW_TOKENS))
-
-
-def _until(text: str, ends: str | Sequence[str]) -> str:
-    given = [ends] if isinstance(ends, str) else ends
-    for end in filter(None, given):
-        text = text.split(end, maxsplit=1)[0]
-    return text
-
-
 def main() -> int:
-    """Answers the tasks that the command line names."""
+    """Evaluate the tasks of the command line, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("export", type=Path)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
 
 from torchmm.common.files import replace_atomically
 from torchmm.data.loader import Loader
@@ -12,22 +11,25 @@ from torchmm.extensions.evaluation.drawings import draw_samples, held_out_drawin
 from torchmm.extensions.evaluation.pictures import keep_thumbnail, plot_captions, plot_pictures
 from torchmm.extensions.evaluation.samples import (
     GeneratedText,
-    generate_samples,
+    generated_text,
     held_out_prompts,
-    scored_sources,
     source_scores,
-    with_references,
 )
 from torchmm.extensions.evaluation.scores import score
+from torchmm.extensions.evaluation.text.generate import generate_texts
+from torchmm.extensions.evaluation.text.prompts import in_groups
+from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
-from torchmm.training.tracking.figures import StepRecord
 from torchmm.training.tracking.run_directory import (
     DRAWINGS_FOLDER,
     SAMPLES_FILE,
     SAMPLES_FOLDER,
 )
+
+MAX_BATCH_PROMPTS = 16
+"""Maximum number of held-out samples whose text is generated in one batch."""
 
 
 class SampleHook(Hook):
@@ -43,25 +45,21 @@ class SampleHook(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """Generate text and images if they are due."""
-        step = done.record.step
+        step = done.step
         if self.parts.held_out is None or not self.is_due(step, self._config.interval):
             return
         with self.training.health.phase(step, "validation"), validated_weights(self.parts):
             self.parts.model.eval()
             if self._config.samples:
-                done.record = self._add_scores(done.record, self._generate_texts(step))
+                texts = self._generate_texts(step)
+                scores = source_scores(texts, self.recipe.data.validation)
+                done.record["scores"] = scores or None
+                if any(text.duration_ms for text in texts):
+                    answers = [text.answer for text in texts]
+                    done.record["word_error_rate"] = score("word_error_rate", answers)
             if self._config.drawings:
                 self._generate_images(step)
             self.parts.model.train()
-
-    def _add_scores(self, record: StepRecord, texts: list[GeneratedText]) -> StepRecord:
-        """Return the record with the scores of generated text."""
-        scores = source_scores(texts, self.recipe.data.validation)
-        record = replace(record, scores=scores or None)
-        if any(text.duration_ms for text in texts):
-            rate = score("word_error_rate", [text.answer for text in texts])
-            record = replace(record, word_error_rate=rate)
-        return record
 
     def _loader(self) -> Loader:
         """Return a loader of held-out samples. All ranks load and decode the same samples."""
@@ -95,18 +93,13 @@ class SampleHook(Hook):
         """Return text generated for held-out samples; rank 0 writes samples.json, captions.png."""
         parts = self.parts
         loader = self._loader()
-        held_out = self.recipe.data.validation
-        prompts = held_out_prompts(loader, self._config.samples, scored_sources(held_out))
         training = self.recipe.training
-        texts = generate_samples(
-            parts.pipeline,
-            prompts,
-            parts.tokenizer,
-            parts.mesh,
-            self._config.max_new_tokens,
-            row_tokens=training.sequence_length * training.microbatch_size,
-        )
-        texts = with_references(texts, loader)
+        prompts = held_out_prompts(loader, self._config.samples, self.recipe.data.validation)
+        max_tokens = training.sequence_length * training.microbatch_size
+        batches = in_groups(prompts, MAX_BATCH_PROMPTS, max_tokens)
+        sampling = Sampling(self._config.max_new_tokens)
+        written = [*generate_texts(parts.pipeline, batches, parts.tokenizer, parts.mesh, sampling)]
+        texts = [generated_text(*pair, parts.tokenizer, loader) for pair in written]
         if parts.mesh.rank > 0 or not texts:
             return texts
         pictures = [loader.images(text.source, text.index)[:1] for text in texts]
@@ -114,13 +107,16 @@ class SampleHook(Hook):
             keep_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
             for t, images in zip(texts, pictures, strict=True)
         ]
-        self._append_samples(
-            step,
-            [
-                {"step": step, **asdict(text), "picture": name}
-                for text, name in zip(texts, names, strict=True)
-            ],
-        )
+        # After a resume, the file may have samples of this and later steps.
+        file = parts.run_dir / SAMPLES_FILE
+        earlier = json.loads(file.read_text()) if file.exists() else []
+        samples = [sample for sample in earlier if sample["step"] < step]
+        samples += [
+            {"step": step, **asdict(text), "picture": name}
+            for text, name in zip(texts, names, strict=True)
+        ]
+        content = json.dumps(samples, indent=1, ensure_ascii=False)
+        replace_atomically(file, content.encode())
         shown = [
             (image, text.generated, text.truth)
             for text, images in zip(texts, pictures, strict=True)
@@ -130,11 +126,3 @@ class SampleHook(Hook):
             title = f"held-out images after step {step}"
             plot_captions(shown, title, parts.run_dir / "captions.png")
         return texts
-
-    def _append_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Add samples to samples.json and remove samples of this and later steps."""
-        file = self.parts.run_dir / SAMPLES_FILE
-        earlier = json.loads(file.read_text()) if file.exists() else []
-        kept = [s for s in earlier if s["step"] < step]
-        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
-        replace_atomically(file, text.encode())

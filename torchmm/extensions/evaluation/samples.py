@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from torchmm.common.errors import DataError
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.loader import Loader, StepBatch
 from torchmm.extensions.evaluation.scores import Answer, score
-from torchmm.extensions.evaluation.text.generate import generate_tokens
-from torchmm.extensions.evaluation.text.prompts import Prompt, in_groups, prompts_of
-from torchmm.extensions.evaluation.text.sampling import Sampling
-from torchmm.parallel.mesh import ParallelMesh
+from torchmm.extensions.evaluation.text.prompts import Prompt, prompts_of
 from torchmm.recipe.data_section import SourceConfig, unique_names
-from torchmm.training.pipeline import Pipeline
-
-PROMPTS_TOGETHER = 16
-"""Maximum number of held-out samples whose text is generated in one batch."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +24,9 @@ class GeneratedText:
     prompt: str
     truth: str
     generated: str
-    duration_ms: int = 0
+    duration_ms: int
     """Duration of the audio and video of the sample."""
-    references: tuple[str, ...] = ()
+    references: tuple[str, ...]
     """All references of the sample, if it has more than `truth`."""
 
     @property
@@ -43,49 +35,19 @@ class GeneratedText:
         return Answer(self.generated, self.references or (self.truth,))
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")
-def generate_samples(
-    pipeline: Pipeline,
-    prompts: Iterable[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: ParallelMesh,
-    max_new_tokens: int,
-    row_tokens: int = 8192,
-) -> list[GeneratedText]:
-    """Generate text for each prompt by greedy decoding. All ranks must pass the same prompts.
-
-    Args:
-        pipeline: Model of this rank.
-        prompts: Result of `held_out_prompts`.
-        tokenizer: Tokenizer of the LLM.
-        mesh: Mesh of the run.
-        max_new_tokens: Maximum length of a text, in tokens. Generation stops earlier at EOS or at a
-            token of `Prompt.own_ends`.
-        row_tokens: Maximum number of prompt tokens in one batch.
-    """
-    texts: list[GeneratedText] = []
-    sampling = Sampling(max_new_tokens)
-    for together in in_groups(prompts, PROMPTS_TOGETHER, row_tokens):
-        rows = [prompt.row for prompt in together]
-        ends = [{tokenizer.eos_token_id} | p.own_ends(tokenizer) for p in together]
-        written = generate_tokens(pipeline, rows, mesh, sampling, ends)
-        texts += (
-            generated_text(prompt, new_ids, tokenizer)
-            for prompt, new_ids in zip(together, written, strict=True)
-        )
-    return texts
-
-
 def generated_text(
-    prompt: Prompt, new_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt, new_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, loader: Loader
 ) -> GeneratedText:
-    """Return the decoded text of a prompt.
+    """Return the decoded text of a prompt with the references of its sample.
 
     Args:
         prompt: Prompt of a held-out sample.
         new_ids: Generated tokens without the one that ended the text.
         tokenizer: Tokenizer of the LLM.
+        loader: Loader of the sample.
+
+    Raises:
+        DataError: The column of references of the sample has other types than text.
     """
     row, truth_ids, sample = prompt
     shown = row.input_ids_T.clone()
@@ -94,23 +56,11 @@ def generated_text(
     ids = (shown[shown >= 0].tolist(), truth_ids.tolist(), [*new_ids])
     before, truth, new = [str(tokenizer.decode(i, skip_special_tokens=True)) for i in ids]
     duration_ms = sum(image.duration_ms for image in sample.images)
-    return GeneratedText(sample.source, sample.index, before, truth, new, duration_ms)
-
-
-def with_references(texts: Iterable[GeneratedText], loader: Loader) -> list[GeneratedText]:
-    """Return the texts with all references of their samples.
-
-    Raises:
-        DataError: The column of references of a sample has other types than text.
-    """
-    found = []
-    for text in texts:
-        try:
-            references = loader.references(text.source, text.index)
-        except CorruptSampleError as error:
-            raise DataError(f"{text.source}[{text.index}]: {error}") from error
-        found.append(replace(text, references=references))
-    return found
+    try:
+        references = loader.references(sample.source, sample.index)
+    except CorruptSampleError as error:
+        raise DataError(f"{sample.source}[{sample.index}]: {error}") from error
+    return GeneratedText(sample.source, sample.index, before, truth, new, duration_ms, references)
 
 
 def source_scores(
@@ -124,24 +74,20 @@ def source_scores(
     return found
 
 
-def scored_sources(sources: Sequence[SourceConfig]) -> set[str]:
-    """Return the names of the sources that set `scores`."""
-    return {n for n, s in zip(unique_names(sources), sources, strict=True) if s.scores}
-
-
 def held_out_prompts(
-    batches: Iterable[StepBatch], count: int, scored: Collection[str] = ()
+    batches: Iterable[StepBatch], count: int, sources: Sequence[SourceConfig] = ()
 ) -> Iterator[Prompt]:
-    """Yield the prompts of the first `count` samples with images, without the text to generate.
+    """Yield the first `count` prompts of held-out samples, without the text to generate.
 
-    Batches must come from a loader with one packed sequence per microbatch, whose samples are its
-    first segments.
+    Samples without images are included if their source sets `scores`. Batches must come from a
+    loader with one packed sequence per microbatch, whose samples are its first segments.
 
     Args:
         batches: Batches of held-out samples.
         count: Maximum number of prompts.
-        scored: Names of sources from which samples without images are used, too.
+        sources: Sources of the samples.
     """
+    scored = {n for n, s in zip(unique_names(sources), sources, strict=True) if s.scores}
     found = 0
     for microbatch in (m for batch in batches for m in batch.microbatches):
         for prompt in prompts_of(microbatch):

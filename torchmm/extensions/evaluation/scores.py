@@ -1,4 +1,4 @@
-"""How well texts answer: exact match, VQA accuracy, CIDEr, word error rate. Pure functions.
+"""Scores of generated text: exact match, VQA accuracy, CIDEr, word error rate.
 
     score("vqa_accuracy", [Answer("2", ("two", "2", "two", "three"))])
 
@@ -20,23 +20,23 @@ from torchmm.recipe.data_section import Score
 
 N_GRAMS = 4
 LENGTH_SIGMA = 6.0
-"""In words: how much of CIDEr a caption keeps whose length differs from a reference's."""
+"""Standard deviation, in words, of the length penalty of CIDEr-D."""
 VQA_AGREEING = 3
-"""People who have to have given an answer for it to be right."""
+"""Number of equal references of a correct answer."""
 
 
 class Answer(NamedTuple):
-    """What was written, and what people have written; at least one."""
+    """A generated text and its references, at least one."""
 
     written: str
     references: tuple[str, ...]
 
 
 def score(name: Score, answers: Sequence[Answer]) -> float:
-    """Of all answers together; see the functions below.
+    """Return the score of all answers.
 
     Raises:
-        ValueError: there is none, or the references of a word error rate have no words.
+        ValueError: There are no answers, or the references of a word error rate have no words.
     """
     if not answers:
         raise ValueError(f"{name} of no answers")
@@ -44,26 +44,40 @@ def score(name: Score, answers: Sequence[Answer]) -> float:
 
 
 def exact_match(answers: Sequence[Answer]) -> float:
-    """Share of answers, 0 to 1, with the words of a reference; case and punctuation at words' ends
-    do not count."""
+    """Return the fraction of answers, 0 to 1, with the words of a reference.
+
+    Case and punctuation at the ends of words are ignored.
+    """
     right = (_words(a.written) in [_words(r) for r in a.references] for a in answers)
     return sum(right) / len(answers)
 
 
 def vqa_accuracy(answers: Sequence[Answer]) -> float:
-    """Mean accuracy, 0 to 1, as VQA v2 defines it: min(1, people who say so / 3), averaged over all
-    choices of all people but one. Where fewer than four were asked, with whom that could not be 1,
-    an answer is right if one has given it."""
-    return sum(map(_vqa_accuracy, answers)) / len(answers)
+    """Return the mean accuracy, 0 to 1, of VQA v2.
+
+    The accuracy of an answer is min(1, equal references / 3), averaged over all choices of all
+    references but one. With at most three references, which cannot give 1, an answer is correct if
+    it equals a reference.
+    """
+    total = 0.0
+    for answer in answers:
+        written = vqa_normalised(answer.written)
+        same = [vqa_normalised(r) == written for r in answer.references]
+        if len(same) <= VQA_AGREEING:
+            total += any(same)
+        else:
+            agreeing = sum(same)
+            total += sum(min(1.0, (agreeing - own) / VQA_AGREEING) for own in same) / len(same)
+    return total / len(answers)
 
 
 def word_error_rate(answers: Sequence[Answer]) -> float:
-    """Words to be changed, added or taken away, as a share of the words of the references, of each
-    answer those of the nearest one; above 1 where too much was written. Case and punctuation at
-    words' ends do not count.
+    """Return the word edits relative to the number of words of the nearest references.
+
+    The result can be above 1. Case and punctuation at the ends of words are ignored.
 
     Raises:
-        ValueError: the references have no words.
+        ValueError: The references have no words.
     """
     errors = total = 0
     for answer in answers:
@@ -77,12 +91,13 @@ def word_error_rate(answers: Sequence[Answer]) -> float:
 
 
 def cider(answers: Sequence[Answer]) -> float:
-    """Mean CIDEr-D, 0 to 10 (Vedantam et al., arXiv 1411.5726): how much n-grams of 1 to 4 words
-    agree with the references', weighted by how rare they are in the references of all answers. So
-    it needs many answers: of one alone it is 0.
+    """Return the mean CIDEr-D, 0 to 10 (Vedantam et al., arXiv 1411.5726).
 
-    Words are in lower case, punctuation is left out, which the original leaves to a Java program;
-    "don't" is one word here and two there.
+    It compares n-grams of 1 to 4 words with those of the references, weighted by their rarity in
+    the references of all answers. So it requires many answers, and is 0 for a single answer.
+
+    Words are in lower case without punctuation. The original uses a Java tokenizer, which splits
+    "don't" into two words.
     """
     references = [[_n_grams(r) for r in a.references] for a in answers]
     seen = Counter(gram for own in references for gram in set().union(*own))
@@ -109,7 +124,7 @@ def _words(text: str) -> list[str]:
 
 
 def _edits(written: Sequence[str], truth: Sequence[str]) -> int:
-    """Levenshtein distance."""
+    """Return the Levenshtein distance."""
     row = list(range(len(truth) + 1))
     for i, word in enumerate(written, 1):
         diagonal, row[0] = row[0], i
@@ -130,18 +145,21 @@ def _n_grams(text: str) -> _Grams:
 
 
 class _Weighed:
-    """n-grams of a text by their number and rarity."""
+    """Weights of the n-grams of a text, their number times their rarity."""
 
     def __init__(self, grams: _Grams, rarity: dict[tuple[str, ...], float], unseen: float) -> None:
         self._weights: list[dict[tuple[str, ...], float]] = [{} for _ in range(N_GRAMS)]
         for gram, count in grams.items():
             self._weights[len(gram) - 1][gram] = count * rarity.get(gram, unseen)
         self._norms = [sqrt(sum(w * w for w in own.values())) for own in self._weights]
-        # Of pairs of words, as in the original program.
+        # The length is the number of word pairs, as in the original program.
         self._length = sum(count for gram, count in grams.items() if len(gram) == 2)
 
     def similarity(self, reference: _Weighed) -> float:
-        """To a reference, 0 to 1: more of an n-gram than the reference has counts for nothing."""
+        """Return the similarity to a reference, 0 to 1.
+
+        N-grams that are more frequent than in the reference are clipped.
+        """
         total = 0.0
         for n in range(N_GRAMS):
             theirs = reference._weights[n]
@@ -152,15 +170,6 @@ class _Weighed:
             total += common / norms if norms else 0.0
         apart = self._length - reference._length
         return total / N_GRAMS * exp(-(apart**2) / (2 * LENGTH_SIGMA**2))
-
-
-def _vqa_accuracy(answer: Answer) -> float:
-    written = vqa_normalised(answer.written)
-    same = [vqa_normalised(r) == written for r in answer.references]
-    if len(same) <= VQA_AGREEING:
-        return float(any(same))
-    agreeing = sum(same)
-    return sum(min(1.0, (agreeing - own) / VQA_AGREEING) for own in same) / len(same)
 
 
 _CONTRACTIONS = """
@@ -174,11 +183,11 @@ _CONTRACTIONS = """
     won't would've wouldn't wouldn't've y'all y'all'll y'all'd've you'd you'd've you'll you're
     you've
 """
-"""Written without apostrophes they mean the same; these are the ones that VQA's program knows."""
+"""Contractions of the VQA evaluation program, which may lack their apostrophes."""
 
 
 def _without_apostrophes(word: str) -> set[str]:
-    """The word without one apostrophe or more of it."""
+    """Return the word without one or more of its apostrophes."""
     parts = word.split("'")
     joints = product(("", "'"), repeat=len(parts) - 1)
     return {"".join(map("".join, zip(parts, (*j, ""), strict=True))) for j in joints} - {word}
@@ -194,9 +203,11 @@ _COMMA_IN_NUMBER = re.compile(r"(?<=\d),+(?=\d)")
 
 
 def vqa_normalised(text: str) -> str:
-    """As the program of VQA's server compares answers: lower case, no articles, numbers in digits,
-    apostrophes where they were forgotten. Punctuation goes, and leaves a space only where it stands
-    between letters."""
+    """Return a text as the VQA evaluation program normalizes it.
+
+    The text has lower case, no articles, digits for numbers and apostrophes of contractions.
+    Punctuation is removed. Between letters, it is replaced by a space.
+    """
     text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
     text = " ".join(text.split("\n")).replace("\t", " ").strip()
     bare = text

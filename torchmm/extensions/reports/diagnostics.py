@@ -68,7 +68,7 @@ class DiagnosticsHook(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """Write the files of this step."""
-        step = done.record.step
+        step = done.step
         if self._profiler is not None:
             self._profiling.close()
             self._profiler.export_chrome_trace(self._profile_file(f"step-{step}", "json"))
@@ -110,7 +110,7 @@ class DiagnosticsHook(Hook):
         predicted_bytes = predict_peak_bytes(
             parts.run, parts.pipeline, parts.mesh, done.outcome.plan, done.batch.microbatches
         )
-        rows = gather_floats([float(done.peak_memory_bytes), predicted_bytes])
+        rows = gather_floats([float(done.local["peak_memory_bytes"]), predicted_bytes])
         ranks = [
             {
                 "measured_bytes": round(measured),

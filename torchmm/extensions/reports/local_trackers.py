@@ -12,8 +12,9 @@ from PIL import Image
 
 from torchmm.common.errors import ConfigError, install_command
 from torchmm.pipelining.view.draw import timeline_picture
-from torchmm.training.tracking.figures import Record, grouped
-from torchmm.training.tracking.run_files import RunFiles, Sample, code_version
+from torchmm.training.metrics import Record, group_by_panel
+from torchmm.training.tracking.run_directory import GeneratedSample
+from torchmm.training.tracking.run_files import RunFiles, code_version
 from torchmm.training.tracking.trackers import BackgroundSink, TrackedRun
 
 
@@ -74,14 +75,15 @@ class TensorBoardTracker:
     def emit(self, record: Record) -> None:
         """Write one step, and the files that are new since the previous one."""
         step = record["step"]
-        for name, value in grouped(record).items():
+        for name, value in group_by_panel(record).items():
             self._writer.add_scalar(name, value, step)
         new = self._files.until(step)
         if new.samples:
-            self._writer.add_text("validation/samples", _as_markdown(new.samples), step)
-        for place, sample in enumerate(new.samples):
-            if sample.picture is not None:
-                self._add_picture(f"validation/sample {place}", sample.step, sample.picture)
+            text = _as_markdown([sample for sample, _ in new.samples])
+            self._writer.add_text("validation/samples", text, step)
+        for index, (sample, picture) in enumerate(new.samples):
+            if picture is not None:
+                self._add_picture(f"validation/sample {index}", sample.step, picture)
         for drawn, file in new.drawings.items():
             self._add_picture("validation/drawings", drawn, file)
         for measured, panel in new.measured.items():
@@ -98,17 +100,13 @@ class TensorBoardTracker:
         self._writer.close()
 
 
-def _as_markdown(samples: Sequence[Sample]) -> str:
+def _as_markdown(samples: Sequence[GeneratedSample]) -> str:
     rows = ["| sample | prompt | should be | written |", "|---|---|---|---|"]
     for sample in samples:
-        texts = (sample.prompt, sample.truth, sample.generated)
-        cells = [f"{sample.source}[{sample.number}]", *texts]
-        rows.append("| " + " | ".join(_in_cell(cell) for cell in cells) + " |")
+        texts = (f"{sample.source}[{sample.index}]", sample.prompt, sample.truth, sample.generated)
+        cells = [" ".join(text.replace("|", "\\|").split()) for text in texts]
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
-
-
-def _in_cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 class TrackioTracker:
@@ -128,14 +126,14 @@ class TrackioTracker:
 
     def emit(self, record: Record) -> None:
         """Log one step."""
-        self._run.log(grouped(record), step=record["step"])
+        self._run.log(group_by_panel(record), step=record["step"])
 
     def close(self) -> None:
         """Write the remaining records."""
         self._run.finish()
 
 
-def _to_toml(facts: Record) -> str:
+def _to_toml(facts: Mapping[str, Any]) -> str:
     """Return nested tables as TOML, without null values, which TOML does not have."""
     return tomli_w.dumps(_without_null(facts))
 

@@ -214,14 +214,13 @@ def _attend_packed(
     """(1, T, H, D): of a packed row, where keys and values are the row's or a cache's."""
     cache = segments.cache
     if cache is not None and not cache.whole_prompts:
-        assert rules.causal and cache.now is not None
+        assert rules.causal
         return cached_attention(
             query_1HTD,
             key_BGSD,
             value_BGSD,
-            lengths=cache.now,
+            visible_BS=cache.visible(key_BGSD.shape[2], rules.window),
             scale=scale,
-            window=rules.window,
             softcap=rules.softcap,
             sinks_H=rules.sinks_H,
         )

@@ -69,7 +69,3 @@ class RowRanks(Protocol):
     def summed(self, values: Tensor) -> Tensor:
         """Sum over the ranks, without a gradient. Collective."""
         ...
-
-    def of_last(self, values: Tensor) -> Tensor:
-        """What the rank with the row's last tokens has, without a gradient. Collective."""
-        ...

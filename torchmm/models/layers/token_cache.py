@@ -1,18 +1,18 @@
-"""What layers keep of the tokens so far, for the next one to be computed alone.
+"""Cache of the keys, values and states of earlier tokens, for generating text.
 
-It is Hugging Face's `DynamicCache`: keys and values of all tokens or of a window, or the states of
-convolutions and delta nets, by what the config says of each layer. Rows are packed here: prompts of
-different lengths follow each other, then come rows of one token for each prompt. `PackedCache`
-stands between the two forms. Prompts are stored right-aligned, with zeros in front, so that the
-newest tokens are neighbours, windows are the last keys, and a key's distance from the end says
-whether a prompt has it. Positions are in the keys already, so moving them changes nothing.
+It is the `DynamicCache` of Hugging Face: keys and values of all tokens or of a window, or states of
+convolutions and delta nets, depending on the config of each layer. Layers of torchmm read packed
+sequences: first the complete prompts, then one new token per prompt. `PackedCache` converts between
+both forms. It stores prompts right-aligned, with zeros before shorter prompts. So the newest tokens
+have the same index, a window is the last keys, and the distance from the end shows which keys
+belong to a prompt. Keys already have their RoPE positions.
 
-Rejected: left-padded prompts in the layers too, as Hugging Face's `generate` has them, with which
-no layer, message or image would have the form it has in training.
+Rejected: left-padded prompts in the layers, as in the Hugging Face `generate`. Layers, messages and
+images would then have other forms than in training.
 
-Shape legend: B prompts, T tokens of all prompts, N new tokens of one, S tokens kept of each, L
-tokens of the longest, H query heads, G key and value heads (G divides H), R = H / G, D head size, C
-channels, W width of a filter.
+Shape legend: B prompts, T tokens of all prompts, N new tokens of one prompt, S cached tokens per
+prompt, L tokens of the longest prompt, H query heads, G key and value heads (G divides H),
+R = H / G, D head size, C channels, W width of a filter.
 """
 
 from __future__ import annotations
@@ -31,59 +31,37 @@ from torchmm.common.batch import IGNORE_TARGET, Microbatch, MicrobatchMeta
 from torchmm.common.device_copies import to_device
 
 
-class PromptLengths:
-    """How many tokens each prompt has, the newest included, and so which keys are its own."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths = list(lengths)
-        self._device = device
-        self._made: dict[tuple[int, int], Tensor | None] = {}
-
-    def visible(self, kept: int, window: int) -> Tensor | None:
-        """bool (B, S): which of the last S = `kept` keys a prompt's newest token sees; None: all.
-
-        Args:
-            window: how many it sees at most; 0: all.
-        """
-        key = kept, window
-        if key not in self._made:
-            own = [min(length, window or length) for length in self.lengths]
-            self._made[key] = None
-            if min(own) < kept:
-                own_B = to_device(torch.tensor(own), self._device)
-                back_S = torch.arange(kept - 1, -1, -1, device=self._device)
-                self._made[key] = back_S < own_B[:, None]
-        return self._made[key]
-
-
 class PackedCache(DynamicCache):
-    """Hugging Face's cache of a batch of prompts, whose tokens come as packed rows.
+    """Hugging Face cache of a batch of prompts in packed sequences.
 
-    The first row has whole prompts, every later one the next token of each.
+    The first packed sequence has the complete prompts, later ones have the next tokens.
 
     Args:
-        config: of the LLM, whole; layers of other stages stay empty.
+        config: Config of the complete LLM. Layers of other stages stay empty.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        self.now: PromptLengths | None = None
-        """Of the row that is computed."""
+        self.lengths: list[int] = []
+        """Tokens of each prompt, including those of the current packed sequence."""
         self.whole_prompts = True
-        """Whether that is the first one."""
+        """Whether the current packed sequence has the complete prompts."""
+        self._device = torch.device("cpu")
         self._places_T: Tensor | None = None
+        self._masks: dict[tuple[int, int], Tensor | None] = {}
 
     def begin_row(self, cu_seqlens: Sequence[int], device: torch.device) -> None:
-        """Before each forward: which row comes.
+        """Prepare for a packed sequence. Call it before each forward pass.
 
         Raises:
-            ValueError: it has not one token for each prompt.
+            ValueError: A later packed sequence does not have one token per prompt.
         """
         lengths = [stop - start for start, stop in pairwise(cu_seqlens)]
-        self.whole_prompts = self.now is None
-        if self.now is None:
-            self.now = PromptLengths(lengths, device)
-            self._places_T = None
+        self.whole_prompts = not self.lengths
+        self._device = device
+        self._masks = {}
+        if self.whole_prompts:
+            self.lengths = lengths
             if len(lengths) > 1:
                 longest = max(lengths)
                 places = [
@@ -93,23 +71,43 @@ class PackedCache(DynamicCache):
                 ]
                 self._places_T = to_device(torch.tensor(places), device)
             return
-        if lengths != [1] * len(self.now.lengths):
+        if lengths != [1] * len(self.lengths):
             raise ValueError(
-                f"a row with {lengths} tokens for a cache of {len(self.now.lengths)} prompts; give "
+                f"a row with {lengths} tokens for a cache of {len(self.lengths)} prompts; give "
                 "each prompt its next token, or use a new cache"
             )
-        self.now = PromptLengths([length + 1 for length in self.now.lengths], device)
+        self.lengths = [length + 1 for length in self.lengths]
+
+    def visible(self, kept: int, window: int) -> Tensor | None:
+        """Return the mask (B, S), bool, of the keys that the newest token of a prompt attends to.
+
+        The mask is None if each token attends to all keys.
+
+        Args:
+            kept: Number S of cached keys.
+            window: Maximum number of keys that a token attends to. Use 0 for all.
+        """
+        key = kept, window
+        if key not in self._masks:
+            own = [min(length, window or length) for length in self.lengths]
+            self._masks[key] = None
+            if min(own) < kept:
+                own_B = to_device(torch.tensor(own), self._device)
+                back_S = torch.arange(kept - 1, -1, -1, device=self._device)
+                self._masks[key] = back_S < own_B[:, None]
+        return self._masks[key]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer's row, (1, G, T, D) each, kept.
+        """Store keys and values of a layer, (1, G, T, D) each.
 
         Returns:
-            Of whole prompts: the same. Of their next tokens: all so far, (B, G, S, D).
+            The arguments for complete prompts, all cached keys and values (B, G, S, D) for new
+            tokens.
         """
         row = key_states, value_states
-        if not self.whole_prompts:  # a token of each is a prompt's row, without further ado
+        if not self.whole_prompts:
             keys, values = (x_1GBD.transpose(0, 2) for x_1GBD in row)
             return super().update(keys, values, layer_idx, *args, **kwargs)
         rows = [x[0].transpose(0, 1) for x in row]
@@ -118,19 +116,20 @@ class PackedCache(DynamicCache):
         return row
 
     def by_prompt(self, x_TX: Tensor) -> Tensor:
-        """(B, L, ...) of a row's values: right-aligned, zeros where there is none."""
-        assert self.now is not None
+        """Return the values of a packed sequence, right-aligned by prompt: (B, L, ...)."""
         if not self.whole_prompts:
             return x_TX[:, None]
         if self._places_T is None:
             return x_TX[None]
-        prompts = len(self.now.lengths)
-        spaced = x_TX.new_zeros(prompts * max(self.now.lengths), *x_TX.shape[1:])
+        prompts = len(self.lengths)
+        spaced = x_TX.new_zeros(prompts * max(self.lengths), *x_TX.shape[1:])
         return spaced.index_copy_(0, self._places_T, x_TX).unflatten(0, (prompts, -1))
 
     def filtered(self, x_TC: Tensor, filters_CW: Tensor, layer_idx: int) -> Tensor | None:
-        """(B, C): causal convolution of the prompts' next tokens; None of whole prompts, whose last
-        values are kept."""
+        """Return the causal convolution of new tokens, (B, C), and store the last values.
+
+        The result is None for complete prompts.
+        """
         width = filters_CW.shape[1]
         x_BCL = self.by_prompt(x_TC).transpose(1, 2)
         last_BCW = self.update_conv_state(x_BCL, layer_idx, conv_kernel_size=width)[..., -width:]
@@ -143,24 +142,26 @@ def cached_attention(
     query_1HBD: Tensor,
     key_BGSD: Tensor,
     value_BGSD: Tensor,
-    lengths: PromptLengths,
+    visible_BS: Tensor | None,
     scale: float,
-    window: int,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """(1, B, H, D): attention of each prompt's newest token to all its tokens.
+    """Return the attention (1, B, H, D) of the newest token of each prompt to its tokens.
 
     Args:
-        window: how many tokens it sees, itself included; 0: all.
-        softcap: scores s become `softcap` tanh(s / `softcap`); None: they stay.
-        sinks_H: a further score for every query, whose weight is of no value.
+        query_1HBD: Queries.
+        key_BGSD: Keys.
+        value_BGSD: Values.
+        visible_BS: Result of `PackedCache.visible`.
+        scale: Factor of the scores.
+        softcap: Scores s become `softcap` tanh(s / `softcap`). If None, they stay the same.
+        sinks_H: Additional score of every query, whose weight is dropped.
     """
     prompts, groups, _, width = key_BGSD.shape
-    # Query heads of a group are as many queries of one head: nothing is repeated.
+    # Query heads that share a key head become queries of one head, so keys are not repeated.
     query_BGRD = query_1HBD.transpose(0, 2).reshape(prompts, groups, -1, width)
-    seen_BS = lengths.visible(key_BGSD.shape[2], window)
-    seen = None if seen_BS is None else seen_BS[:, None, None]
+    seen = None if visible_BS is None else visible_BS[:, None, None]
     if softcap is None and sinks_H is None:
         out = functional.scaled_dot_product_attention(
             query_BGRD, key_BGSD, value_BGSD, seen, scale=scale
@@ -189,10 +190,11 @@ def next_row(row: Microbatch, tokens_B: Tensor) -> Microbatch:
         tokens_B: (B,) new tokens.
     """
     prompts = len(tokens_B)
-    if row.cu_seqlens[-1] == prompts and not row.encoders:  # a token of each already
+    if row.cu_seqlens[-1] == prompts and not row.encoders:
         return replace(row, input_ids_T=tokens_B, position_ids=row.position_ids + 1)
     last = [row.position_ids[..., a:b].amax() for a, b in pairwise(row.cu_seqlens)]
-    positions_B = torch.stack(last) + 1  # the same in all three of those that have three
+    # Positions of three coordinates have the same value in all of them.
+    positions_B = torch.stack(last).to(tokens_B.device) + 1
     return Microbatch(
         input_ids_T=tokens_B,
         targets_T=torch.full_like(tokens_B, IGNORE_TARGET),
@@ -216,7 +218,7 @@ def grown_row(row: Microbatch, tokens_N: Tensor) -> Microbatch:
         row,
         input_ids_T=torch.cat([row.input_ids_T, tokens_N]),
         targets_T=torch.cat([row.targets_T[:-1], tokens_N, ignored]),
-        target_positions_L=None,  # type: ignore[arg-type]  # to be found again
+        target_positions_L=None,  # type: ignore[arg-type]  # computed from the targets
         position_ids=torch.cat([positions, following], dim=-1),
         cu_seqlens=[0, length],
         meta=replace(row.meta, tokens=length),

@@ -270,15 +270,20 @@ class TextStage(LlmStage):
     def forward(
         self, task: Task, inputs: Sequence[tuple[Tensor, ...]], microbatch: Any, graph: StageGraph
     ) -> StageOutput:
-        """Hidden states as in training; of the last stage not the loss, but (B, V) logits after the
-        last token of each of B segments, or, of a slice of a row, (1, V) after its last token."""
+        """Return hidden states as in training, or logits if this is the last stage.
+
+        Logits (B, V) follow the last token of each of B prompts. If ranks share the packed
+        sequence, each rank returns the logits of prompts whose last token is in its slice.
+        """
         seen, given = self._given(task, inputs, microbatch, graph)
         if not self.module.is_last:
             return _to_all(self.module(seen, given, self.cache), task, graph)
-        stops = microbatch.cu_seqlens[1:]
+        last = [stop - 1 for stop in microbatch.cu_seqlens[1:]]
         if isinstance(microbatch, SlicedMicrobatch):
-            stops = [len(microbatch.input_ids_T)]
-        last_B = to_device(torch.tensor(stops) - 1, microbatch.input_ids_T.device)
+            start = microbatch.row.start
+            local = range(start, start + len(microbatch.input_ids_T))
+            last = [position - start for position in last if position in local]
+        last_B = to_device(torch.tensor(last, dtype=torch.int64), microbatch.input_ids_T.device)
         return StageOutput((), self.module.logits(seen, given, last_B, self.cache))
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torchmm.planning.run_length import lost_steps_warning
 from torchmm.training.ending import Status, write_status
 from torchmm.training.hooks.hook import Hook, StepDone, Training
-from torchmm.training.tracking.figures import StepRecord
+from torchmm.training.metrics import Record, metric_value
 
 WARMUP_STEPS = 2
 """Steps of a start that compile layers and start workers. Later steps have the usual duration."""
@@ -23,15 +21,15 @@ class CheckpointHook(Hook):
         self._complaint = ""
         """Text in STATUS.json about a checkpoint that could not be uploaded."""
         if self.parts.recorder is not None:
-            self.parts.recorder.add_source(
-                lambda record: replace(record, **self.parts.checkpoints.take_figures())
-            )
+            self.parts.recorder.add_source(self.parts.checkpoints.take_figures)
 
     def after_step(self, done: StepDone) -> None:
         """Save a checkpoint if one is due or a rank received a stop signal."""
-        step = done.record.step
-        if step == self._warning_step:
-            self._warn_of_lost_steps(done.record)
+        step = done.step
+        if step == self._warning_step and self.parts.mesh.rank == 0:
+            hours = self.recipe.training.steps * done.record["step_ms"] / 3.6e6
+            if warning := lost_steps_warning(self.recipe, hours):
+                self.parts.logger.warning("%s", warning)
         with self.training.health.phase(step, "checkpoint"):
             if done.is_stopping or self.is_due(step, self.recipe.checkpoint.interval):
                 self.save(done.record)
@@ -46,7 +44,7 @@ class CheckpointHook(Hook):
         self.training.health.finish()  # ranks need not wait for each other from here on
         self.parts.checkpoints.close()
 
-    def save(self, record: StepRecord | None) -> None:
+    def save(self, record: Record | None) -> None:
         """Save the last finished step; collective.
 
         Args:
@@ -57,7 +55,7 @@ class CheckpointHook(Hook):
         best = self.recipe.checkpoint.keep_best
         figures: dict[str, float | None] = {}
         if best is not None and record is not None:
-            figures[best.metric] = record.figure(best.metric)
+            figures[best.metric] = metric_value(record, best.metric)
         parts.checkpoints.save(
             state.step,
             parts.model,
@@ -71,10 +69,3 @@ class CheckpointHook(Hook):
         if complaint != self._complaint and parts.mesh.rank == 0:
             self._complaint = complaint
             write_status(parts.run_dir, Status("running", state.step, 0, message=complaint))
-
-    def _warn_of_lost_steps(self, record: StepRecord) -> None:
-        """Warn on rank 0 if a long run saves no checkpoint, from the measured step time."""
-        hours = self.recipe.training.steps * record.step_ms / 3.6e6
-        warning = lost_steps_warning(self.recipe, hours)
-        if warning and self.parts.mesh.rank == 0:
-            self.parts.logger.warning("%s", warning)

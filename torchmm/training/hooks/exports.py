@@ -6,10 +6,10 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 from torchmm.parallel.gather import gather_floats
-from torchmm.recipe.read import what_was_trained
 from torchmm.training.exports.write import Trained, write_adapters, write_export
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
+from torchmm.training.metrics import metric_value
 
 
 class ExportHook(Hook):
@@ -17,7 +17,7 @@ class ExportHook(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """Export the model if the interval is due or the model is the best so far."""
-        step = done.record.step
+        step = done.step
         interval = self.recipe.checkpoint.export_interval
         if interval and step % interval == 0:
             for suffix, weights in self._exported_weights():
@@ -46,7 +46,7 @@ class ExportHook(Hook):
         keep_best = self.recipe.checkpoint.keep_best
         if keep_best is None:
             return False
-        local = done.record.figure(keep_best.metric)
+        local = metric_value(done.record, keep_best.metric)
         [value], *_ = gather_floats([math.nan if local is None else local])  # rank 0 decides
         badness = keep_best.badness(value)
         state = self.training.state
@@ -59,10 +59,7 @@ class ExportHook(Hook):
 def export_model(training: Training, name: str) -> None:
     """Export the model to a directory of the run; collective."""
     parts = training.parts
-    recipe = parts.run.recipe
     step = training.state.step
-    metrics = parts.run_dir / "metrics.jsonl"
-    text = what_was_trained(recipe)
-    trained = Trained(recipe.name, step, recipe.training, recipe.data, metrics, text)
+    trained = Trained(parts.run.recipe, step, parts.run_dir / "metrics.jsonl")
     with training.health.phase(step, "export"):
         write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)

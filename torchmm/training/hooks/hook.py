@@ -6,6 +6,7 @@ collectives inside hooks together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,9 @@ from torchmm.data.corrupt import CorruptLimit
 from torchmm.data.loader import StepBatch
 from torchmm.parallel.health.peers import Health
 from torchmm.training.ending import StopSignal
+from torchmm.training.metrics import Record
 from torchmm.training.parts import RunParts
 from torchmm.training.step import StepOutcome
-from torchmm.training.tracking.figures import StepRecord
 
 
 @dataclass
@@ -53,12 +54,13 @@ class TrainState:
 class StepDone:
     """A finished training step."""
 
-    record: StepRecord
-    """Metrics of the step. Hooks may replace it by a record with more metrics."""
+    step: int
+    record: Record
+    """Metrics of the step. Hooks may set more metrics."""
+    local: Mapping[str, float]
+    """Metrics of this rank, before their reduction over ranks."""
     outcome: StepOutcome
     batch: StepBatch
-    peak_memory_bytes: int
-    """Peak memory of this rank since the start."""
     is_stopping: bool
     """Whether a rank received a stop signal. This step is then the last one."""
 

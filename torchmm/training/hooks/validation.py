@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import islice
 
 from torchmm.common.module_names import GENERATOR
 from torchmm.data.loader import StepBatch
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
+from torchmm.training.metrics import Record
 from torchmm.training.parts import RunParts
 from torchmm.training.step import gather_corrupt_samples, loss_weights
-from torchmm.training.tracking.figures import StepRecord
 from torchmm.training.validation import held_out_losses
 
 
@@ -28,28 +27,26 @@ class ValidationHook(Hook):
 
     def after_step(self, done: StepDone) -> None:
         """Validate the model if it is due."""
-        step = done.record.step
+        step = done.step
         if self.parts.held_out is None or not self.is_due(step, self._config.interval):
             return
         with self.training.health.phase(step, "validation"), validated_weights(self.parts):
-            done.record = self._validate(done.record)
+            self._validate(done.record)
 
-    def _validate(self, record: StepRecord) -> StepRecord:
-        """Return the record with losses of the held-out samples; collective."""
+    def _validate(self, record: Record) -> None:
+        """Set the losses of held-out samples in a record; collective."""
         parts = self.parts
         parts.model.eval()
         if self._batches is None:
             self._batches = self._load_batches()
         losses = held_out_losses(parts.pipeline, self._batches, parts.mesh)
         parts.model.train()
-        if parts.model.generator is None:
-            return replace(record, validation_loss=losses["llm"])
-        return replace(
-            record,
-            validation_loss=sum(self._loss_weights[name] * losses[name] for name in losses),
-            validation_loss_text=losses["llm"],
-            validation_loss_image=losses[GENERATOR],
-        )
+        record["validation_loss"] = losses["llm"]
+        if parts.model.generator is not None:
+            weighted = (self._loss_weights[name] * losses[name] for name in losses)
+            record["validation_loss"] = sum(weighted)
+            record["validation_loss_text"] = losses["llm"]
+            record["validation_loss_image"] = losses[GENERATOR]
 
     def _load_batches(self) -> list[StepBatch]:
         """Return the batches of every validation, decoded as training batches are; collective."""

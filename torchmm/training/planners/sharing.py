@@ -1,15 +1,15 @@
-"""One plan on all ranks of a pipeline: made and checked by the first, read by the others.
+"""Sharing of the plan of a step: the first rank of a pipeline plans, the other ranks read the plan.
 
-    planned = shared.exchange(step, digest, planned)     collective over all ranks
+    numbers = shared.exchange(step, digest, numbers)     collective over all ranks
 
-Every rank knows what the step contains, and could plan it; but lowering and checking take
-microseconds for every action of all ranks, reading a fifth of one for the rank's own. What could
-differ is compared instead: before a plan is sent, all ranks show a digest of what it is made from
-(microbatches, stages, the section of the recipe). If that of one rank is another one, or a plan
-cannot be made, all ranks of the run end with the same error, before anything of the step has begun.
+Every rank could plan the step. But lowering and checking a plan takes microseconds for every action
+of all ranks, and reading it a fifth of a microsecond for every action of one rank. Before the
+plan is sent, all ranks compare a digest of the inputs: microbatches, stages, `[parallel]`. If the
+digests of two ranks differ or a plan cannot be made, all ranks of the run raise the same error
+before the step begins.
 
-Per step it is one collective of a few numbers for every data-parallel rank, over all ranks, and a
-broadcast of the plan in each pipeline; neither depends on what was found.
+Each step has one all-reduce of a few numbers for every data-parallel rank, over all ranks, and a
+broadcast of the plan in each pipeline. Neither depends on the result of planning.
 """
 
 from __future__ import annotations
@@ -18,37 +18,20 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from enum import IntEnum
 from math import inf
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.gather import exchange_device, gather_texts
 from torchmm.parallel.mesh import ParallelMesh
-from torchmm.planning.planned_step import PlannedStep
 
 SHOWN = 8
 """Ranks that an error names."""
-
-
-class _Header(IntEnum):
-    """Numbers of a data-parallel rank, of which all ranks get the largest; what is unknown is
-    negative and infinite."""
-
-    DIGEST = 0
-    NEGATIVE_DIGEST = 1
-    """The largest of it is the smallest digest."""
-    PROBLEM = 2
-    LENGTH = 3
-    """Numbers of the plan."""
-    PLANNER_MS = 4
-    EVALUATIONS = 5
-    PREDICTED_MS = 6
-    GAIN = 7
 
 
 def digest_of(fixed: str, metas: Sequence[MicrobatchMeta]) -> int:
@@ -84,39 +67,41 @@ class SharedPlans:
         self.leads = mesh.rank == self._leader
 
     def exchange(
-        self, step: int, digest: int, planned: PlannedStep | None, problems: Sequence[str] = ()
-    ) -> PlannedStep:
-        """What the first rank of the pipeline has, on all of its ranks; collective over all ranks.
+        self,
+        step: int,
+        digest: int,
+        numbers: NDArray[np.int32] | None,
+        problems: Sequence[str] = (),
+    ) -> NDArray[np.int32]:
+        """Return the encoded plan of the first rank of the pipeline. Collective over all ranks.
 
         Args:
-            digest: of what this rank would have planned from.
-            planned: the plan; None on all ranks but the first.
-            problems: why there is none, there.
+            step: number of the step.
+            digest: digest of the inputs of planning on this rank.
+            numbers: encoded plan. None on all ranks but the first.
+            problems: reasons why the first rank could not plan the step.
 
         Raises:
-            PlanError: a rank could not plan its step, or would have planned another one.
+            PlanError: A rank could not plan its step, or ranks have different inputs.
         """
-        headers = torch.full(
-            (self._mesh.data_parallel_size, len(_Header)), -inf, dtype=torch.float64
-        )
-        own = headers[self._mesh.data_parallel_rank]
-        own[_Header.DIGEST] = float(digest)
-        own[_Header.NEGATIVE_DIGEST] = -float(digest)
-        own[_Header.PROBLEM] = float(bool(problems))
-        if planned is not None:
-            _describe(planned, own)
+        # One row for each data-parallel rank. Its ranks have the same digest if the highest digest
+        # equals the lowest one, which is the negative of the highest negative digest.
+        length = 0 if numbers is None else len(numbers)
+        headers = torch.full((self._mesh.data_parallel_size, 4), -inf, dtype=torch.float64)
+        own = [float(digest), -float(digest), float(bool(problems)), float(length)]
+        headers[self._mesh.data_parallel_rank] = torch.tensor(own, dtype=torch.float64)
         headers = headers.to(exchange_device())
         dist.all_reduce(headers, dist.ReduceOp.MAX)
         rows = headers.tolist()
-        if any(row[_Header.PROBLEM] for row in rows):
-            raise PlanError(_first(gather_texts(json.dumps(list(problems)))))
-        if any(row[_Header.DIGEST] != -row[_Header.NEGATIVE_DIGEST] for row in rows):
+        if any(has_problem for *_, has_problem, _ in rows):
+            every = [json.loads(text) for text in gather_texts(json.dumps(list(problems)))]
+            raise PlanError(next(found for found in every if found))
+        if any(highest != -lowest for highest, lowest, *_ in rows):
             raise PlanError(self._differing(step, gather_texts(str(digest))))
-        header = rows[self._mesh.data_parallel_rank]
-        numbers = np.zeros(int(header[_Header.LENGTH]), np.int32)
-        sent = torch.from_numpy(numbers if planned is None else planned.numbers)
-        dist.broadcast(sent, self._leader, group=self.group)
-        return _read(step, header, sent.numpy(), None if planned is None else planned.planner)
+        if numbers is None:
+            numbers = np.zeros(int(rows[self._mesh.data_parallel_rank][-1]), np.int32)
+        dist.broadcast(torch.from_numpy(numbers), self._leader, group=self.group)
+        return numbers
 
     def _differing(self, step: int, digests: Sequence[str]) -> list[str]:
         """Which ranks are not as the first of their pipeline, by the digests of all ranks."""
@@ -133,37 +118,3 @@ class SharedPlans:
                     "(data.index_cache) and the versions of torchmm"
                 )
         return found
-
-
-def _first(texts: Sequence[str]) -> list[str]:
-    """The problems of the first rank that has some."""
-    every = (json.loads(text) for text in texts)
-    return next(problems for problems in every if problems)
-
-
-def _describe(planned: PlannedStep, header: torch.Tensor) -> None:
-    header[_Header.LENGTH] = len(planned.numbers)
-    header[_Header.PLANNER_MS] = planned.planner_ms
-    for place, value in (
-        (_Header.EVALUATIONS, planned.evaluations),
-        (_Header.PREDICTED_MS, planned.predicted_ms),
-        (_Header.GAIN, planned.gain_over_natural),
-    ):
-        header[place] = -inf if value is None else value
-
-
-def _read(step: int, header: list[float], numbers: np.ndarray, planner: str | None) -> PlannedStep:
-    predicted_ms, gain = (
-        None if header[place] == -inf else header[place]
-        for place in (_Header.PREDICTED_MS, _Header.GAIN)
-    )
-    evaluations = header[_Header.EVALUATIONS]
-    return PlannedStep(
-        step,
-        numbers,
-        header[_Header.PLANNER_MS],
-        planner,
-        predicted_ms,
-        gain,
-        None if evaluations == -inf else int(evaluations),
-    )

@@ -10,7 +10,7 @@ from torchmm.common.batch import Microbatch, MicrobatchMeta
 from torchmm.common.errors import PlanError
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.plan import PipelinePlan
-from torchmm.planning.planner import Planner, PlanStatistics, StepPlan, Upcoming
+from torchmm.planning.planner import Planner, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.training.pipeline import Pipeline
 
@@ -44,8 +44,8 @@ class SinglePlanner(Planner):
         ahead = self._ahead
         self._ahead = None
         if ahead is not None and ahead[0] == metas:
-            return StepPlan(ahead[1], PlanStatistics())
-        return StepPlan(self._make_plan(metas), PlanStatistics())
+            return StepPlan(ahead[1])
+        return StepPlan(self._make_plan(metas))
 
     def plan_ahead(self, upcoming: Upcoming) -> None:
         """Plan the next step, for `plan` to return."""

@@ -20,7 +20,7 @@ from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import Gathering
 from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.planned_step import PlannedStep
-from torchmm.planning.planner import Planner, PlanStatistics, StepPlan, Upcoming
+from torchmm.planning.planner import Planner, StepPlan, Upcoming
 from torchmm.planning.resolved import Resolved
 from torchmm.planning.step import plan_step
 from torchmm.training.pipeline import Pipeline
@@ -61,7 +61,7 @@ class StaticPlanner(Planner):
     ) -> StepPlan:
         """Return the plan of the step that begins, see `Planner.plan`."""
         metas = [m.task_meta for m in microbatches]
-        planned: PlannedStep | None = None
+        planned: PlannedStep | None = None  # remains None on ranks that do not plan
         problems: list[str] = []
         if self._shared.leads:
             try:
@@ -70,15 +70,10 @@ class StaticPlanner(Planner):
                 problems = error.problems
             except ValueError as error:
                 problems = [str(error)]
-        shared = self._shared.exchange(step, digest_of(self._fixed, metas), planned, problems)
-        statistics = PlanStatistics(
-            shared.predicted_ms,
-            shared.planner,
-            shared.planner_ms,
-            shared.evaluations,
-            shared.gain_over_natural,
-        )
-        return StepPlan(self._pipeline.read_plan(shared.numbers, metas), statistics)
+        numbers = None if planned is None else planned.numbers
+        numbers = self._shared.exchange(step, digest_of(self._fixed, metas), numbers, problems)
+        plan = self._pipeline.read_plan(numbers, metas)
+        return StepPlan(plan) if planned is None else StepPlan(plan, planned.statistics)
 
     def _make_plan(
         self, step: int, metas: Sequence[MicrobatchMeta], upcoming: Upcoming
@@ -98,4 +93,5 @@ class StaticPlanner(Planner):
             pipeline.layout, pipeline.config, pipeline.descriptions, metas,
             specs=specs, sharding=self._sharding, reduces_early=pipeline.device.type == "cuda",
         )  # fmt: skip
-        return PlannedStep(step, encode_plan(plan), (time.perf_counter() - begin_s) * 1e3)
+        numbers = encode_plan(plan)
+        return PlannedStep(step, numbers, {"planner_ms": (time.perf_counter() - begin_s) * 1e3})

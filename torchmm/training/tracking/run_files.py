@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 from torchmm.pipelining.view.draw import Panel
 from torchmm.pipelining.view.records import read_records
@@ -32,38 +31,29 @@ _STEP = re.compile(r"step-(\d+)\.")
 _EXPORTS = ("hf", "hf-*", "adapters", "adapters-*")
 
 
-class Sample(NamedTuple):
-    """A held-out sample and what was written for it after a step."""
-
-    step: int
-    source: str
-    number: int
-    """Its index in the source."""
-    picture: Path | None
-    prompt: str
-    truth: str
-    generated: str
-
-
 @dataclass(frozen=True)
 class NewFiles:
-    """Of some steps.
+    """Files of some steps.
 
     Attributes:
+        samples: Generated text of held-out samples, each with the file of its image.
         timelines: SVG by file name.
-        measured: pipelines of the same, to be drawn otherwise, by step.
-        drawings: what a generator drew, by step.
+        measured: Panels of the same timelines by step, for other drawings.
+        drawings: Pictures of generated images by step.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[tuple[GeneratedSample, Path | None]]
     timelines: Mapping[str, str]
     measured: Mapping[int, Panel]
     drawings: Mapping[int, Path]
 
 
 class RunFiles:
-    """Args:
-    after_step: what belongs to steps up to it was shown before the run was resumed.
+    """Reader of the files that a run writes.
+
+    Args:
+        run_dir: Directory of the run.
+        after_step: Step of the checkpoint that the run resumes. Its files were shown before.
     """
 
     def __init__(self, run_dir: Path, after_step: int) -> None:
@@ -73,7 +63,7 @@ class RunFiles:
         self._entries: list[GeneratedSample] = []
 
     def until(self, step: int) -> NewFiles:
-        """What is new up to a step that is recorded: its files are there before its record."""
+        """Return the files of steps up to a recorded step that no earlier call has returned."""
         first, self._seen_step = self._seen_step + 1, step
         steps = range(first, step + 1)
         run = RunDirectory(self._run_dir)
@@ -85,29 +75,20 @@ class RunFiles:
                 records, graph = read_records(file)
                 measured[_step(file.name)] = Panel("measured", records, graph.layout)
         drawings = {_step(file.name): file for file in run.drawings() if _step(file.name) in steps}
-        return NewFiles(self._samples(run, steps), timelines, measured, drawings)
 
-    def _samples(self, run: RunDirectory, steps: Collection[int]) -> list[Sample]:
-        file = self._run_dir / SAMPLES_FILE
-        written_ns = file.stat().st_mtime_ns if file.is_file() else 0
+        samples_file = self._run_dir / SAMPLES_FILE
+        written_ns = samples_file.stat().st_mtime_ns if samples_file.is_file() else 0
         if written_ns != self._read_ns:
             self._entries = [entry for of_sample in run.samples.values() for entry in of_sample]
             self._read_ns = written_ns
-        # The file may be ahead of the records, which wait in a queue.
-        return [self._sample(entry) for entry in self._entries if entry.step in steps]
-
-    def _sample(self, entry: GeneratedSample) -> Sample:
-        picture = self._run_dir / SAMPLES_FOLDER / (entry.picture or "")
-        shown = picture if picture.is_file() and not picture.is_symlink() else None
-        return Sample(
-            entry.step,
-            entry.source,
-            entry.index,
-            shown,
-            entry.prompt,
-            entry.truth,
-            entry.generated,
-        )
+        samples: list[tuple[GeneratedSample, Path | None]] = []
+        # The file may have samples of later steps, whose records are still in the queue.
+        for entry in self._entries:
+            if entry.step in steps:
+                picture = self._run_dir / SAMPLES_FOLDER / (entry.picture or "")
+                is_readable = picture.is_file() and not picture.is_symlink()
+                samples.append((entry, picture if is_readable else None))
+        return NewFiles(samples, timelines, measured, drawings)
 
 
 def _step(name: str) -> int:
@@ -116,13 +97,14 @@ def _step(name: str) -> int:
 
 
 class WholeModels:
-    """Checkpoints and exports of a run as they come; those that were there before do not count.
+    """New checkpoints and exports of a run.
 
-    Both appear whole, under their names, so that what is there is complete. An export that is
-    written again (`hf-best/`) counts again.
+    Both get their names when they are complete. An export that is written again (`hf-best/`) is
+    new again.
 
     Args:
-        kinds: that are asked for.
+        run_dir: Directory of the run. Checkpoints and exports that it already has are not new.
+        kinds: Types to find.
     """
 
     def __init__(self, run_dir: Path, kinds: Collection[Artifact]) -> None:
@@ -130,14 +112,14 @@ class WholeModels:
         self._known = dict(self._found())
 
     def new(self) -> list[Path]:
-        """Since the last time, in order of their names."""
+        """Return the directories that are new since the last call."""
         found = dict(self._found())
         new = [path for path, node in found.items() if self._known.get(path) != node]
         self._known = found
         return new
 
     def _found(self) -> Iterator[tuple[Path, int]]:
-        """With what is another number for another directory of the same name."""
+        """Yield directories with their inodes, which differ if a directory is replaced."""
         paths: list[Path] = []
         if "checkpoints" in self._kinds:
             paths += reversed(list_steps(self._run_dir / "checkpoints"))
@@ -149,11 +131,11 @@ class WholeModels:
 
 
 def code_version() -> dict[str, str]:
-    """What computed a run: versions, and the commit where the code is a repository's."""
+    """Return the versions of the packages, and the commit if the code is in a repository."""
     root = Path(__file__).parents[3]
     found = {}
     for name in ("torchmm", "torch", "transformers"):
-        with suppress(PackageNotFoundError):  # it may run from a clone, not installed
+        with suppress(PackageNotFoundError):  # torchmm may run from a clone
             found[name] = version(name)
     if (root / ".git").exists():
         try:
@@ -161,7 +143,7 @@ def code_version() -> dict[str, str]:
             if _git(root, "status", "--porcelain", "--untracked-files=no"):
                 found["commit"] += " with changes"
         except (OSError, subprocess.SubprocessError):
-            found.pop("commit", None)  # no git here, or not the owner's
+            found.pop("commit", None)  # git is not installed, or the repository has another owner
     return found
 
 

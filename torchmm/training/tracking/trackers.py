@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchmm.common.extensions import Entry, find_entries
 from torchmm.recipe.training_section import MetricsConfig
-from torchmm.training.tracking.figures import Record
+from torchmm.training.metrics import Record
 from torchmm.training.tracking.run_files import RunFiles, code_version
 
 CLOSE_TIMEOUT_S = 60.0
@@ -41,7 +41,7 @@ ConfigError, for example if a package is not installed. Modules of unused tracke
 
 
 class Sink(Protocol):
-    """Receiver of the record of each step, see `torchmm.training.tracking.figures`."""
+    """Receiver of the record of each step, see `torchmm.training.metrics`."""
 
     def emit(self, record: Record) -> None:
         """Show or store one step."""
@@ -56,7 +56,7 @@ class TrackedRun(NamedTuple):
     config: MetricsConfig
     run_dir: Path
     name: str
-    recipe: Record
+    recipe: Mapping[str, Any]
     """The resolved recipe."""
     log: logging.Logger
     start_step: int
@@ -71,7 +71,7 @@ class TrackedRun(NamedTuple):
         """Return the reader of files that are written after `start_step`."""
         return RunFiles(self.run_dir, self.start_step)
 
-    def facts(self) -> Record:
+    def facts(self) -> Mapping[str, Any]:
         """Return the recipe, and the versions of the code."""
         return {**self.recipe, "code": code_version()}
 

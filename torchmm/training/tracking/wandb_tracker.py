@@ -10,15 +10,14 @@ from __future__ import annotations
 import secrets
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import wandb
 
 from torchmm.training.checkpoint.manifest import step_of
-from torchmm.training.tracking.figures import Record, grouped
-from torchmm.training.tracking.run_files import Sample, WholeModels
+from torchmm.training.metrics import Record, group_by_panel
+from torchmm.training.tracking.run_files import WholeModels
 from torchmm.training.tracking.trackers import CLOSE_TIMEOUT_S, BackgroundSink, TrackedRun
 
 ARTIFACTS_TIMEOUT_S = 3600.0
@@ -96,57 +95,52 @@ class WandbTracker:
             run.log.info("Weights & Biases run: %s", self._run.url)
 
     def emit(self, record: Record) -> None:
-        """Log one step, and what is new since the one before."""
+        """Log one step, and the files that are new since the previous one."""
         step = record["step"]
         new = self._files.until(step)
-        shown = grouped(record)
+        shown = group_by_panel(record)
         if new.samples:
-            shown["validation/samples"] = _table(new.samples)
+            rows = [
+                [
+                    sample.step,
+                    f"{sample.source}[{sample.index}]",
+                    wandb.Image(str(picture)) if picture is not None else None,
+                    sample.prompt,
+                    sample.truth,
+                    sample.generated,
+                ]
+                for sample, picture in new.samples
+            ]
+            shown["validation/samples"] = wandb.Table(COLUMNS, rows)
         for file in new.drawings.values():
             shown["validation/drawings"] = wandb.Image(str(file), caption=file.stem)
         for name, picture in new.timelines.items():
-            what = "schedules" if "schedules" in name else "timeline"
-            shown[f"pipeline/{what}"] = wandb.Html(picture, inject=False)
+            title = "schedules" if "schedules" in name else "timeline"
+            shown[f"pipeline/{title}"] = wandb.Html(picture, inject=False)
         self._run.log(shown, step=step)
         self._log_models()
 
     def _log_models(self) -> None:
         for path in self._models.new():
             is_checkpoint = step_of(path) is not None
-            what = "checkpoint" if is_checkpoint else path.name
-            artifact = wandb.Artifact(
-                f"{self._name}-{what}", "checkpoint" if is_checkpoint else "model"
-            )
+            title = "checkpoint" if is_checkpoint else path.name
+            kind = "checkpoint" if is_checkpoint else "model"
+            artifact = wandb.Artifact(f"{self._name}-{title}", kind)
             try:
                 artifact.add_dir(str(path))
-            except (OSError, ValueError) as error:  # it went meanwhile (`checkpoint.keep`)
+            except (OSError, ValueError) as error:  # already removed (`checkpoint.keep`)
                 self._log.warning("%s becomes no artifact: %s", path, error)
                 continue
             self._run.log_artifact(artifact, aliases=["latest", path.name])
 
     def close(self) -> None:
-        """Log what came after the last step; upload what is left, within `finish_s`."""
+        """Log the last checkpoints and exports, and upload the rest within `finish_s`."""
         self._log_models()
         self._run.finish()
 
 
-def _table(samples: Sequence[Sample]) -> wandb.Table:
-    rows = [
-        [
-            sample.step,
-            f"{sample.source}[{sample.number}]",
-            wandb.Image(str(sample.picture)) if sample.picture is not None else None,
-            sample.prompt,
-            sample.truth,
-            sample.generated,
-        ]
-        for sample in samples
-    ]
-    return wandb.Table(COLUMNS, rows)
-
-
 def _answers(url: str) -> bool:
-    """Whether an HTTP server answers at all; goes through a proxy where one is set."""
+    """Return True if an HTTP server responds, through the proxy of the environment if set."""
     try:
         with urllib.request.urlopen(url, timeout=PROBE_TIMEOUT_S):
             return True

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from pipeline_cases import KINDS
-from test_real_flops import SPLITS, batch_of, build, case_of, padding_as_sample
+from test_real_flops import FREEZES, batch_of, build, case_of, combine, padding_as_sample
 
 from torchmm.balance.costs.model import CostModel
 from torchmm.balance.costs.profiles import load_profile
@@ -13,8 +12,7 @@ from torchmm.costs.flops import task_durations
 from torchmm.pipelining.plan.graph import StageGraph
 
 
-@pytest.mark.parametrize("freeze", dict.fromkeys(freeze for freeze, _ in SPLITS), ids=str)
-@pytest.mark.parametrize("encoder", [*KINDS, "clip; loss in chunks"])
+@pytest.mark.parametrize(("encoder", "freeze"), combine(FREEZES))
 def test_cost_model_has_flops_of_core(encoder: str, freeze: tuple[str, ...]) -> None:
     encoder, _, chunks = encoder.partition("; ")
     case = replace(case_of(encoder, freeze), chunked_loss=bool(chunks))

@@ -59,12 +59,14 @@ def test_without_time_it_is_the_first_coarse_order():
     graph, costs, schedule = random_step(4, wires=True)
     config = ParallelConfig(placement="colocated", schedule="optimus", llm_schedule=schedule)
     first = plan_by_costs(config, graph, costs, "step", Budget(1))
-    assert (first.planner, first.evaluations) == ("optimus coarse", 1)
+    found = first.statistics
+    assert (found["planner"], found["planner_evaluations"]) == ("optimus coarse", 1)
     orders = list(optimus_orders(config, graph, costs, "step", 5))
     assert first.predicted_ms >= orders[-1].predicted_ms
     assert plan_by_costs(config, graph, costs, "step", Budget(5)) == orders[-1]
-    gain = orders[-1].gain_over_natural
-    coarse_ms = min(o.predicted_ms for o in orders if o.planner == "optimus coarse")
+    gain = orders[-1].statistics["gain_over_natural"]
+    coarse = [order for order in orders if order.statistics["planner"] == "optimus coarse"]
+    coarse_ms = min(order.predicted_ms for order in coarse)
     assert gain == pytest.approx(coarse_ms / orders[-1].predicted_ms - 1)
 
 

@@ -81,6 +81,13 @@ def test_a_module_that_gets_slower_is_planned_with_its_new_time_once():
     assert factors["vision", B] / factors["llm", B] == pytest.approx(3.0, rel=0.1)
 
 
+def test_kind_without_factor_is_planned_by_flops():
+    rates = Rates()
+    monitor = DriftMonitor(0.1, rates, dict.fromkeys([("llm", F), ("llm", B)], 1.0))
+    rates.learn(step())
+    assert monitor.observe(step()) == []
+
+
 def test_one_interrupted_step_passes():
     monitor = Watched(0.5)
     found = [monitor.observe(step(vision=1.6 if n == 3 else 1.0)) for n in range(8)]

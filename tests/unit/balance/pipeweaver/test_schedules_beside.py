@@ -1,7 +1,6 @@
 """Plans of schedules: number for number the same beside training and before a step."""
 
 import logging
-import multiprocessing
 from dataclasses import replace
 from functools import cache
 
@@ -10,16 +9,19 @@ import pytest
 from pipeline_cases import Case, step_of
 
 from torchmm.balance.pipeweaver.background import work
-from torchmm.balance.pipeweaver.background.leader import PlanLeader
-from torchmm.balance.pipeweaver.background.process import PlanningProcess, PlanningProcessError
+from torchmm.balance.pipeweaver.background.leader import (
+    STARVED_STEPS,
+    PlanLeader,
+    start_planning,
+)
 from torchmm.balance.pipeweaver.background.requests import (
     Measured,
     PlanningSetup,
     PlanRequest,
 )
-from torchmm.balance.pipeweaver.order_search.remembered import RememberedOrders
 from torchmm.balance.step_plans import plan_costed_step
-from torchmm.common import processes
+from torchmm.common import step_process
+from torchmm.common.step_process import Priority, StepProcessError
 from torchmm.pipelining.plan.actions import ActionType
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.planning.planned_step import PlannedStep
@@ -57,19 +59,16 @@ def setup_of(name: str) -> PlanningSetup:
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_a_process_gives_the_plan_that_is_made_before_the_step(name, tmp_path):
-    """What it does with a request, here: processes wait for a core."""
+def test_a_process_gives_the_plan_that_is_made_before_the_step(name):
+    """The work of the process in this process. Processes wait for a core."""
     setup = setup_of(name)
-    ours, theirs = multiprocessing.Pipe()
-    found = {}
+    plan_work, found = work.PlanWork(setup), {}
     for step, (seed, factors) in enumerate(((1, {}), (2, {}), (2, FACTORS)), 1):
         request = PlanRequest(step, metas(seed), Measured(factors))
-        work.plan_request(theirs, work.plans_in(tmp_path), setup, request, RememberedOrders())
-        assert ours.recv() == step
-        beside = PlannedStep.of(work.plans_in(tmp_path).get())
+        beside = plan_work(request, None)
+        assert beside.step == step
         before = work.plan_before_step(setup, request)
-        assert beside.finished and beside.planner is None and beside.evaluations is None
-        assert beside.predicted_ms is None and beside.gain_over_natural is None
+        assert beside.finished and set(beside.statistics) == {"planner_ms"}
         np.testing.assert_array_equal(beside.numbers, before.numbers)
         found[step] = before.numbers.tolist()
     plan = plan_costed_step(
@@ -83,10 +82,10 @@ def test_a_process_gives_the_plan_that_is_made_before_the_step(name, tmp_path):
 @pytest.mark.slow
 def test_the_process_does_so():
     setup = setup_of("separated")
-    process = PlanningProcess(replace(setup, has_low_priority=False))
+    process = start_planning(setup, "normal")
     request = PlanRequest(1, metas(1))
     try:
-        process.submit(request)
+        process.submit(1, request)
         beside = process.take(1, WAIT_S)
     finally:
         process.close()
@@ -110,24 +109,24 @@ class Fake:
 
     mood = "plans"
 
-    def __init__(self, setup: PlanningSetup) -> None:
-        self.setup = setup
+    def __init__(self, setup: PlanningSetup, priority: Priority) -> None:
+        self.setup, self.priority = setup, priority
         self.asked: list[PlanRequest] = []
         self.closed = False
 
-    def submit(self, request: PlanRequest) -> None:
+    def submit(self, step: int, request: PlanRequest) -> None:
         self.asked.append(request)
 
-    def take(self, step: int) -> PlannedStep | None:
+    def take(self, step: int, wait_s: float = 0.0) -> PlannedStep | None:
         if self.mood == "gone":
-            raise PlanningProcessError("ended with code -9")
+            raise StepProcessError("ended with code -9")
         request = self.asked[-1] if self.asked else None
         if self.mood == "late" or request is None or request.step != step:
             return None
         made = work.plan_before_step(self.setup, request)
-        return replace(made, planner_ms=-1.0)  # by which tests know it
+        return replace(made, statistics={"planner_ms": -1.0})  # by which tests know it
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self) -> None:
         self.closed = True
 
 
@@ -135,17 +134,17 @@ class Led:
     """A leader that always finds planning long, and its processes."""
 
     def __init__(self, monkeypatch, name: str = "separated", **options) -> None:
-        monkeypatch.setattr(processes, "BESIDE_FROM_MS", options.pop("from_ms", 1e-9))
+        monkeypatch.setattr(step_process, "MIN_BACKGROUND_MS", options.pop("from_ms", 1e-9))
         self.made: list[Fake] = []
         self.setup = setup_of(name)
         self.leader = PlanLeader(
-            self.setup, 0, logging.getLogger("led"), 20, start=self.start,
-            **{"beside": True, **options},
+            self.setup, 0, logging.getLogger("led"), 99, start=self.start,
+            **{"in_background": True, **options},
         )  # fmt: skip
         self.number = 0
 
-    def start(self, setup: PlanningSetup) -> Fake:
-        self.made.append(Fake(setup))
+    def start(self, setup: PlanningSetup, priority: Priority) -> Fake:
+        self.made.append(Fake(setup, priority))
         return self.made[-1]
 
     def step(self, seed: int = 1, announced: int = 1, rates: dict | None = None) -> bool:
@@ -158,7 +157,7 @@ class Led:
         request = PlanRequest(self.number, metas(seed), measured)
         wanted = work.plan_before_step(self.setup, request)
         np.testing.assert_array_equal(planned.numbers, wanted.numbers)
-        return planned.planner_ms == -1.0
+        return planned.statistics["planner_ms"] == -1.0
 
 
 def test_steps_that_are_planned_at_once_need_no_process(monkeypatch):
@@ -171,13 +170,13 @@ def test_long_plans_are_made_beside_training_from_the_fourth_step_on(monkeypatch
     led = Led(monkeypatch)
     # Two are made in place, the third is the first to be announced to the process.
     assert [led.step() for _ in range(6)] == [False, False, False, True, True, True]
-    assert len(led.made) == 1 and "a process plans the next step" in caplog.text
+    assert len(led.made) == 1 and "planning a step takes" in caplog.text
     led.leader.close()
     assert led.made[0].closed
 
 
 def test_a_run_may_plan_all_steps_before_they_begin(monkeypatch):
-    led = Led(monkeypatch, beside=False)
+    led = Led(monkeypatch, in_background=False)
     assert not any(led.step() for _ in range(6)) and not led.made
 
 
@@ -202,3 +201,22 @@ def test_times_that_drifted_meanwhile_are_planned_with(monkeypatch):
     led = Led(monkeypatch)
     assert [led.step() for _ in range(4)][-1]
     assert [led.step(rates=FACTORS) for _ in range(2)] == [False, True]
+
+
+def test_process_without_cores_is_replaced(monkeypatch, caplog):
+    led = Led(monkeypatch)
+    assert [led.step() for _ in range(4)][-1]
+    led.made[0].mood = "late"
+    assert not any(led.step() for _ in range(STARVED_STEPS))
+    assert [fake.priority for fake in led.made] == ["idle", "low"]
+    assert led.made[0].closed and caplog.text.count("finds no free core") == 1
+    assert led.step() and led.step()
+
+
+def test_process_that_is_late_sometimes_is_not_replaced(monkeypatch, caplog):
+    led = Led(monkeypatch)
+    for mood in ["plans"] * 4 + (["late"] * (STARVED_STEPS - 2) + ["plans"]) * 3:
+        for fake in led.made:
+            fake.mood = mood
+        led.step()
+    assert len(led.made) == 1 and "finds no free core" not in caplog.text

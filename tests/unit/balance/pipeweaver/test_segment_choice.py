@@ -14,12 +14,10 @@ from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.pipeweaver import segments
 from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
 from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
+from torchmm.balance.pipeweaver.partition import partition
 from torchmm.balance.pipeweaver.segments import (
     MOST_PARTITIONS,
     STAGES,
-    _divided,
-    _filled,
-    _partition,
     _predicted_ms,
     leaves_segments_open,
     with_segments,
@@ -121,9 +119,16 @@ def paper() -> tuple:
     return parallel, forecaster.modules, metas, forecaster._costs(parallel)
 
 
-def test_segments_are_those_of_a_faster_simulated_step(paper, monkeypatch):
+@pytest.fixture
+def ruled(paper, monkeypatch) -> ParallelConfig:
+    """The section with the numbers of the rule, which stay if all steps take equally long."""
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "_predicted_ms", lambda *given: 1.0)
+        return with_segments(*paper)
+
+
+def test_segments_are_those_of_a_faster_simulated_step(paper, ruled, monkeypatch):
     parallel, modules, metas, costs = paper
-    ruled = _filled(parallel, _divided(_partition(*paper)))
     tried = []
     counted = segments._predicted_ms
     monkeypatch.setattr(
@@ -141,8 +146,10 @@ def test_segments_are_those_of_a_faster_simulated_step(paper, monkeypatch):
     assert tried == []  # nothing is open
 
 
-def test_slower_neighbours_are_not_taken(paper, monkeypatch):
+def test_slower_neighbours_are_not_taken(paper, ruled, monkeypatch):
     """Where every change costs time, the rule's numbers stay."""
-    ruled = _filled(paper[0], _divided(_partition(*paper)))
+    modules, metas, costs = paper[1:]
+    rule = partition(modules, metas, costs, paper[0].pipeline)
+    assert {name: ruled.segments(name) for name in rule.segments} == rule.segments
     monkeypatch.setattr(segments, "_predicted_ms", lambda tried, *_: 1.0 + (tried != ruled))
     assert with_segments(*paper) == ruled

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchmm.balance.forecasts.forecast import Forecaster
-from torchmm.balance.pipeweaver.background.process import PlanningProcess
+from torchmm.balance.pipeweaver.background.leader import start_planning
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.rates import ActionFit
 from torchmm.balance.run_costs import run_costs, simulated_profile
@@ -53,15 +53,15 @@ def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
     parallel = parallel.model_copy(update={"pipeline": forecaster.run.llm.pipeline})
     costs = run_costs(forecaster.run, forecaster.modules, forecaster.profile)
     modules = tuple(forecaster.modules)
-    setup = PlanningSetup(graph.layout, parallel, modules, "step", costs, has_low_priority=False)
-    process = PlanningProcess(setup)
+    setup = PlanningSetup(graph.layout, parallel, modules, "step", costs)
+    process = start_planning(setup, "normal")
     try:
         metas = tuple(forecaster.workload.microbatches)
         process.submit(PlanRequest(1, metas))
         planned = process.take(1, 120)
     finally:
         process.close()
-    assert planned.finished and planned.evaluations == EVALUATIONS
+    assert planned.finished and planned.statistics["planner_evaluations"] == EVALUATIONS
     ran = decode_plan(planned.numbers, graph, lambda graph: {})
     assert compute_orders(ran) == compute_orders(step.plan)
     # Not by chance: an order that was searched with other costs is another one.

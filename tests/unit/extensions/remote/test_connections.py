@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_cases import take
+from data_cases import planned_shares, take
 from pyarrow import flight
 from test_producers import site
 
@@ -90,7 +90,7 @@ def large(site, monkeypatch):
     site.producer()
     (producer,) = site.opened
     producer.extra = 2
-    packs = next(iter(site.loader()._queue))[:1]
+    packs = next(planned_shares(site.loader()))[:1]
     return producer, pack_request(Request(producer._fingerprint, names_of(packs), None, 10**9))
 
 

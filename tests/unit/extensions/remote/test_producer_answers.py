@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 import torch
-from data_cases import CLIP, QWEN, take
+from data_cases import CLIP, QWEN, planned_shares, take
 from test_producers import Liar, Site, site
 
 from torchmm.common.errors import DataError
@@ -81,7 +81,7 @@ def requests(site, spec):
     loader = site.loader(spec=spec)
     decoder = loader._decoder
     found = {}
-    for planned in loader._queue:
+    for planned in planned_shares(loader):
         for packs, images in zip(planned, decoder.images_to_decode(planned), strict=True):
             each = Requested(decoder, packs, images)
             kind = (*each.sent, "corrupt") if each.corrupt else tuple(each.sent)
@@ -281,7 +281,7 @@ def test_wrong_producer_is_logged_and_left_out(site, monkeypatch, caplog):
 def test_liar_that_streams_forever_is_left_out(site):
     loader = site.loader()
     decoder = loader._decoder
-    planned = next(iter(loader._queue))
+    planned = next(planned_shares(loader))
     step = decoder.decode_one(planned[0], decoder.images_to_decode(planned)[0])
     (text, *_) = messages_of(step)
     endless = (to_arrow(Message(text.values | {"part": f"p{n}"}, text.tensors), 0) for n in count())

@@ -20,6 +20,7 @@ from data_cases import (
     caption,
     caption_rows,
     data_config,
+    planned_shares,
     png,
     take,
     training,
@@ -149,7 +150,7 @@ def test_clips_come_as_from_the_own_workers(site, spec):
 
 def test_noise_is_not_sent_but_drawn_where_it_is_trained_on(site):
     producer = site.loader(site.producer())
-    planned = next(iter(producer._queue))
+    planned = next(planned_shares(producer))
     sent = producer._decoder.decode(planned)
     assert any(m.generator and len(m.generator.patches_PV) for m in sent.microbatches)
     assert all(not len(m.generator.noise_PV) for m in sent.microbatches if m.generator)
@@ -333,7 +334,7 @@ class Liar(flight.FlightServerBase):
 def honest(site):
     """The messages that the first step is made of."""
     loader = site.loader()
-    planned = next(iter(loader._queue))
+    planned = next(planned_shares(loader))
     wanted = loader._decoder.images_to_decode(planned)
     return [
         (number, message)

@@ -1,13 +1,16 @@
-"""Where the plan of a step comes from, on the first rank of its pipeline.
+"""Plans of the steps of a pipeline, on its first rank (PipeWeaver section 7.1).
 
-A process makes it while the step before trains (`torchmm.balance.pipeweaver.background`); where
-there is none in time, or the step has become another one (a sample turned out corrupt), it is made
-here before the step begins. Searched orders always have such a process, schedules once it is worth
-one (`StepWork`).
+A process plans the next step while a step trains. It sends a plan whenever it has a better one, so
+that a step gets the best plan so far. A search begins with orders of earlier steps (`remembered`)
+and ends after its fraction of the step time, with an order that is proven optimal, or with the next
+request. Searched schedules always have a process. Other schedules get one if planning takes long.
 
-What a schedule says is the same wherever it is planned, so nothing depends on who was faster. A
-search before a step has to be short: natural order and static ones, unless no step was measured
-yet, or no process is left.
+If there is no plan in time, or the step has changed (a sample was corrupt), this process plans
+before the step. Static schedules get the same plan in both cases. A search before a step has to be
+short: natural and static orders, unless no step was measured yet, or no process will plan.
+
+The process runs only on idle cores, because training has priority. If it never has a plan in time,
+a process with a small share of the cores replaces it.
 """
 
 from __future__ import annotations
@@ -16,59 +19,76 @@ import logging
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from torchmm.balance.pipeweaver.background.process import KeptPlanning, PlanningProcess
-from torchmm.balance.pipeweaver.background.requests import (
-    Measured,
-    PlanningSetup,
-    PlanRequest,
-)
-from torchmm.balance.pipeweaver.background.work import plan_before_step
+from torchmm.balance.pipeweaver.background.requests import Measured, PlanningSetup, PlanRequest
+from torchmm.balance.pipeweaver.background.work import PlanWork, plan_before_step
 from torchmm.balance.pipeweaver.order_search.best_order import LEAST_GAIN
 from torchmm.balance.pipeweaver.order_search.search import Budget
 from torchmm.balance.rates import Spread
 from torchmm.balance.schedules import search_budget
 from torchmm.balance.section import SearchConfig
 from torchmm.common.batch import MicrobatchMeta
-from torchmm.common.processes import StepWork
+from torchmm.common.step_process import Priority, RestartingProcess, StepProcess
 from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.planner import Upcoming
 
 REMEMBERED = 5
-"""Steps whose median time is the next one's budget."""
+"""Number of steps whose median time is the planning time of the next step."""
+MAX_DEATHS = 6
+"""Exits of the process, without a plan in between, after which it is not restarted."""
+STARVED_STEPS = 10
+"""Steps in a row without a plan in time after which a process gets a share of the cores."""
+
+StartPlanning = Callable[[PlanningSetup, Priority], StepProcess[PlannedStep]]
+
+
+def start_planning(setup: PlanningSetup, priority: Priority = "idle") -> StepProcess[PlannedStep]:
+    """Start a planning process."""
+    return StepProcess(PlanWork(setup), "planning", priority)
 
 
 class PlanLeader:
-    """Has the plans of a pipeline made.
+    """Returns the plans of the steps of a pipeline.
 
     Args:
-        setup: of the run.
-        share: data-parallel rank.
-        steps: of the run.
-        beside: whether a process may plan beside training.
-        start: makes it.
+        setup: constants of the run.
+        data_parallel_rank: rank whose microbatches are planned.
+        logger: logger of this rank.
+        steps: number of steps of the run.
+        in_background: Whether a process may plan while the preceding step trains.
+        start: function that starts the process.
     """
 
     def __init__(
         self,
         setup: PlanningSetup,
-        share: int,
+        data_parallel_rank: int,
         logger: logging.Logger,
         steps: int,
         *,
-        beside: bool,
-        start: Callable[[PlanningSetup], PlanningProcess] = PlanningProcess,
+        in_background: bool,
+        start: StartPlanning = start_planning,
     ) -> None:
         self.setup = setup
-        self._share, self._logger, self._steps = share, logger, steps
-        self._beside, self._start = beside, start
+        self._data_parallel_rank, self._logger, self._steps = data_parallel_rank, logger, steps
         self._searches = setup.model is not None
         self._spans_s: list[float] = []
         self._spread = Spread()
-        self._asked: PlanRequest | None = None
-        self._planning = StepWork()
-        self._process: KeptPlanning | None = None
-        if beside and self._searches:
-            self._process = KeptPlanning(setup, start, logger)
+        self._requested: PlanRequest | None = None
+        self._priority: Priority = "idle"
+        self._missed = 0
+        """Steps in a row without a plan in time."""
+        self._process = RestartingProcess(
+            lambda: start(setup, self._priority),
+            logger,
+            task="planning a step",
+            fallback=(
+                "orders are natural" if self._searches else "steps are planned before they begin"
+            ),
+            final_fallback="each step is planned before it begins, which takes its time",
+            max_deaths=MAX_DEATHS if in_background else 0,
+        )
+        if in_background and self._searches:
+            self._process.restart()
 
     def plan(
         self,
@@ -77,86 +97,99 @@ class PlanLeader:
         upcoming: Upcoming,
         measured: Measured,
     ) -> PlannedStep:
-        """The plan of the step that begins; lets the process go on with the next one.
+        """Return the plan of a step that begins, and request the plan of the next step.
 
         Args:
-            metas: of the step's microbatches, as they have become.
-            measured: what to plan with.
+            step: number of the step.
+            metas: sizes of the microbatches of the step.
+            upcoming: see `Planner.plan`.
+            measured: measured times to plan with.
 
         Raises:
-            PlanError, ValueError: as of `plan_before_step`.
+            PlanError, ValueError: see `plan_before_step`.
         """
         own = PlanRequest(step, tuple(metas), measured)
-        if self._process is not None:
-            asked, self._asked = self._asked, None
-            planned = self._process.take(step)
-            self._submit(self._process, step + 1, upcoming, measured)
-            if planned is not None and self._fits(planned, asked, own):
-                return planned
-        with self._planning.timed():
-            planned = plan_before_step(self.setup, own, self._budget(measured))
-        self._consider_a_process()
-        return planned
+        requested, self._requested = self._requested, None
+        planned = self._process.take(step)
+        if planned is not None:
+            self._missed = 0
+        elif self._process.is_running and requested is not None and requested.step == step:
+            self._report_miss(requested)
+        self._request(step + 1, upcoming, measured)
+        if planned is not None and self._fits(planned, requested, own):
+            return planned
+        with self._process.compute_here():
+            return plan_before_step(self.setup, own, self._budget(measured))
 
     def remember(self, step_ms: float, predicted_ms: float | None, measured_ms: float) -> None:
-        """How long a step took: so long may the next one be planned. And how long its plan was
-        predicted to take and took: so exact is the next prediction."""
+        """Store times of a step, which limit the planning time and the error of the next one.
+
+        Args:
+            step_ms: time of the step.
+            predicted_ms: predicted time of its plan. None if it is unknown.
+            measured_ms: measured time of its plan.
+        """
         if predicted_ms is not None:
             self._spread.observe(predicted_ms, measured_ms)
         self._spans_s = [*self._spans_s, step_ms / 1e3][-REMEMBERED:]
 
     def close(self) -> None:
-        """Ends the process."""
-        if self._process is not None:
-            self._process.close()
+        """Kill the process."""
+        self._process.close()
 
-    def _submit(
-        self,
-        process: KeptPlanning,
-        step: int,
-        upcoming: Upcoming,
-        measured: Measured,
-    ) -> None:
-        metas = upcoming() if step <= self._steps else None
+    def _request(self, step: int, upcoming: Upcoming, measured: Measured) -> None:
+        """Request the plan of a step, if its microbatches are known."""
+        if step > self._steps or not self._process.accepts(step):
+            return
+        metas = upcoming()
         if metas is None:
             return
-        share_s = SearchConfig.of(self.setup.config).time_share
-        seconds = share_s * median(self._spans_s) if self._spans_s else None
+        fraction = SearchConfig.of(self.setup.config).time_share
+        seconds = fraction * median(self._spans_s) if self._spans_s else None
         gain = self._spread.least_gain
         least_gain = LEAST_GAIN if gain is None else gain
-        self._asked = PlanRequest(step, tuple(metas[self._share]), measured, seconds, least_gain)
-        process.submit(self._asked)
+        own = tuple(metas[self._data_parallel_rank])
+        self._requested = PlanRequest(step, own, measured, seconds, least_gain)
+        self._process.submit(step, self._requested)
 
-    def _fits(self, planned: PlannedStep, asked: PlanRequest | None, own: PlanRequest) -> bool:
-        """Whether what the process had is of what the step has become."""
-        say = self._logger.info
-        step = own.step
-        if asked is None or asked.microbatches != own.microbatches:
+    def _report_miss(self, requested: PlanRequest) -> None:
+        """Log that there was no plan in time. Replace a process that never has one."""
+        if self._searches and not requested.rates:
+            return  # The search may have had too little time, because no step was measured.
+        self._missed += 1
+        meanwhile = (
+            "the natural order is used" if self._searches else "it is planned before it begins"
+        )
+        self._logger.info("step %d: no plan in time; %s", requested.step, meanwhile)
+        if self._missed % STARVED_STEPS:
+            return
+        self._logger.warning(
+            "no plan was in time for %d steps: the planning process finds no free core, or hangs. "
+            "Another one is started, which gets a share of the cores; if this goes on, give ranks "
+            "fewer threads or data workers, or set parallel.search.background = false",
+            self._missed,
+        )
+        self._priority = "low"
+        self._process.restart()
+
+    def _fits(self, planned: PlannedStep, requested: PlanRequest | None, own: PlanRequest) -> bool:
+        """Return True if the process planned the step as it is now."""
+        if requested is None or requested.microbatches != own.microbatches:
             instead = "the natural order is used" if self._searches else "it is planned again"
-            say("step %d: has other samples than planned; %s", step, instead)
+            self._logger.info("step %d: has other samples than planned; %s", own.step, instead)
             return False
-        # Searched orders are of the rates that were known when they were asked for.
-        if not self._searches and asked.rates != own.rates:
-            return False  # times have drifted since
+        # A search uses the rates that were known at the time of the request.
+        if not self._searches and requested.rates != own.rates:
+            return False
         if not planned.finished:
-            say(
+            self._logger.info(
                 "step %d: planning time was over; the best of %d schedules is used",
-                step, planned.evaluations,
+                own.step, planned.statistics["planner_evaluations"],
             )  # fmt: skip
         return True
 
     def _budget(self, measured: Measured) -> Budget | None:
-        """Of a search that training waits for."""
-        if self._process is not None and measured.rates and not self._process.lost:
-            return None  # no time; only the first step, unplanned so far, is worth all
+        """Return the budget of a search before a step. None for a search without time."""
+        if measured.rates and not self._process.is_lost:
+            return None  # Only the first step, which no process planned, is worth the time.
         return search_budget(SearchConfig.of(self.setup.config))
-
-    def _consider_a_process(self) -> None:
-        """A schedule gets one once steps take long to plan."""
-        if self._planning.worth_a_process and self._beside and self._process is None:
-            self._logger.info(
-                "planning a step takes %.0f ms of processor time: from here on a process plans the "
-                "next step while one trains",
-                self._planning.cpu_ms,
-            )
-            self._process = KeptPlanning(self.setup, self._start, self._logger)

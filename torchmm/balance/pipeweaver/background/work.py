@@ -1,26 +1,21 @@
-"""How the plan of a step is made from a request: beside training, or before the step begins.
+"""Planning of a step from a request.
 
-    plan_until_closed(connection, setup, directory)     what the process does
-    plan_before_step(setup, request, budget)            the same step where there is no time
+    PlanWork(setup)                             in the planning process, while a step trains
+    plan_before_step(setup, request, budget)    in the training process, before the step
 
-Where the schedule alone decides, both give the same plan, number for number: it follows from the
-microbatches' sizes, and from nothing that is known only when the step begins. A searched one is as
-good as the time it had: natural and static orders first, then what the search finds. All are whole:
-lowered, validated and, where layers are tuned, with what they recompute.
+Both return the same plan of a static schedule, because it depends only on the sizes of the
+microbatches. A searched plan is as good as its planning time allows: natural and static orders
+first, then the orders of the search. All plans are complete: lowered, validated and, if layers are
+tuned, with the layers that recompute.
 """
 
 from __future__ import annotations
 
-import gc
-import shutil
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from math import inf
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 from torchmm.balance.compiled import Int32s
 from torchmm.balance.optimus.choice import StepOrder
@@ -38,8 +33,8 @@ from torchmm.balance.schedules import (
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.balance.step_plans import plan_costed_step, searched_costs
 from torchmm.common.errors import PlanError
-from torchmm.common.files import Handover
-from torchmm.common.processes import ignore_signals, without_collection, yield_to_others
+from torchmm.common.processes import without_collection
+from torchmm.common.step_process import Progress, StepProcessError
 from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.numbers import encode_plan
 from torchmm.pipelining.plan.plan import MessageSpecs
@@ -47,35 +42,35 @@ from torchmm.pipelining.run.messages import message_specs
 from torchmm.planning.planned_step import PlannedStep
 from torchmm.planning.step import step_graph
 
-LEAVE_EVERY_S = 0.05
-"""Improvements that come faster are left together."""
+SEND_EVERY_S = 0.05
+"""Minimum time between plans of a search that are sent."""
 SEARCHING_SHARE = 0.8
-"""Least share of the time that is spent searching rather than making plans of improvements."""
+"""Minimum fraction of the time that is spent searching rather than making plans of orders."""
 
 
 class StepWork:
-    """What is needed to plan one step."""
+    """Tasks, costs and plans of one step. Most are computed when they are needed first."""
 
     def __init__(self, setup: PlanningSetup, request: PlanRequest) -> None:
         self.setup, self.request = setup, request
         self._begin_s = time.perf_counter()
         self.making_s = 0.0
-        """How long it took to make the last plan of an order."""
+        """Time of making the last plan of an order."""
 
     @property
     def elapsed_s(self) -> float:
-        """Since the request came."""
+        """Time since the request arrived."""
         return time.perf_counter() - self._begin_s
 
     @cached_property
     def graph(self) -> StageGraph:
-        """The step's tasks."""
+        """Tasks of the step."""
         setup = self.setup
         return step_graph(setup.layout, setup.config, self.request.microbatches, setup.sharding)
 
     @cached_property
     def costs(self) -> PlanCosts:
-        """What orders are searched with."""
+        """Costs of the schedule search."""
         setup = self.setup
         request = self.request
         assert setup.model is not None, "nothing is searched"
@@ -92,7 +87,7 @@ class StepWork:
 
     @cached_property
     def tuner(self) -> Tuner | None:
-        """Of the step's layers."""
+        """Selection of the layers that recompute, if layers are tuned."""
         setup = self.setup
         metas = self.request.microbatches
         if setup.tuning is None:
@@ -102,13 +97,13 @@ class StepWork:
         )
 
     def message_specs(self, graph: StageGraph) -> MessageSpecs:
-        """Of whole microbatches, whatever part of their tokens a rank has."""
+        """Return the tensors of messages with all tokens of a microbatch."""
         setup = self.setup
         metas = self.request.microbatches
         return message_specs(graph, setup.sizes, metas, setup.dtype) if setup.sizes else {}
 
     def numbers(self, step: StepOrder | None) -> Int32s:
-        """The plan of an order, checked; None: the schedule's.
+        """Return the encoded plan of an order, or of the schedule if None.
 
         Raises:
             PlanError: the schedule cannot run the step, or it does not fit into memory.
@@ -131,131 +126,110 @@ class StepWork:
         self.making_s = time.perf_counter() - begin_s
         return found
 
-    def planned(self, numbers: Int32s, best: PlannedOrder | None, finished: bool) -> PlannedStep:
-        """A plan and what it is worth; without an order it is the schedule's."""
-        request = self.request
-        planner_ms = self.elapsed_s * 1e3
-        if best is None:
-            return PlannedStep(request.step, numbers, planner_ms)
-        return PlannedStep(
-            request.step,
-            numbers,
-            planner_ms,
-            best.planner,
-            best.predicted_ms if request.rates else None,
-            best.gain_over_natural,
-            best.evaluations,
-            finished,
-        )
+    def planned(
+        self, numbers: Int32s, best: PlannedOrder | None = None, *, finished: bool = True
+    ) -> PlannedStep:
+        """Return the plan of an order, or of the schedule if None, with its statistics."""
+        statistics = dict(best.statistics) if best else {}
+        if not self.request.rates:
+            statistics.pop("predicted_ms", None)  # measured times are still unknown
+        statistics["planner_ms"] = self.elapsed_s * 1e3
+        return PlannedStep(self.request.step, numbers, statistics, finished)
 
 
 @without_collection()
 def plan_before_step(
     setup: PlanningSetup, request: PlanRequest, budget: Budget | None = None
 ) -> PlannedStep:
-    """The plan of a step that nobody has planned.
+    """Return the plan of a step that is not planned yet.
 
     Args:
-        budget: of a search; None: ranks wait, so nothing is tried but the natural order and those
-            of static planners, all of them with layers as they are, which takes a tenth of the
-            time; of Optimus the first coarse order that is not refused.
+        setup: constants of the run.
+        request: step to plan.
+        budget: limit of a search. If None, only natural and static orders are compared without
+            tuned layers, which takes a tenth of the time, because all ranks wait. Optimus uses the
+            first coarse order that fits.
 
     Raises:
-        PlanError: as of `plan_costed_step`.
-        ValueError: nothing fits into memory.
+        PlanError: see `plan_costed_step`.
+        ValueError: no order fits into memory.
     """
     work = StepWork(setup, request)
     if setup.model is None:
-        return work.planned(work.numbers(None), None, finished=True)
+        return work.planned(work.numbers(None))
     judges = budget is not None or setup.config.schedule == "optimus"
     tuner = work.tuner if judges else None
     given = budget or Budget(evaluations=1)
     best = plan_by_costs(setup.config, work.graph, work.costs, setup.sharding, given, tuner)
-    found = work.planned(work.numbers(best.step), best, finished=True)
-    # Nobody has compared it with a measured step: what is predicted says how it is to be searched.
-    return replace(found, predicted_ms=None)
+    # Predictions of these orders are not compared with measured steps, so they are not reported.
+    statistics = {**best.statistics, "predicted_ms": None}
+    return work.planned(work.numbers(best.step), replace(best, statistics=statistics))
 
 
-def plan_until_closed(connection: Connection, setup: PlanningSetup, directory: Path) -> None:
-    """What the process does: plans the newest request, until the other side is closed."""
-    ignore_signals()  # launchers send them to whole groups; the training process ends this one
-    if setup.has_low_priority:
-        yield_to_others(setup.idle)
-    gc.freeze()  # of what it imports nothing is garbage: looking there took a sixth of planning
-    plans = plans_in(directory)
-    remembered = RememberedOrders()
-    try:
-        while True:
-            request = connection.recv()
-            while connection.poll():
-                request = connection.recv()
-            plan_request(connection, plans, setup, request, remembered)
-    except (EOFError, ConnectionError):
-        return
-    except (OSError, ValueError, PlanError) as error:
-        with suppress(ConnectionError):
-            connection.send(f"the planning process cannot plan a step: {error}")
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)  # the other side may have been killed
+class PlanWork:
+    """Work of the planning process: plans the steps of a run, see `StepProcess`."""
+
+    def __init__(self, setup: PlanningSetup) -> None:
+        self._setup = setup
+        self._remembered = RememberedOrders()
+
+    @without_collection()
+    def __call__(
+        self, request: PlanRequest, progress: Progress
+    ) -> PlannedStep | StepProcessError | None:
+        """Return the plan of a step. Send better and better plans during a search."""
+        setup = self._setup
+        try:
+            work = StepWork(setup, request)
+            if setup.model is None:
+                return work.planned(work.numbers(None))
+            improvements = _SentPlans(progress, work)
+            search = Search(request.least_gain, work.tuner, self._remembered, setup.workers)
+            best = improve_order(
+                setup.config, work.graph, work.costs, setup.sharding, improvements, search
+            )
+            return None if progress.is_superseded() else improvements.plan(best, finished=True)
+        except (OSError, ValueError, PlanError) as error:
+            return StepProcessError(f"the planning process cannot plan a step: {error}")
 
 
-def plans_in(directory: Path) -> Handover:
-    """Where the process leaves what it has."""
-    return Handover(directory / "plan.npz")
+class _SentPlans(Improvements):
+    """Makes plans of the best orders of a search and sends them."""
 
-
-@without_collection()
-def plan_request(
-    connection: Connection,
-    plans: Handover,
-    setup: PlanningSetup,
-    request: PlanRequest,
-    remembered: RememberedOrders,
-) -> None:
-    """Plans one step and leaves what it finds, until a newer request comes."""
-    work = StepWork(setup, request)
-    if setup.model is None:
-        plans.put(work.planned(work.numbers(None), None, finished=True).arrays())
-        connection.send(request.step)
-        return
-    planning = _Planning(connection, plans, work)
-    search = Search(request.least_gain, work.tuner, remembered, setup.workers)
-    best = improve_order(setup.config, work.graph, work.costs, setup.sharding, planning, search)
-    if not connection.poll():
-        planning.leave(best, finished=True)
-        connection.send(request.step)
-
-
-class _Planning(Improvements):
-    """Leaves a step's best plans."""
-
-    def __init__(self, connection: Connection, plans: Handover, work: StepWork) -> None:
-        self._connection, self._plans = connection, plans
-        self._work = work
-        self._left_ms, self._left_s = inf, 0.0
+    def __init__(self, progress: Progress, work: StepWork) -> None:
+        self._progress, self._work = progress, work
+        self._sent_ms, self._sent_s = inf, 0.0
         self._step: StepOrder | None = None
         self._made: Int32s | None = None
 
     def seconds_left(self) -> float | None:
-        """For the search: what plans take to be made comes on top."""
+        """Return the time left for the search. Making the plan takes additional time."""
         work = self._work
         if work.request.seconds is None:
             return None
         return max(1e-3, work.request.seconds - work.elapsed_s - work.making_s)
 
     def seen(self, best_ms: float, make: Callable[[], PlannedOrder]) -> bool:
-        """Whether the search may go on."""
-        making_s = self._work.making_s
-        pause_s = max(LEAVE_EVERY_S, making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
-        if best_ms < self._left_ms and self._work.elapsed_s - self._left_s > pause_s:
-            self.leave(make())
-            self._left_ms = best_ms
-        return not self._connection.poll()
+        """Send the best order if there was enough time since the last one.
 
-    def leave(self, best: PlannedOrder, *, finished: bool = False) -> None:
+        Returns False if the search should stop.
+        """
+        making_s = self._work.making_s
+        pause_s = max(SEND_EVERY_S, making_s * SEARCHING_SHARE / (1 - SEARCHING_SHARE))
+        if best_ms < self._sent_ms and self._work.elapsed_s - self._sent_s > pause_s:
+            self.leave(make())
+            self._sent_ms = best_ms
+        return not self._progress.is_superseded()
+
+    def leave(self, best: PlannedOrder) -> None:
+        """Send the plan of an order."""
+        self._progress.put(self.plan(best, finished=False))
+
+    def plan(self, best: PlannedOrder, *, finished: bool) -> PlannedStep:
+        """Return the plan of an order."""
         if self._made is None or best.step != self._step:
             self._made = self._work.numbers(best.step)
             self._step = best.step
-        self._left_ms = best.predicted_ms
-        self._left_s = self._work.elapsed_s
-        self._plans.put(self._work.planned(self._made, best, finished).arrays())
+        self._sent_ms = best.predicted_ms
+        self._sent_s = self._work.elapsed_s
+        return self._work.planned(self._made, best, finished=finished)

@@ -1,22 +1,23 @@
-"""Sees to it that an index is measured: by one process, its helpers, or a job array before the run.
+"""Measure the index of a source: in one process, in its workers, or in a job array before the run.
 
-    index = load_or_build(name, source, reader, directory, workers)       every rank
-    Building(...).measure(numbers); Building(...).finish()                scripts/index_data.py
+    index = Building(name, source, reader, directory, workers).load()      every rank
+    building.measure(numbers); building.finish()                           scripts/index_data.py
 
-Of all ranks that find no manifest one measures, in worker processes if there is much to measure;
-the others wait for the manifest. Who measures holds `building.lock`, a file that names host and
-process and is touched as samples are measured. If that process is gone, or nothing was measured for
-`STALE_S`, the next one takes over and goes on with the shards that are missing. An error of who
-measures ends it with that error, gives the lock free, and meets the others in the same way.
+If ranks find no manifest, one of them measures, in worker processes if the source is large. The
+other ranks wait for the manifest. The measuring process holds `building.lock`, a file with its host
+and process that it touches while it measures. If that process has ended, or has measured nothing
+for `STALE_S`, another process takes over and continues with the missing shards. An error ends the
+measuring process and releases the lock, so that other processes find the same error.
 
-The lock saves work, and nothing depends on it: whoever writes a shard writes the same bytes, under
-another name first. So two processes that both believe to hold it, as on file systems that show new
-files late, do no harm. Rejected: a collective, which producers, inspection and `index_data.py` have
-no process group for; locks of the kernel, which few network file systems have.
+The lock saves work, but correctness does not depend on it: every process writes the same bytes for
+a shard, under another name first. So two processes that both hold the lock, as on file systems that
+show new files late, do no harm. A collective does not work here, because producers, inspection and
+`index_data.py` have no process group. Kernel locks do not work on most network file systems.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -31,12 +32,12 @@ from typing import Any
 from uuid import uuid4
 
 from torchmm.common.errors import DataError
-from torchmm.common.files import check_writable, replace_atomically
+from torchmm.common.files import canonical_json, check_writable, replace_atomically
 from torchmm.common.log import Work, working
 from torchmm.common.processes import end_workers, fork_server, make_worker_setup
 from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.index.length_index import MANIFEST, LengthIndex, read_index
-from torchmm.data.sources.index.measuring import cut, manifest_of, measure_shard, read_shard
+from torchmm.data.sources.index.measuring import cut, measure_shard, read_shard
 from torchmm.data.sources.packed import naming_the_cache
 from torchmm.data.sources.reader import SampleReader
 
@@ -50,39 +51,17 @@ WORKERS_FROM = 20_000
 """Samples from which on starting worker processes, which takes seconds, is worth it."""
 
 
-def load_or_build(
-    name: str, source: MapSource, reader: SampleReader, directory: Path, workers: int = 0
-) -> LengthIndex:
-    """The index in a directory; measured now where it is not there.
-
-    Args:
-        name: the source's name, for messages.
-        source: its records.
-        reader: measures records.
-        directory: of the index.
-        workers: processes that measure large sources; 0: this one does.
-
-    Raises:
-        ConfigError: there is none, and none can be written.
-        DataError: a record ended a worker process, or the source has changed while it was read.
-    """
-    index = read_index(directory)
-    if index is None:
-        building = Building(name, source, reader, directory, workers)
-        building.prepare()
-        with naming_the_cache(directory.parent):
-            index = building.build_or_wait()
-    if len(index) != len(source):
-        raise DataError(
-            f"source {name!r} has {len(source)} records, its index {directory} {len(index)}: its "
-            f"files changed while they were read. Remove the index and start again"
-        )
-    return index
-
-
 @dataclass
 class Building:
-    """The index of one source while it is measured; arguments as of `load_or_build`."""
+    """The index of one source, and the process that measures it.
+
+    Args:
+        name: Name of the source, for messages.
+        source: Its records.
+        reader: Measures records.
+        directory: Directory of the index.
+        workers: Processes that measure a large source. If 0, this process does.
+    """
 
     name: str
     source: MapSource
@@ -94,64 +73,66 @@ class Building:
         self.ranges = cut(len(self.source))
 
     def prepare(self) -> None:
-        """Makes the directory.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Create the directory. Raise ConfigError if it cannot be written."""
         with naming_the_cache(self.directory.parent):
             self.directory.mkdir(parents=True, exist_ok=True)
             check_writable(self.directory)  # measuring may take hours, in vain
 
-    def build_or_wait(self) -> LengthIndex:
-        """The index, as soon as this process or another one has measured what is missing."""
-        lock = Lock(self.directory / LOCK)
-        waiting = Work(f"waiting for sizes of source {self.name}")
-        while True:
-            index = read_index(self.directory)
-            if index is not None:
-                waiting.end("measured")
-                return index
-            if lock.take():
-                with lock.held():
-                    self.measure(range(len(self.ranges)))
-                    self.finish()
-                continue
-            waiting.tell(f"{lock.owner()} measures it")
-            time.sleep(POLL_S)
-
-    def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Which of these shards are not there."""
-        return [n for n in numbers if read_shard(self.directory, n, self.ranges[n]) is None]
-
-    def measure(self, numbers: Iterable[int]) -> None:
-        """Measures those of these shards that are not there.
+    def load(self) -> LengthIndex:
+        """Return the index. Measure it, or wait for the process that does, if it is missing.
 
         Raises:
-            DataError: a worker process died.
+            ConfigError: The index is missing and cannot be written.
+            DataError: A record ended a worker process, or the source changed while it was read.
         """
-        missing = self.missing(numbers)
+        index = read_index(self.directory)
+        if index is None:
+            self.prepare()
+            lock = Lock(self.directory / LOCK)
+            waiting = Work(f"waiting for sizes of source {self.name}")
+            with naming_the_cache(self.directory.parent):
+                while (index := read_index(self.directory)) is None:
+                    if lock.take():
+                        with lock.held():
+                            self.measure(range(len(self.ranges)))
+                            self.finish()
+                        continue
+                    waiting.tell(f"{lock.owner()} measures it")
+                    time.sleep(POLL_S)
+            waiting.end("measured")
+        if len(index) != len(self.source):
+            raise DataError(
+                f"source {self.name!r} has {len(self.source)} records, its index {self.directory} "
+                f"{len(index)}: its files changed while they were read. Remove the index and start "
+                "again"
+            )
+        return index
+
+    def measure(self, numbers: Iterable[int]) -> None:
+        """Measure the missing ones of these shards. Raise DataError if a worker process dies."""
+        missing = [n for n in numbers if read_shard(self.directory, n, self.ranges[n]) is None]
         samples = sum(self.ranges[n].samples for n in missing)
         done = 0
         with working(f"measuring source {self.name}", samples, "samples") as work:
             if self.workers and len(missing) > 1 and samples >= WORKERS_FROM:
-                measured = self._in_workers(missing)
+                measured = self._measure_in_workers(missing)
             else:
-                measured = self._here(missing, work)
+                measured = self._measure_here(missing, work)
             for number in measured:
                 done += self.ranges[number].samples
                 work.at(done)
 
     def finish(self) -> bool:
-        """Writes the manifest if all shards are there; returns whether they are."""
+        """Write the manifest if no shard is missing. Return whether it was written."""
         shards = [read_shard(self.directory, n, r) for n, r in enumerate(self.ranges)]
         found = [shard for shard in shards if shard is not None]
         if len(found) < len(shards):
             return False
-        replace_atomically(self.directory / MANIFEST, manifest_of(found))
+        manifest = canonical_json({"shards": [dataclasses.asdict(shard) for shard in found]})
+        replace_atomically(self.directory / MANIFEST, manifest)
         return True
 
-    def _here(self, missing: list[int], work: Work) -> Iterator[int]:
+    def _measure_here(self, missing: list[int], work: Work) -> Iterator[int]:
         beat = Heartbeat(self.directory / LOCK)
         before = 0
         for number in missing:
@@ -166,7 +147,7 @@ class Building:
             before += self.ranges[number].samples
             yield number
 
-    def _in_workers(self, missing: list[int]) -> Iterator[int]:
+    def _measure_in_workers(self, missing: list[int]) -> Iterator[int]:
         count = min(self.workers, len(missing))
         setup = make_worker_setup()
         pool = ProcessPoolExecutor(count, fork_server(), _begin, (setup, self))

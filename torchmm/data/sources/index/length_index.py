@@ -87,7 +87,7 @@ class Shard:
         return self.samples - self.corrupt - sum(count for count, *_ in self.filtered.values())
 
     def all_kept_by(self, wanted: LengthFilter) -> bool:
-        """Whether a filter leaves all usable samples in, as far as the manifest knows."""
+        """Return True if the manifest shows that a filter keeps all usable samples."""
         short = self.shortest >= wanted.min_tokens
         return short and (wanted.max_tokens is None or self.longest <= wanted.max_tokens)
 
@@ -315,39 +315,30 @@ class _ShardFiles:
     def sizes(self, number: int) -> ShardSizes:
         shard = self._shards[number]
         file = shard_file(self._directory, number, "sizes")
-        data = _mapped(file)
+        try:
+            with file.open("rb") as stream:
+                data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{file} cannot be read ({error}). The next start measures its shard again"
+            ) from error
         if number not in self._checked and hashlib.sha256(data).hexdigest() != shard.sha256:
             raise DataError(
                 f"{file} is damaged: its SHA-256 is not the manifest's. Remove this file: the next "
                 "start measures its shard again"
             )
         self._checked.add(number)
-        return sizes_in(data, shard.arrays)
+        return ShardSizes(
+            **{
+                name: np.frombuffer(data, kind, int(np.prod(shape)), place).reshape(shape)
+                for name, (kind, shape, place) in shard.arrays.items()
+            }
+        )
 
 
 def shard_file(directory: Path, number: int, kind: str) -> Path:
     """A file of a shard."""
     return directory / f"{number:06d}.{kind}"
-
-
-def sizes_in(data: Any, arrays: Mapping[str, tuple[str, Sequence[int], int]]) -> ShardSizes:
-    """The arrays in the bytes of a file."""
-    return ShardSizes(
-        **{
-            name: np.frombuffer(data, kind, int(np.prod(shape)), place).reshape(shape)
-            for name, (kind, shape, place) in arrays.items()
-        }
-    )
-
-
-def _mapped(file: Path) -> Any:
-    try:
-        with file.open("rb") as stream:
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{file} cannot be read ({error}). The next start measures its shard again"
-        ) from error
 
 
 def cache_key(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchmm.common.batch import ImageMeta
-from torchmm.common.files import canonical_json, replace_atomically
+from torchmm.common.files import replace_atomically
 from torchmm.data.corrupt import BeyondLimitError, CorruptSampleError
 from torchmm.data.identity import SamplesDigest
 from torchmm.data.sources.configured import MapSource
@@ -117,7 +117,7 @@ def measure_shard(
         min(usable, default=0),
         max(usable, default=0),
         digest.hexdigest(),
-        digest_of(data),
+        hashlib.sha256(data).hexdigest(),
         len(data),
         arrays,
         filtered,
@@ -138,18 +138,8 @@ def read_shard(directory: Path, number: int, records: Range) -> Shard | None:
         data = shard_file(directory, number, "sizes").read_bytes()
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole = digest_of(data) == shard.sha256
+    whole = hashlib.sha256(data).hexdigest() == shard.sha256
     return shard if whole and (shard.first, shard.samples) == records else None
-
-
-def manifest_of(shards: Sequence[Shard]) -> bytes:
-    """What `manifest.json` says of all shards."""
-    return canonical_json({"shards": [dataclasses.asdict(shard) for shard in shards]})
-
-
-def digest_of(data: bytes) -> str:
-    """What the manifest says of a file of sizes."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def packed(sizes: ShardSizes) -> tuple[bytes, dict[str, tuple[str, list[int], int]]]:

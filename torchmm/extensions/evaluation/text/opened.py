@@ -1,11 +1,12 @@
-"""A trained model, to write with on this machine: from a run, a checkpoint or an export.
+"""A trained model of a run, a checkpoint or an export that generates text on one device.
 
 writer = open_writer(Path("outputs/mine"))
-for texts in writer.write(requests, sampling): ...
+for text in writer.write(requests, sampling): ...
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,17 +20,17 @@ from torchmm.common.errors import LIBRARY_ERRORS, CheckpointError, ConfigError, 
 from torchmm.common.log import working
 from torchmm.data.sources.open import has_chats
 from torchmm.data.tokenizer import load_tokenizer, read_tokenizer
-from torchmm.extensions.evaluation.exported import Export
-from torchmm.extensions.evaluation.text.generate import OnTokens, generate_tokens
-from torchmm.extensions.evaluation.text.prompts import Request, read_prompts
+from torchmm.extensions.evaluation.text.generate import OnTokens, generate_texts
+from torchmm.extensions.evaluation.text.prompts import Request, in_groups, read_prompts
 from torchmm.extensions.evaluation.text.sampling import Sampling
+from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.hf.load import load_weights
 from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.models.registry import build_model
 from torchmm.parallel.mesh import ParallelMesh, build_mesh, select_device, start_process_group
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.recipe.model_section import FreezeConfig
+from torchmm.recipe.model_section import PARTS_FILE, FreezeConfig, LlmConfig, ModelConfig
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.training.checkpoint.manifest import checkpoints_at, find_problems
 from torchmm.training.exports.checkpoint import CheckpointWeights, recipe_of
@@ -38,8 +39,69 @@ from torchmm.training.pipeline import Pipeline, whole_pipeline
 
 
 @dataclass(frozen=True)
+class Export:
+    """Model and tokenizer of an export, without weights."""
+
+    directory: Path
+    model: ModelConfig
+    """Recipe section `[model]` that continues from the export."""
+    tokenizer: Path
+    kind: str | None
+    """Hugging Face class of the model. None if there is no class."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Export:
+        """Return the description of an export.
+
+        Raises:
+            ConfigError: The directory is not an export.
+        """
+        model = ModelConfig(source=str(directory))
+        if not model.is_composite:
+            return cls(directory, model, directory / "llm", None)
+        config = directory / "config.json"
+        if not config.is_file():
+            raise ConfigError(
+                f"{directory} is no export: it has neither config.json nor {PARTS_FILE}; a run "
+                "writes one at its end, `torchmm export` writes one of a checkpoint"
+            )
+        settings = json.loads(config.read_text())
+        (kind,) = settings["architectures"]
+        if settings["model_type"] not in COMPOSITES:
+            model = ModelConfig(llm=LlmConfig(source=str(directory)))
+        return cls(directory, model, directory, kind)
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of the export."""
+        return read_tokenizer(f"tokenizer of {self.tokenizer}", self.tokenizer)
+
+
+def is_export(directory: Path) -> bool:
+    """Return True if a directory is an export."""
+    try:
+        Export.read(directory)
+    except ConfigError:
+        return False
+    return True
+
+
+def end_tokens(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """Return the tokens that end any text.
+
+    Args:
+        generation: Generation config of an export.
+        tokenizer: Tokenizer of the model.
+    """
+    configured: Any = None if generation is None else generation.eos_token_id
+    ends = set(configured) if isinstance(configured, list) else {configured}
+    return frozenset((ends | {tokenizer.eos_token_id}) - {None})
+
+
+@dataclass(frozen=True)
 class Writer:
-    """A model on this machine's device, and what it takes to write with it."""
+    """A trained model on one device, with its tokenizer."""
 
     model: MultimodalModel
     pipeline: Pipeline
@@ -57,52 +119,65 @@ class Writer:
         max_prompt_tokens: int = 4096,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[str]:
-        """The texts, in the order of the requests.
+        """Yield the texts in the order of the requests.
 
         Args:
-            together: texts that are written at the same time.
-            on_tokens: gets tokens as they are written, numbered within those at the same time.
+            requests: Requests to continue.
+            sampling: Rules for choosing tokens.
+            together: Number of texts in one batch.
+            max_prompt_tokens: Maximum length of a prompt.
+            on_tokens: Called with new tokens, which have numbers relative to the batch.
 
         Raises:
-            ConfigError, DataError: a request cannot be read.
+            ConfigError, DataError: A request cannot be read.
         """
         with working("preparing prompts"):
             prompts = read_prompts(requests, self.model, self.tokenizer, max_prompt_tokens)
-        for first in range(0, len(prompts), together):
-            now = prompts[first : first + together]
-            rows = [prompt.row for prompt in now]
-            ends = [self.ends | prompt.own_ends(self.tokenizer) for prompt in now]
-            for ids in generate_tokens(
-                self.pipeline, rows, self.mesh, sampling, ends, on_tokens, first
-            ):
-                yield str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        batches = in_groups(prompts, together, together * max_prompt_tokens)
+        for _, ids in generate_texts(
+            self.pipeline, batches, self.tokenizer, self.mesh, sampling, self.ends, on_tokens
+        ):
+            yield str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool = False) -> Writer:
-    """Opens what lies at a path; starts a process group of this process alone.
+    """Load a model and start a process group with one process.
 
     Args:
-        path: of an export, a checkpoint or a run, whose newest checkpoint is taken, or its export
-            if it has none.
-        dtype: to compute in.
-        averaged: whether weights are those averaged over steps, of a checkpoint that has them.
+        path: Export, checkpoint or run. A run uses its newest checkpoint, or its export if it has
+            no checkpoint.
+        dtype: Compute dtype.
+        averaged: Whether to use the averaged weights of a checkpoint.
 
     Raises:
-        ConfigError, CheckpointError: there is no model, or it cannot be read.
+        ConfigError, CheckpointError: The path has no model, or the model cannot be read.
     """
     device = select_device("auto")
-    exported = [place for place in (path, path / "hf") if _is_export(place)]
+    exported = [place for place in (path, path / "hf") if is_export(place)]
     checkpoints = [] if exported[:1] == [path] else checkpoints_at(path)
+    generation: GenerationConfig | None = None
     if checkpoints:
         model, tokenizer = _from_checkpoint(checkpoints[0], device, dtype, averaged)
-        ends: set[int] = set()
     elif exported:
+        directory = exported[0]
         if averaged:
             raise ConfigError(
-                f"{exported[0]} is an export, whose weights are what they are; name a checkpoint, "
+                f"{directory} is an export, whose weights are what they are; name a checkpoint, "
                 "or an export of averaged weights"
             )
-        model, tokenizer, ends = _from_export(exported[0], device, dtype)
+        export = Export.read(directory)
+        tokenizer = export.read_tokenizer()
+        model = build_model(export.model, FreezeConfig(), dtype)
+        materialize(model, device)
+        init_weights(model, seed=0, skip=load_weights(model))
+        if (directory / "generation_config.json").is_file():
+            try:
+                generation = GenerationConfig.from_pretrained(directory)
+            except (OSError, *LIBRARY_ERRORS) as error:
+                raise ConfigError(
+                    f"{directory / 'generation_config.json'} cannot be read "
+                    f"({describe_error(error)}); correct or remove the file"
+                ) from error
     else:
         raise ConfigError(
             f"{path} is no run, checkpoint or export: it has neither config.json nor checkpoints"
@@ -110,8 +185,7 @@ def open_writer(path: Path, dtype: torch.dtype = torch.float32, averaged: bool =
     start_process_group(ParallelConfig(), device)
     mesh = build_mesh(ParallelConfig(), device)
     pipeline = whole_pipeline(model.eval(), mesh, dtype)
-    every = ends | {tokenizer.eos_token_id}
-    return Writer(model, pipeline, tokenizer, mesh, frozenset(every - {None}))
+    return Writer(model, pipeline, tokenizer, mesh, end_tokens(generation, tokenizer))
 
 
 def answers_chats(path: Path) -> bool:
@@ -120,7 +194,7 @@ def answers_chats(path: Path) -> bool:
     Args:
         path: Export, checkpoint or run, as in `open_writer`.
     """
-    if _is_export(path):
+    if is_export(path):
         return is_chat_model(path)
     if checkpoints := checkpoints_at(path):
         data = recipe_of(checkpoints[0]).data
@@ -128,39 +202,15 @@ def answers_chats(path: Path) -> bool:
     return is_chat_model(path / "hf")
 
 
-def _is_export(directory: Path) -> bool:
-    try:
-        Export.read(directory)
-    except ConfigError:
-        return False
-    return True
-
-
-def _from_export(
-    directory: Path, device: torch.device, dtype: torch.dtype
-) -> tuple[MultimodalModel, PreTrainedTokenizerBase, set[int]]:
-    export = Export.read(directory)
-    tokenizer = read_tokenizer(f"tokenizer of {export.tokenizer}", export.tokenizer)
-    model = build_model(export.model, FreezeConfig(), dtype)
-    materialize(model, device)
-    init_weights(model, seed=0, skip=load_weights(model))
-    ends: set[int] = set()
-    if (directory / "generation_config.json").is_file():
-        try:
-            given: Any = GenerationConfig.from_pretrained(directory).eos_token_id
-        except (OSError, *LIBRARY_ERRORS) as error:
-            raise ConfigError(
-                f"{directory / 'generation_config.json'} cannot be read ({describe_error(error)}); "
-                "correct or remove the file"
-            ) from error
-        ends = set(given) if isinstance(given, list) else {given}
-    return model, tokenizer, ends
-
-
 @torch.no_grad()
 def _from_checkpoint(
     path: Path, device: torch.device, dtype: torch.dtype, averaged: bool
 ) -> tuple[MultimodalModel, PreTrainedTokenizerBase]:
+    """Return model and tokenizer of a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
     if problems := find_problems(path):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}")
     recipe = recipe_of(path)

@@ -1,10 +1,10 @@
-"""Prompts: samples of training's data, cut where the text to be written begins.
+"""Prompts: samples of training data up to the first token of the text to generate.
 
-Whatever is asked (files and words, or a chat) becomes a record of JSON data whose answer is a
-placeholder, and is read as training reads its data: the same placeholders, marks, templates, pixels
-and positions. What comes before the first token that counts in the loss is the prompt.
+A request (files and words, or a chat) becomes a JSON record with a placeholder for the text. The
+data pipeline of training reads it, so placeholders, templates, pixels and positions are the same.
+The prompt has all tokens before the first target of the loss.
 
-Rejected: Hugging Face's processors, which not every model here has.
+Rejected: Hugging Face processors, which do not exist for all models.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
 ANSWER = "?"
-"""Stands for what is to be written, which begins in front of it."""
+"""Placeholder for the text to generate."""
 _FILE_KEYS = {
     f"{name}{plural}" for name in ("image", "video", "audio") for plural in ("", "s", "_url")
 } | {"path", "url"}
-"""Columns of records, and keys of messages' parts, that may name files."""
+"""Columns of records and keys of content parts that may have file names."""
 
 
 class Prompt(NamedTuple):
-    """What comes before a text."""
+    """Tokens and images before a text."""
 
     row: Microbatch
-    """Of one sample."""
+    """Packed sequence of one sample."""
     truth_ids: Tensor
-    """What the sample has in the place of the text; of a chat, the answer that comes first."""
+    """Reference text of the sample. For a chat, the first message of the assistant."""
     sample: SampleMeta
 
     def own_ends(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-        """The special token that training puts behind such an answer."""
+        """Return the special token that follows the text in training, if there is one."""
         return {int(self.truth_ids[-1])} & set(tokenizer.all_special_ids)
 
 
 def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
-    """The samples of a microbatch that have text to be predicted and no file behind its begin."""
-    read = dict.fromkeys(microbatch.encoders, 0)  # images of samples so far
+    """Yield prompts of the samples that have targets, and no image after the first target."""
+    read = dict.fromkeys(microbatch.encoders, 0)  # images of previous samples
     segments = zip(microbatch.cu_seqlens, microbatch.cu_seqlens[1:], strict=False)
     for sample, (start, stop) in zip(microbatch.meta.samples, segments, strict=False):
         before = dict(read)
@@ -85,12 +85,13 @@ def prompts_of(microbatch: Microbatch) -> Iterator[Prompt]:
 
 
 def in_groups(prompts: Iterable[Prompt], most: int, tokens: int) -> Iterator[list[Prompt]]:
-    """Neighbouring prompts to be continued together.
+    """Yield batches of consecutive prompts.
 
     Args:
-        most: of a group.
-        tokens: most of a group, each prompt counted as long as its longest, as caches store them; a
-            longer prompt is alone.
+        prompts: Prompts in order.
+        most: Maximum number of prompts in a batch.
+        tokens: Maximum number of tokens in a batch. Caches store all prompts with the length of the
+            longest prompt. A prompt with more tokens is a batch by itself.
     """
     group: list[Prompt] = []
     longest = 0
@@ -108,24 +109,23 @@ def in_groups(prompts: Iterable[Prompt], most: int, tokens: int) -> Iterator[lis
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a model.
-
-    Attributes:
-        label: what it is called in outputs.
-        record: as data of training would have it, with `ANSWER` for an answer.
-        root: the directory that names of files in it are relative to.
-    """
+    """A request to generate text."""
 
     label: str
+    """Name in outputs."""
     record: dict[str, Any]
+    """Record of training data with `ANSWER` as the text to generate."""
     root: Path
+    """Directory of relative file names in the record."""
 
 
 def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> Request:
-    """Files, and words after them.
+    """Return a request with files and words after them.
 
     Args:
-        as_chat: whether they are a user's message, laid out by the chat template.
+        files: Images, audio and videos.
+        words: Text after the files.
+        as_chat: Whether the request is a user message in the chat template.
 
     Raises:
         ConfigError: Neither a file nor words are specified.
@@ -146,13 +146,13 @@ def request_of(files: Sequence[Path], words: str, *, as_chat: bool = False) -> R
 
 
 def parts_of(files: Sequence[Path], words: str) -> list[dict[str, str]]:
-    """The content of a user's message."""
+    """Return the content of a user message."""
     shown = [{"type": kind_of(file), kind_of(file): str(file)} for file in files]
     return [*shown, {"type": "text", "text": words}] if words else shown
 
 
 def kind_of(file: Path) -> str:
-    """Whether a file is an "image", a "video" or "audio", by the end of its name."""
+    """Return the type of a file by its suffix: "image", "video" or "audio"."""
     suffix = file.suffix.removeprefix(".").lower()
     if suffix in VIDEO_COLUMNS:
         return "video"
@@ -162,19 +162,22 @@ def kind_of(file: Path) -> str:
 def chat_request(
     label: str, messages: Sequence[dict], root: Path, columns: dict[str, Any] | None = None
 ) -> Request:
-    """A chat, for its next answer.
+    """Return a request for the next message of the assistant.
 
     Args:
-        messages: the last one is not the assistant's.
-        columns: what else its record has: files, tools.
+        label: Name in outputs.
+        messages: Messages of the chat. The last one is not from the assistant.
+        root: Directory of relative file names.
+        columns: Other columns of the record: files, tools.
     """
     answer = [{"role": "assistant", "content": ANSWER}]
     return Request(label, {**(columns or {}), "prompt": [*messages], "completion": answer}, root)
 
 
 def read_chats(file: Path) -> list[Request]:
-    """Chats of a JSON file (one, or a list) or a JSON lines file, each for its next answer; a last
-    answer that is there is written anew.
+    """Return the chats of a JSON file (one chat or a list) or a JSON lines file.
+
+    A last message of the assistant is dropped, and generated again.
 
     Raises:
         DataError: The file cannot be read.
@@ -186,32 +189,29 @@ def read_chats(file: Path) -> list[Request]:
             records = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
             found = json.loads(text)
-            # A list of messages is a chat, a list of anything else one of chats.
-            whole = isinstance(found, dict) or (found and "role" in found[0])
-            records = [found] if whole else found
+            # A list of messages is one chat, any other list is a list of chats.
+            is_chat = isinstance(found, dict) or (found and "role" in found[0])
+            records = [found] if is_chat else found
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{file}: {error}") from error
-    return [
-        _chat_of(record, f"{file.name}[{number}]", file.parent)
-        for number, record in enumerate(records)
-    ]
-
-
-def _chat_of(record: Any, label: str, root: Path) -> Request:
-    columns = {"messages": record} if isinstance(record, list) else dict(record)
-    messages = columns.pop("messages", None)
-    if messages is None:
-        turns = columns.pop("conversations", None) or ()
-        roles = {"human": "user", "gpt": "assistant"}
-        messages = [
-            {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
-            for turn in turns
-        ]
-    if messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ConfigError(f'{label}: no messages; give "messages" with "role" and "content"')
-    return chat_request(label, messages, root, columns)
+    requests = []
+    for number, record in enumerate(records):
+        label = f"{file.name}[{number}]"
+        columns = {"messages": record} if isinstance(record, list) else dict(record)
+        messages = columns.pop("messages", None)
+        if messages is None:
+            turns = columns.pop("conversations", None) or ()
+            roles = {"human": "user", "gpt": "assistant"}
+            messages = [
+                {"role": roles.get(turn["from"], turn["from"]), "content": turn["value"]}
+                for turn in turns
+            ]
+        if messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise ConfigError(f'{label}: no messages; give "messages" with "role" and "content"')
+        requests.append(chat_request(label, messages, file.parent, columns))
+    return requests
 
 
 def read_prompts(
@@ -220,13 +220,16 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
 ) -> list[Prompt]:
-    """The prompts of requests, in their order.
+    """Return the prompts of requests in the same order.
 
     Args:
-        max_tokens: longest prompt.
+        requests: Requests to read.
+        model: Model that reads the files.
+        tokenizer: Tokenizer of the model.
+        max_tokens: Maximum length of a prompt.
 
     Raises:
-        ConfigError, DataError: a request cannot be read, and why.
+        ConfigError, DataError: A request cannot be read.
     """
     found: dict[int, Prompt] = {}
     problems: list[str] = []
@@ -238,7 +241,7 @@ def read_prompts(
                     found[prompt.sample.index] = prompt
                 if len(found) == len(requests):
                     break
-        except DataError as error:  # not one of them can be read
+        except DataError as error:  # no request can be read
             problems.append(str(error).partition("\nCorrect the source")[0])
     if lost := [r.label for number, r in enumerate(requests) if number not in found]:
         labels = ", ".join(f"{label!r:.80}" for label in lost)
@@ -257,15 +260,19 @@ def read_steps(
     generate: str | None = None,
     seed: int = 0,
 ) -> Iterator[StepBatch]:
-    """The requests as steps of held-out data; samples are numbered as they are.
+    """Yield the requests as batches of held-out samples, which have the numbers of the requests.
 
     Args:
-        folder: for copies of their files.
-        generate: column of what is to be drawn, whose files are in `folder`.
-        seed: of noise.
+        requests: Requests to read.
+        model: Model that reads the files.
+        tokenizer: Tokenizer of the model.
+        max_tokens: Maximum length of a sample.
+        folder: Directory for copies of the files.
+        generate: Column of the images to generate, whose files are in `folder`.
+        seed: Seed of the noise.
     """
     lines = [json.dumps(_with_copies(r.record, r.root, folder)) + "\n" for r in requests]
-    # Of held-out samples noise depends on the source's name, whatever the seed of training.
+    # The noise of held-out samples depends on the name of the source, not on the training seed.
     name = f"requests {seed}"
     source = folder / "requests.jsonl"
     source.write_text("".join(lines))
@@ -286,7 +293,7 @@ def read_steps(
 
 
 def _with_copies(value: Any, root: Path, folder: Path, key: str = "") -> Any:
-    """A record whose files are copies in `folder`, as data may not leave their directory."""
+    """Return the record with its files copied to `folder`. Sources read only their directory."""
     if isinstance(value, dict):
         return {name: _with_copies(item, root, folder, name) for name, item in value.items()}
     if isinstance(value, list):

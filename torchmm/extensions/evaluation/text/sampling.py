@@ -1,8 +1,8 @@
-"""How the next token of a text is chosen, from the logits that a model gives.
+"""Choice of the next token from logits.
 
-What changes logits is Hugging Face's: their processors, in the order of their `generate`. Draws
-depend on the seed, the prompt's number and the token's, so they are the same on every device, in
-every layout and in every batch.
+Logits processors are those of the Hugging Face `generate`, in the same order. Draws depend on the
+seed and on the numbers of prompt and token. So they are the same on every device, in every layout
+and in every batch.
 
 Shape legend: B prompts, V vocabulary.
 """
@@ -27,23 +27,23 @@ from torchmm.common.batch import Microbatch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; names and meanings are those of Hugging Face's `GenerationConfig`."""
+    """Rules for choosing tokens, with the names and meanings of `GenerationConfig`."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """0: always the likeliest token."""
+    """If 0, the token with the highest probability is chosen."""
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0: all."""
+    """Number of tokens with the highest probability to draw from. Use 0 for all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability."""
+    """Minimum total probability of the tokens to draw from."""
     repetition_penalty: float = 1.0
-    """Above 1: tokens that the prompt or the text has already become less likely."""
+    """Values above 1 make tokens of the prompt and of the text less probable."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         """
         Raises:
-            ValueError: a number is outside of its range.
+            ValueError: A value is outside of its range.
         """
         ranges = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
@@ -60,30 +60,28 @@ class Sampling:
         if wrong:
             raise ValueError("; ".join(wrong))
 
-    def processors(self) -> LogitsProcessorList:
-        """What changes logits before a token is chosen, in Hugging Face's order."""
-        made = LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            made.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.temperature > 0:
-            made.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k:
-                made.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1:
-                made.append(TopPLogitsWarper(self.top_p))
-        return made
-
 
 class Chooser:
     """Chooses the next token of each prompt.
 
     Args:
-        first: number of the first prompt, among all that are written with this seed.
+        sampling: Rules for choosing tokens.
+        prompts: Packed sequences of one prompt each.
+        first: Number of the first prompt. Draws depend on it.
     """
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Microbatch], first: int) -> None:
-        self._processors = sampling.processors()
         self._draws = sampling.temperature > 0
+        self._processors = LogitsProcessorList()
+        if sampling.repetition_penalty != 1.0:
+            penalty = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+            self._processors.append(penalty)
+        if self._draws:
+            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self._processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                self._processors.append(TopPLogitsWarper(sampling.top_p))
         self._texts = [prompt.input_ids_T.cpu() for prompt in prompts]
         self._generators = [
             torch.Generator().manual_seed((sampling.seed << 20) + first + number)
@@ -91,10 +89,10 @@ class Chooser:
         ]
 
     def __call__(self, logits_BV: Tensor) -> Tensor:
-        """int64 (B,), on the device of the logits."""
+        """Return the chosen tokens, int64 (B,), on the device of the logits."""
         if not self._processors:
             return logits_BV.argmax(-1)
-        # On the CPU, prompt by prompt: draws are then the same on every device and in every batch.
+        # The CPU draws for each prompt, so draws are the same on every device and in every batch.
         rows = logits_BV.float().cpu()
         found = []
         for number, (text, generator) in enumerate(zip(self._texts, self._generators, strict=True)):

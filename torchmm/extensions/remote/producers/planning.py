@@ -152,13 +152,12 @@ class Plans:
         decoder = self._samples[held_out].decoder
         if kind == "references":
             return list(decoder.references(feed, index))
-        return [_png(image) for image in decoder.images(feed, index)]
-
-
-def _png(image: Image.Image) -> str:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return base64.b64encode(stream.getvalue()).decode()
+        files = []
+        for image in decoder.images(feed, index):
+            stream = io.BytesIO()
+            image.save(stream, "PNG")
+            files.append(base64.b64encode(stream.getvalue()).decode())
+        return files
 
 
 class ProducersPlans:
@@ -198,8 +197,8 @@ class ProducersPlans:
             raise found
         return found
 
-    def pictures(self, feed: int, index: int) -> list[Image.Image]:
-        """Images of a sample, to be shown."""
+    def images(self, feed: int, index: int) -> list[Image.Image]:
+        """Return the images of a sample."""
         return self._ask("pictures", {"feed": feed, "index": index}, _read_images)
 
     def references(self, feed: int, index: int) -> tuple[str, ...]:

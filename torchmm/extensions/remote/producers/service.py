@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from torchmm.common.changes import changes
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import StepDecoder
 from torchmm.data.identity import identity, settings_of
@@ -21,6 +20,7 @@ from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
 from torchmm.extensions.remote.producers.engine import started_producers
 from torchmm.extensions.remote.producers.planning import Described, ProducersPlans
 from torchmm.extensions.remote.producers.registry import own_registry
+from torchmm.recipe.changes import changes
 from torchmm.recipe.data_section import DataConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 

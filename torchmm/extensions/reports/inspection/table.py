@@ -1,7 +1,8 @@
-"""Findings in words: a table for each source on a terminal, and the first refused records."""
+"""Findings as text: a table for each source on a terminal, and the first refused records."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,7 +64,7 @@ def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | N
 
 
 def findings_table(found: SourceFindings) -> Table:
-    """What is known of a source, a line each."""
+    """Return the table of the findings of a source."""
     table = Table(title=found.name, title_justify="left", show_header=False, box=None)
     for label, text in source_rows(found).items():
         table.add_row(label, text.replace("\n", ", "))
@@ -71,21 +72,41 @@ def findings_table(found: SourceFindings) -> Table:
 
 
 def source_rows(found: SourceFindings) -> dict[str, str]:
-    """What is known of a source, by label; several lines where there are several figures."""
+    """Return the findings of a source by label. A value has one line for each figure."""
     of_all = "a stream" if found.records is None else f"of {found.records:,} records"
-    work = work_shares(found)
+    layouts = "\n".join(f"{name} x{count}" for name, count in found.layouts.most_common())
+    if len(found.layouts) == 1:
+        layouts = next(iter(found.layouts))
+    whole = found.column("whole_tokens")
+    tokens = found.column("tokens")
+    is_cut = whole > tokens
+    cut = "none"
+    if is_cut.any():
+        lost = 1 - tokens.sum() / whole.sum()
+        cut = f"{is_cut.mean():.1%} of samples\n{lost:.1%} of tokens"
+    images = found.column("images")
+    image_figures = "none"
+    if images.any():
+        image_tokens = found.column("image_tokens").sum() / images.sum()
+        image_figures = (
+            f"mean {images.mean():.2f}\nmost {images.max()}\n{image_tokens:.0f} tokens each"
+        )
+    flops: Counter[str] = Counter()
+    for sample in found.samples:
+        flops.update(sample.flops)
+    work = (f"{name} {count / max(1, flops.total()):.1%}" for name, count in flops.items())
+    dropped = describe_dropped(found.dropped, len(found.samples))
     return {
         "read as": f"{found.kind}, {found.section}, {found.config.path}",
-        "layout": layouts_text(found),
+        "layout": layouts,
         "looked at": f"{found.read:,} ({of_all}), {len(found.refused):,} refused",
         "filtered": "\n".join(describe_filtered(found.filtered, found.read)) or "none",
-        "tokens": "\n".join(describe_lengths(found.column("whole_tokens"))),
-        "cut at the sequence length": cut_text(found),
-        "dropped from samples": "\n".join(describe_dropped(found.dropped, len(found.samples)))
-        or "none",
-        "tokens in the loss": f"{loss_share(found):.1%}",
-        "images, sounds, frames": images_text(found),
-        "work (FLOPs of training)": "\n".join(f"{n} {share:.1%}" for n, share in work.items()),
+        "tokens": "\n".join(describe_lengths(whole)),
+        "cut at the sequence length": cut,
+        "dropped from samples": "\n".join(dropped) or "none",
+        "tokens in the loss": f"{found.column('loss_tokens').sum() / tokens.sum():.1%}",
+        "images, sounds, frames": image_figures,
+        "work (FLOPs of training)": "\n".join(work),
     }
 
 
@@ -124,44 +145,3 @@ def corrupt_limit_line(recipe: Recipe, findings: Sequence[SourceFindings]) -> st
         f"data.max_corrupt_fraction = {data.max_corrupt_fraction:g} "
         + ("would end a run" if ends else "allow that")
     )
-
-
-def layouts_text(found: SourceFindings) -> str:
-    """Names and counts of the layouts, most first."""
-    if len(found.layouts) == 1:
-        return next(iter(found.layouts))
-    return "\n".join(f"{name} x{count}" for name, count in found.layouts.most_common())
-
-
-def cut_text(found: SourceFindings) -> str:
-    """How many samples are cut, and how many of all tokens that loses."""
-    whole = found.column("whole_tokens")
-    kept = found.column("tokens")
-    cut = int((whole > kept).sum())
-    if not cut:
-        return "none"
-    return f"{cut / len(whole):.1%} of samples\n{1 - kept.sum() / whole.sum():.1%} of tokens"
-
-
-def loss_share(found: SourceFindings) -> float:
-    """Share of tokens that count in the loss."""
-    return float(found.column("loss_tokens").sum() / found.column("tokens").sum())
-
-
-def images_text(found: SourceFindings) -> str:
-    """Images (tiles, frames, sounds) and their tokens."""
-    images = found.column("images")
-    if not images.any():
-        return "none"
-    tokens = found.column("image_tokens").sum() / images.sum()
-    return f"mean {images.mean():.2f}\nmost {images.max()}\n{tokens:.0f} tokens each"
-
-
-def work_shares(found: SourceFindings) -> dict[str, float]:
-    """Each module's share of the FLOPs of training on these samples."""
-    totals: dict[str, int] = {}
-    for sample in found.samples:
-        for module, flops in sample.flops.items():
-            totals[module] = totals.get(module, 0) + flops
-    whole = max(1, sum(totals.values()))
-    return {module: flops / whole for module, flops in totals.items()}

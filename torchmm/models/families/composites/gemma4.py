@@ -8,17 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     CompositeParts,
-    EncoderPart,
+    one_encoder,
     part_problems,
     refuse,
     text_config,
 )
 from torchmm.models.families.encoders.gemma4 import refuse_clipping
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions
 from torchmm.models.layered import WeightFiles
@@ -55,22 +53,13 @@ def take_gemma4(config: Any) -> CompositeParts:
     family = replace(LLM_FAMILIES[text.model_type], image_token_id=config.image_token_id)
     if text.use_bidirectional_attention == "vision":
         family = replace(family, both_ways="images in windows")
-    vision_part = EncoderPart(
-        config=vision,
-        family=ENCODER_FAMILIES[vision.model_type],
-        files=GEMMA4_VISION,
-        settings={
-            "connector": "scaled_linear",
-            "connector_eps": vision.rms_norm_eps,
-            "connector_from_files": True,
-        },
-    )
-    return CompositeParts(
-        llm_config=text,
-        llm_family=family,
-        llm_files=LLAVA_LLM,
-        encoders={VISION: vision_part},
-        text=TextConventions(
+    return one_encoder(
+        config,
+        text,
+        TextConventions(
             config.image_token_id, prefix=(config.boi_token_id,), suffix=(config.eoi_token_id,)
         ),
+        {"connector": "scaled_linear", "connector_eps": vision.rms_norm_eps},
+        llm_family=family,
+        files=(GEMMA4_VISION, LLAVA_LLM),
     )

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     LLAVA_LLM,
     CompositeParts,
-    EncoderPart,
+    one_encoder,
     part_problems,
     refuse,
     text_config,
 )
-from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions, Token
 from torchmm.models.families.tiling import INTERN_TILES
 from torchmm.models.layered import WeightFiles
@@ -39,7 +36,7 @@ def take_internvl(config: Any) -> CompositeParts:
     Raises:
         ConfigError: a part or a choice of features is not supported.
     """
-    text, vision, layer = text_config(config), config.vision_config, config.vision_feature_layer
+    vision, layer = config.vision_config, config.vision_feature_layer
     problems = part_problems(config)
     if not isinstance(layer, int):
         problems.append(f"vision_feature_layer = {layer} is a list; supported: a single number")
@@ -49,26 +46,17 @@ def take_internvl(config: Any) -> CompositeParts:
             "class token, which no square of patches has room for; set it to 'default'"
         )
     refuse(config, problems)
-    vision_part = EncoderPart(
-        config=vision,
-        family=ENCODER_FAMILIES[vision.model_type],
-        files=INTERN_VISION,
-        settings={
+    return one_encoder(
+        config,
+        text_config(config),
+        TextConventions(config.image_token_id, prefix=(Token("<img>"),), suffix=(Token("</img>"),)),
+        {
             "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
             "final_norm": layer == -1,
             "shuffle": round(1 / config.downsample_ratio),
             "connector": "norm_mlp",
             "connector_act": config.projector_hidden_act,
-            "connector_from_files": True,
         },
+        files=(INTERN_VISION, LLAVA_LLM),
         tiling=INTERN_TILES,
-    )
-    return CompositeParts(
-        llm_config=text,
-        llm_family=LLM_FAMILIES[text.model_type],
-        llm_files=LLAVA_LLM,
-        encoders={VISION: vision_part},
-        text=TextConventions(
-            config.image_token_id, prefix=(Token("<img>"),), suffix=(Token("</img>"),)
-        ),
     )

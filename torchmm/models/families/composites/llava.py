@@ -8,19 +8,17 @@ from typing import Any
 from torchmm.common.module_names import VISION
 from torchmm.models.families.composites.parts import (
     ALL_LISTED,
-    LLAVA_LLM,
     LLAVA_VISION,
     ROW_MARKS,
     CompositeParts,
-    EncoderPart,
     Unlisted,
+    one_encoder,
     part_problems,
     refuse,
     text_config,
 )
 from torchmm.models.families.encoders.family import side
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
-from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions
 from torchmm.models.families.tiling import LLAVA_NEXT_TILES, ONEVISION_TILES
 from torchmm.models.layered import WeightFiles
@@ -59,26 +57,19 @@ def take_llava(config: Any, unlisted: Unlisted = ALL_LISTED) -> CompositeParts:
         )
     refuse(config, problems)
     assert family is not None
-    vision_part = EncoderPart(
-        config=vision,
-        family=family,
-        files=LLAVA_VISION,
-        settings={
+    marks = ROW_MARKS if vision.model_type == "pixtral" else {}
+    return one_encoder(
+        config,
+        text,
+        TextConventions(config.image_token_id, **marks),
+        {
             "feature_layer": layer if layer < 0 else layer - vision.num_hidden_layers - 1,
             "drop_class_token": drops_first,
             "connector_act": config.projector_hidden_act,
             "connector_bias": config.multimodal_projector_bias,
-            "connector_from_files": True,
         },
-    )
-    return CompositeParts(
-        llm_config=text,
-        llm_family=unlisted.llm or LLM_FAMILIES[text.model_type],
-        llm_files=LLAVA_LLM,
-        encoders={VISION: vision_part},
-        text=TextConventions(
-            config.image_token_id, **(ROW_MARKS if vision.model_type == "pixtral" else {})
-        ),
+        family=family,
+        llm_family=unlisted.llm,
     )
 
 

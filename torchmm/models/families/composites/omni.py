@@ -15,27 +15,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 import transformers
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2_5OmniThinkerForConditionalGeneration,
-    Qwen3OmniMoeThinkerForConditionalGeneration,
-)
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni
 
 from torchmm.common.errors import ConfigError
 from torchmm.common.module_names import AUDIO, VISION
 from torchmm.models.families.composites.parts import CompositeParts, EncoderPart, refuse
 from torchmm.models.families.composites.qwen3_vl import QWEN3_STYLES, tap_problems
-from torchmm.models.families.composites.qwen_vl import build_without_tower, width_problems
+from torchmm.models.families.composites.qwen_vl import build_without_towers, width_problems
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.llms.table import LLM_FAMILIES
 from torchmm.models.families.text import TextConventions, Token
 from torchmm.models.layered import WeightFiles
-from torchmm.models.layers.deepstack import add_block
 
 _ROOT = r"(thinker\.)?(model\.)?"
 _LLM = WeightFiles(
@@ -86,13 +78,6 @@ _SOUND_3 = replace(
 )
 
 
-OMNI: dict[str, type[PreTrainedModel]] = {
-    "qwen2_5_omni_thinker": Qwen2_5OmniThinkerForConditionalGeneration,
-    "qwen3_omni_moe_thinker": Qwen3OmniMoeThinkerForConditionalGeneration,
-}
-"""Hugging Face's classes by model_type."""
-
-
 def take_qwen2_5_omni(config: Any) -> CompositeParts:
     """Takes a thinker's config apart.
 
@@ -100,7 +85,9 @@ def take_qwen2_5_omni(config: Any) -> CompositeParts:
         ConfigError: the sizes of towers and LLM differ.
     """
     _check(config, [])
-    family = LlmFamily(build=_build_text, text_model="model.language_model", logits_to_keep=False)
+    family = LlmFamily(
+        build=build_without_towers, text_model="model.language_model", logits_to_keep=False
+    )
     encoders = {
         VISION: _part(config.vision_config, _VISION_2_5),
         AUDIO: _part(config.audio_config, _SOUND_2_5),
@@ -119,7 +106,7 @@ def take_qwen3_omni(config: Any) -> CompositeParts:
     family = LLM_FAMILIES["qwen3_moe"]
     family = replace(
         family,
-        build=_build_text,
+        build=build_without_towers,
         text_model="model.language_model",
         logits_to_keep=False,
         tensor_parallel=QWEN3_STYLES | dict(family.tensor_parallel),
@@ -157,8 +144,7 @@ def _check(config: Any, problems: list[str]) -> None:
 
 def _part(config: Any, files: WeightFiles, **settings: Any) -> EncoderPart:
     family = ENCODER_FAMILIES[config.model_type].variant(config)
-    settings |= {"connector": "merger", "connector_from_files": True}
-    return EncoderPart(config, family, files, settings)
+    return EncoderPart(config, family, files, {**settings, "connector": "merger"})
 
 
 def _text(config: Any, begin: str, end: str) -> TextConventions:
@@ -185,12 +171,3 @@ def _mark(config: Any, name: str, token: str) -> int | Token:
     """By its id, if the config has it: Hugging Face's classes know some of the four only."""
     token_id = getattr(config, f"{name}_token_id", None)
     return Token(token) if token_id is None else token_id
-
-
-def _build_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    model: Any = build_without_tower(OMNI[config.model_type], config, dtype)
-    model.model.audio_tower = None
-    text = model.model.language_model
-    if hasattr(text, "_deepstack_process"):
-        text._deepstack_process = add_block
-    return model

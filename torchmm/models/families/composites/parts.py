@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 
 from torchmm.common.errors import ConfigError
+from torchmm.common.module_names import VISION
 from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
@@ -75,8 +76,35 @@ class CompositeParts(NamedTuple):
         return self._replace(encoders=encoders, text=text)
 
 
+def one_encoder(
+    config: Any,
+    llm: Any,
+    text: TextConventions,
+    settings: dict[str, Any],
+    *,
+    family: EncoderFamily | None = None,
+    llm_family: LlmFamily | None = None,
+    files: tuple[WeightFiles, WeightFiles] = (LLAVA_VISION, LLAVA_LLM),
+    tiling: Tiling | None = None,
+) -> CompositeParts:
+    """Return the parts of a composite with a vision encoder.
+
+    Args:
+        llm: configuration of the LLM.
+        settings: fields of the `EncoderSpec`.
+        family: defaults to the family of the vision config.
+        llm_family: defaults to the family of `llm`.
+        files: weights of the encoder and of the LLM.
+    """
+    vision = config.vision_config
+    family = family or ENCODER_FAMILIES[vision.model_type]
+    llm_family = llm_family or LLM_FAMILIES[llm.model_type]
+    encoders = {VISION: EncoderPart(vision, family, files[0], settings, tiling)}
+    return CompositeParts(llm, llm_family, files[1], encoders, text)
+
+
 def text_config(config: Any) -> Any:
-    """That of the LLM; the composite's own setting rules whether the head is tied."""
+    """Return the configuration of the LLM. The composite decides whether the head is tied."""
     text = copy.deepcopy(config.text_config)
     text.tie_word_embeddings = config.tie_word_embeddings
     return text

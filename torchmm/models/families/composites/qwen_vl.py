@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from torchmm.common.module_names import VISION
-from torchmm.models.families.composites.parts import CompositeParts, EncoderPart, refuse
+from torchmm.models.families.composites.parts import CompositeParts, one_encoder, refuse
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.text import TextConventions
 from torchmm.models.layered import WeightFiles
 from torchmm.models.layers.attention import PACKED
+from torchmm.models.layers.deepstack import add_block
+from torchmm.models.layers.delta_net import pack_delta_nets
 
 QWEN_LLM = WeightFiles(
     renames=(
@@ -37,17 +33,20 @@ QWEN_VISION = WeightFiles(
         ("tower.", "model.visual."),
     ),
 )
-QWEN_VL: dict[str, type[PreTrainedModel]] = {
-    "qwen2_vl": Qwen2VLForConditionalGeneration,
-    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
-}
-"""Hugging Face's classes by model_type."""
 
 
-def build_without_tower(kind: Any, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A composite without its tower: Hugging Face has no causal LM of its text part alone."""
-    model = kind._from_config(config, dtype=dtype, attn_implementation=PACKED)
+def build_without_towers(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a composite without its towers: Hugging Face has no causal LM of the text part."""
+    model: Any = AutoModelForImageTextToText.from_config(
+        config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=False
+    )
     model.model.visual = None
+    if hasattr(model.model, "audio_tower"):
+        model.model.audio_tower = None
+    text = model.model.language_model
+    if hasattr(text, "_deepstack_process"):
+        text._deepstack_process = add_block
+    pack_delta_nets(text.layers)
     return model
 
 
@@ -75,29 +74,20 @@ def qwen_text(config: Any) -> TextConventions:
     )
 
 
-def _build_text(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    return build_without_tower(QWEN_VL[config.model_type], config, dtype)
-
-
 def take_qwen_vl(config: Any) -> CompositeParts:
     """Takes a config apart.
 
     Raises:
         ConfigError: the sizes of tower and LLM differ.
     """
-    vision = config.vision_config
     key = "hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size"
     refuse(config, width_problems(config, key))
-    vision_part = EncoderPart(
-        config=vision,
+    return one_encoder(
+        config,
+        config,
+        qwen_text(config),
+        {"connector": "merger"},
         family=ENCODER_FAMILIES[f"{config.model_type}_vision"],
-        files=QWEN_VISION,
-        settings={"connector": "merger", "connector_from_files": True},
-    )
-    return CompositeParts(
-        llm_config=config,
-        llm_family=LlmFamily(build=_build_text, text_model="model.language_model"),
-        llm_files=QWEN_LLM,
-        encoders={VISION: vision_part},
-        text=qwen_text(config),
+        llm_family=LlmFamily(build=build_without_towers, text_model="model.language_model"),
+        files=(QWEN_VISION, QWEN_LLM),
     )

@@ -116,7 +116,7 @@ def _take(
     llm = copy.deepcopy(config.text_config)
     llm.tie_word_embeddings = False
     family = ENCODER_FAMILIES[tower].variant(audio)
-    heard = EncoderPart(audio, family, SOUND_FILES, {**settings, "connector_from_files": True})
+    heard = EncoderPart(audio, family, SOUND_FILES, settings)
     return CompositeParts(
         llm_config=llm,
         llm_family=LLM_FAMILIES[llm.model_type],

@@ -15,6 +15,9 @@ from transformers import (
     AudioFlamingo3ForConditionalGeneration,
     Gemma3ForConditionalGeneration,
     Gemma4ForConditionalGeneration,
+    Glm4vForConditionalGeneration,
+    Glm4vMoeForConditionalGeneration,
+    Glm46VForConditionalGeneration,
     Idefics3ForConditionalGeneration,
     InternVLForConditionalGeneration,
     LlavaForConditionalGeneration,
@@ -23,22 +26,30 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     PaliGemmaForConditionalGeneration,
     PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2AudioForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMForConditionalGeneration,
     VoxtralForConditionalGeneration,
 )
 
 from torchmm.models.families.composites.gemma import take_gemma3, take_paligemma
 from torchmm.models.families.composites.gemma4 import take_gemma4
-from torchmm.models.families.composites.glm4v import GLM4V, take_glm4v
+from torchmm.models.families.composites.glm4v import take_glm4v
 from torchmm.models.families.composites.idefics3 import take_idefics3
 from torchmm.models.families.composites.internvl import take_internvl
 from torchmm.models.families.composites.llava import take_llava, take_llava_next
 from torchmm.models.families.composites.mistral3 import take_mistral3
-from torchmm.models.families.composites.omni import OMNI, take_qwen2_5_omni, take_qwen3_omni
+from torchmm.models.families.composites.omni import take_qwen2_5_omni, take_qwen3_omni
 from torchmm.models.families.composites.parts import CompositeParts
-from torchmm.models.families.composites.qwen3_vl import QWEN3_VL, take_qwen3_vl
-from torchmm.models.families.composites.qwen_vl import QWEN_VL, take_qwen_vl
+from torchmm.models.families.composites.qwen3_vl import take_qwen3_vl
+from torchmm.models.families.composites.qwen_vl import take_qwen_vl
 from torchmm.models.families.composites.speech import (
     take_audioflamingo3,
     take_qwen2_audio,
@@ -69,13 +80,23 @@ COMPOSITES: dict[str, Composite] = {
     "paligemma": Composite(PaliGemmaForConditionalGeneration, take_paligemma),
     "gemma3": Composite(Gemma3ForConditionalGeneration, take_gemma3),
     "gemma4": Composite(Gemma4ForConditionalGeneration, take_gemma4),
-    **{name: Composite(kind, take_qwen_vl) for name, kind in QWEN_VL.items()},
-    **{name: Composite(kind, take_qwen3_vl) for name, kind in QWEN3_VL.items()},
-    "qwen2_5_omni_thinker": Composite(OMNI["qwen2_5_omni_thinker"], take_qwen2_5_omni),
-    "qwen3_omni_moe_thinker": Composite(OMNI["qwen3_omni_moe_thinker"], take_qwen3_omni),
+    "qwen2_vl": Composite(Qwen2VLForConditionalGeneration, take_qwen_vl),
+    "qwen2_5_vl": Composite(Qwen2_5_VLForConditionalGeneration, take_qwen_vl),
+    "qwen3_vl": Composite(Qwen3VLForConditionalGeneration, take_qwen3_vl),
+    "qwen3_vl_moe": Composite(Qwen3VLMoeForConditionalGeneration, take_qwen3_vl),
+    "qwen3_5": Composite(Qwen3_5ForConditionalGeneration, take_qwen3_vl),
+    "qwen3_5_moe": Composite(Qwen3_5MoeForConditionalGeneration, take_qwen3_vl),
+    "qwen2_5_omni_thinker": Composite(
+        Qwen2_5OmniThinkerForConditionalGeneration, take_qwen2_5_omni
+    ),
+    "qwen3_omni_moe_thinker": Composite(
+        Qwen3OmniMoeThinkerForConditionalGeneration, take_qwen3_omni
+    ),
     "voxtral": Composite(VoxtralForConditionalGeneration, take_voxtral),
     "qwen2_audio": Composite(Qwen2AudioForConditionalGeneration, take_qwen2_audio),
     "audioflamingo3": Composite(AudioFlamingo3ForConditionalGeneration, take_audioflamingo3),
-    **{name: Composite(kind, take_glm4v) for name, kind in GLM4V.items()},
+    "glm4v": Composite(Glm4vForConditionalGeneration, take_glm4v),
+    "glm4v_moe": Composite(Glm4vMoeForConditionalGeneration, take_glm4v),
+    "glm46v": Composite(Glm46VForConditionalGeneration, take_glm4v),
 }
 """Supported composites by Hugging Face model_type."""
