@@ -57,7 +57,7 @@ def test_a_run_executes_the_plan_that_its_forecast_shows(forecaster):
     process = start_planning(setup, "normal")
     try:
         metas = tuple(forecaster.workload.microbatches)
-        process.submit(PlanRequest(1, metas))
+        process.submit(1, PlanRequest(1, metas))
         planned = process.take(1, 120)
     finally:
         process.close()

@@ -101,7 +101,7 @@ def reorder_microbatches(
     lanes = _lanes(program, costs_GKM)
     groups, _, slots = costs_GKM.shape
     natural = np.tile(np.arange(slots), (groups, 1))
-    tried = [natural, interval_orders(program, costs_GKM)]
+    tried = [natural, interval_orders(program, costs_GKM, lanes)]
     times_ms = [_lane_makespans_ms(program, lanes, costs_GKM, orders) for orders in tried]
     exact = False
     if program.lag:
@@ -148,7 +148,9 @@ def makespans_ms(
     return _lane_makespans_ms(program, _lanes(program, costs_GKM), costs_GKM, orders_GM)
 
 
-def interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
+def interval_orders(
+    program: StepProgram, costs_GKM: Float64s, lanes: LaneCosts | None = None
+) -> Int64s:
     """Algorithm 3 for each group.
 
     The intervals are those of the first rank, and the size of a microbatch is its time on all
@@ -156,6 +158,7 @@ def interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
 
     Args:
         costs_GKM: from `StepProgram.checked`.
+        lanes: Memory for the durations in the order of slots; overwritten.
 
     Returns:
         (G, M): microbatch of each slot.
@@ -164,7 +167,7 @@ def interval_orders(program: StepProgram, costs_GKM: Float64s) -> Int64s:
     forward_GM, backward_GM = _first_rank(program, costs_GKM)
     return fill_intervals(
         program.tables,
-        _lanes(program, costs_GKM),
+        _lanes(program, costs_GKM) if lanes is None else lanes,
         costs_GKM,
         np.ascontiguousarray(costs_GKM[:, 0]),
         total_GM,
@@ -185,12 +188,14 @@ def _lanes(program: StepProgram, costs_GKM: Float64s) -> LaneCosts:
     varies_K = (costs_GKM != costs_GKM[:, :, :1]).any(axis=(0, 2))
     varying = np.flatnonzero(varies_K)
     fixed = np.flatnonzero(~varies_K)
-    place = np.empty((rows, slots), np.uint64)
+    place = np.empty(rows * slots + 1, np.uint64)
+    by_row = place[:-1].reshape(rows, slots)
     count = len(varying) * slots
-    place[varying] = np.arange(count).reshape(-1, slots)
-    place[fixed] = count + np.arange(len(fixed))[:, None]
-    costs_RG = np.zeros((count + len(fixed), groups))
-    return LaneCosts(place.reshape(-1)[program.tables.row_N], varying, fixed, costs_RG)
+    by_row[varying] = np.arange(count).reshape(-1, slots)
+    by_row[fixed] = count + np.arange(len(fixed))[:, None]
+    place[-1] = count + len(fixed)
+    costs_RG = np.zeros((count + len(fixed) + 1, groups))
+    return LaneCosts(place[program.tables.row_N], varying, fixed, costs_RG)
 
 
 def _lane_makespans_ms(
@@ -198,6 +203,6 @@ def _lane_makespans_ms(
 ) -> Float64s:
     fill_lanes(lanes, costs_GKM, orders_GM, 0, program.microbatches)
     result = np.empty(len(costs_GKM))
-    ends = np.zeros((len(program.tables.row_N), len(costs_GKM)))
+    ends = np.zeros((len(program.tables.row_N) + 1, len(costs_GKM)))
     advance_lanes(program.tables, lanes, ends, 0, result)
     return result

@@ -22,14 +22,13 @@ from itertools import groupby
 
 import numpy as np
 
-from torchmm.balance.compiled import Float64s, Int64s
+from torchmm.balance.compiled import Float64s, Int64s, Words
 from torchmm.balance.disttrain.reordering.program_kernels import ProgramTables
-from torchmm.balance.simulation.graph_kernels import group_edges
-from torchmm.balance.simulation.operator_graph import OperatorGraph
+from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
 from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder
-from torchmm.pipelining.plan.transfers import action_inputs
+from torchmm.pipelining.plan.transfers import Input, action_inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,48 +97,43 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
     if split:
         names = ", ".join(sorted(kind.value for kind in split))
         raise ValueError(f"actions of kind {names}: only F and B have durations here")
+    count = len(graph.layout.stages)
+    zero_row = 2 * count * graph.microbatches
     operators = OperatorGraph()
-    nodes = {
-        (action.type, action.task): operators.add(rank, 0.0, name=str(action))
-        for rank, row in enumerate(rows)
-        for action in row
-    }
-    for (kind, task), node in nodes.items():
-        for source, producer, message in action_inputs(Action(kind, *task), graph):
-            if (source, producer) not in nodes:
-                raise ValueError(f"{Action(kind, *task)} needs what is missing from the order")
-            if message is not None:
-                operators.add_edge(nodes[source, producer], node)
+    nodes: dict[tuple[ActionType, Task], int] = {}
+    waits: list[tuple[int, Input]] = []
+    slot_of: list[int] = []  # by operator
+    row_of: list[int] = []
+    for rank, row in enumerate(rows):
+        for action in row:
+            inputs = [each for each in action_inputs(action, graph) if each.message is not None]
+            own = (action.type is ActionType.B) * count + action.stage
+            # Kernels time operators that wait for one result, besides the operator before them on
+            # the rank. Each further result has an operator before the action that takes no time.
+            for index in range(max(1, len(inputs))):
+                is_action = index >= len(inputs) - 1
+                node = operators.add(rank, 0.0, name=str(action))
+                waits += [(node, each) for each in inputs[index : index + 1]]
+                slot_of.append(action.microbatch)
+                row_of.append(
+                    own * graph.microbatches + action.microbatch if is_action else zero_row
+                )
+            nodes[action.type, action.task] = node
+    for node, (kind, task, _) in waits:
+        if (kind, task) not in nodes:
+            raise ValueError(f"{Action(kind, *task)} is missing from the order")
+        operators.add_edge(nodes[kind, task], node)
     compiled = operators.compile()
-
-    # The last slot that each operator depends on, along the edges.
-    results = list(nodes)
-    slots = np.array([results[node][1].microbatch for node in compiled.node_at], np.int64)
-    for place in range(len(slots)):
-        sources = compiled.sources[compiled.pointers[place] : compiled.pointers[place + 1]]
-        slots[place] = max(slots[place], slots[sources].max(initial=0))
-    by_slot = np.argsort(slots, kind="stable")
+    slots, by_slot, before, need = _sort_by_slot(compiled, np.array(slot_of, np.int64))
     place_of = np.empty_like(by_slot)
     place_of[by_slot] = np.arange(len(by_slot))
-    targets = np.repeat(np.arange(len(place_of)), np.diff(compiled.pointers))
-    pointers, sources = group_edges(
-        place_of[targets].astype(np.int32),
-        place_of[compiled.sources].astype(np.int32),
-        len(place_of),
-    )
-
-    count = len(graph.layout.stages)
-    at = place_of[compiled.place]  # by node
-    row_N = np.empty(len(at), np.uint64)
-    for (kind, task), node in nodes.items():
-        row = (kind is ActionType.B) * count + task.stage
-        row_N[at[node]] = row * graph.microbatches + task.microbatch
+    at = place_of[compiled.place]  # by operator
     idle_from, idle_to = _intervals(rows, graph, nodes, at)
     return StepProgram(
         ProgramTables(
-            pointers.astype(np.uint64),
-            sources.astype(np.uint64),
-            row_N,
+            before,
+            need,
+            np.array(row_of, np.uint64)[compiled.node_at[by_slot]],
             np.searchsorted(slots[by_slot], np.arange(graph.microbatches + 1)),
             np.array([at[nodes[row[-1].type, row[-1].task]] for row in rows if row], np.uint64),
             idle_from,
@@ -151,6 +145,29 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
         rank_S=np.array([stage.ranks[0] for stage in graph.layout.stages]),
         lag=_lag(rows, graph),
     )
+
+
+def _sort_by_slot(graph: CompiledGraph, slot_of: Int64s) -> tuple[Int64s, Int64s, Words, Words]:
+    """Sort operators by the last slot that they depend on.
+
+    Returns:
+        The last slot of each place; the places in the new order; and, in that order, the two
+        operators before each operator: the same one twice if there is one, the number of operators
+        if there is none.
+    """
+    slots = slot_of[graph.node_at]
+    for place in range(len(slots)):
+        sources = graph.sources[graph.pointers[place] : graph.pointers[place + 1]]
+        slots[place] = max(slots[place], slots[sources].max(initial=0))
+    by_slot = np.argsort(slots, kind="stable")
+    place_of = np.empty_like(by_slot)
+    place_of[by_slot] = np.arange(len(by_slot))
+    begins = graph.pointers[:-1]
+    ends = graph.pointers[1:]
+    sources = np.append(place_of[graph.sources], len(slots))
+    first = np.where(ends > begins, sources[begins], len(slots))[by_slot]
+    last = np.where(ends > begins, sources[ends - 1], len(slots))[by_slot]
+    return slots, by_slot, first.astype(np.uint64), last.astype(np.uint64)
 
 
 def _intervals(

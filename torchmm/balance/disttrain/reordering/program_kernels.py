@@ -42,10 +42,11 @@ from torchmm.balance.simulation.graph_kernels import time_lanes
 # Lanes to which the swap is of no use swap back. Their ends are those of the rejected order until
 # the next turn, which therefore begins at the earlier one of its own and the last swap (`stale`).
 #
-# Durations of the lanes, (V * M + C, G), each in its own order of microbatches:
+# Durations of the lanes, (V * M + C + 1, G), each in its own order of microbatches:
 #
 #     v * M + s    row `varying[v]` in slot s
 #     V * M + c    row `fixed[c]`: the same for all microbatches, so no swap has to move it
+#     V * M + C    0: of operators that only wait for a further result
 
 
 class ProgramTables(NamedTuple):
@@ -54,9 +55,10 @@ class ProgramTables(NamedTuple):
     Unsigned indices, because signed indices may count from the end.
     """
 
-    pointers: Words
-    """By operator, and one more: the operators before it are `sources[pointers[n] : ...]`."""
-    sources: Words
+    before_N: Words
+    """By operator: an operator that must have ended; the number of operators if there is none."""
+    need_N: Words
+    """The same of a second operator, or of the first one again."""
     row_N: Words
     """By operator: its place in the durations."""
     begin_M: Int64s
@@ -73,7 +75,7 @@ class LaneCosts(NamedTuple):
     """Durations of several groups side by side, in the order of each group's slots.
 
     Rows that are the same for all microbatches are held once: `varying` rows of M slots come
-    first, then one place for each other row.
+    first, then one place for each other row, then a 0.
     """
 
     place_N: Words
@@ -107,7 +109,7 @@ def advance_lanes(
 ) -> None:
     """Write the ends of the operators from `first` on, and the makespans."""
     last = len(tables.row_N)
-    time_lanes(tables.pointers, tables.sources, lanes.place_N, lanes.costs_RG, ends_NG, first, last)
+    time_lanes(tables.before_N, tables.need_N, lanes.place_N, lanes.costs_RG, ends_NG, first, last)
     makespan_G[:] = 0.0
     for step in tables.last_R:
         for g in range(len(makespan_G)):
@@ -140,7 +142,7 @@ def fill_intervals(
     """
     groups, _, slots = costs_GKM.shape
     orders = np.empty((groups, slots), np.int64)
-    ends = np.zeros((len(tables.row_N), groups))
+    ends = np.zeros((len(tables.row_N) + 1, groups))
     to_fill = np.empty(groups)
     warmup = 0  # slots whose forwards come before the first backward
     while warmup < slots and tables.idle_to_M[warmup] < 0:
@@ -156,9 +158,7 @@ def fill_intervals(
     for slot in range(1, last + 1):
         first = tables.begin_M[slot - 1]
         stop = tables.begin_M[slot]
-        time_lanes(
-            tables.pointers, tables.sources, lanes.place_N, lanes.costs_RG, ends, first, stop
-        )
+        time_lanes(tables.before_N, tables.need_N, lanes.place_N, lanes.costs_RG, ends, first, stop)
         for group in range(groups):
             if slot > warmup:
                 since = ends[tables.idle_from_M[slot], group]
@@ -222,7 +222,7 @@ def anneal(
         The best orders (M, G).
     """
     slots, groups = orders_MG.shape
-    ends = np.zeros((len(tables.row_N), groups))
+    ends = np.zeros((len(tables.row_N) + 1, groups))
     now = np.empty(groups)
     new = np.empty(groups)
     advance_lanes(tables, lanes, ends, 0, now)
