@@ -202,14 +202,21 @@ def open_samples(
     buildings = open_buildings(data, training, reader, tokenizer, validation)
     if not buildings:
         raise ConfigError(f"{section}: no source; add a [[{section}]] table")
-    # Validation samples have the same order in every run, and a shuffled one: files are often
-    # sorted by topic, and the first samples should represent all of them.
-    seed, shuffle = seed_of(training, validation), validation or data.shuffle
-    tiles, patches = data.max_tiles_per_sequence is not None, data.packing == "balanced"
+    seed = seed_of(training, validation)
     opened = []
     for number, (name, config, building) in enumerate(buildings):
-        wanted = config.filter
-        options = FeedOptions(number, name, seed, shuffle, validation, wanted, tiles, patches)
+        options = FeedOptions(
+            number,
+            name,
+            seed,
+            # Validation samples have the same order in every run, and a shuffled one: files are
+            # often sorted by topic, and the first samples should represent all of them.
+            shuffle=validation or data.shuffle,
+            one_epoch=validation,
+            filter=config.filter,
+            counts_tiles=data.max_tiles_per_sequence is not None,
+            counts_patches=data.packing == "balanced",
+        )
         make_feed: Callable[[], Feed]
         if building is None:
             storage = open_file_system(config.path, data)
@@ -224,8 +231,9 @@ def open_samples(
         index = building.load()
         check_usable(name, config, index)
         make_feed = partial(IndexFeed, options, index, reader.encoders)
-        key, content = building.directory.name, index.content
-        opened.append(OpenSource(name, config, building.source, make_feed, key, content, index))
+        key = building.directory.name
+        source = OpenSource(name, config, building.source, make_feed, key, index.content, index)
+        opened.append(source)
     contents = [(source.name, source.config, source.content) for source in opened]
     whole = identity(data, training, reader, settings, contents)
     decoder = StepDecoder(reader, [s.records for s in opened], training.sequence_length)

@@ -119,8 +119,10 @@ class _Expected:
             if name == PIXELS:
                 inputs = self._form.generator if part == GENERATOR else self._form.encoders[part]
                 assert inputs is not None
-                rows, held = inputs.pixel_rows, inputs.held
-                shape[0] = sum(rows if held is None else (rows[image] for image in held))
+                rows = inputs.pixel_rows
+                shape[0] = sum(
+                    rows if inputs.held is None else (rows[image] for image in inputs.held)
+                )
             found = message.tensors[name]
             _require_equal(f"{where}dtype of {name}", str(found.dtype), str(tensor.dtype))
             _require_equal(f"{where}shape of {name}", list(found.shape), shape)
