@@ -223,7 +223,8 @@ def _attend_packed(
     if rules.sinks_H is not None:
         sinks_H = heads.own_heads(rules.sinks_H, len(rules.sinks_H))
         rules = rules._replace(sinks_H=sinks_H)
-    out_THD = _attend_segments(*heads.whole_rows(q, k, v), segments, scale, rules)
+    whole_q, whole_k, whole_v = heads.whole_rows(q, k, v)
+    out_THD = _attend_segments(whole_q, whole_k, whole_v, segments, scale, rules)
     return heads.own_tokens(out_THD, query_1HTD.shape[1])[None]
 
 

@@ -47,7 +47,8 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
     gated = family.gated_ffn if family.listed else _is_gated(layer, config)
     experts = expert_count(layer)
     # Inner features of the part that all tokens pass: a dense one, or shared experts.
-    hidden, matrices = config.hidden_size, 3 if gated else 2
+    hidden = config.hidden_size
+    matrices = 3 if gated else 2
     weights = sum(linear.weight.numel() for linear in _ffn_linears(layer))
     dense = chosen = round(weights / hidden / matrices)
     per_token = 0
