@@ -446,7 +446,9 @@ def _load_processor(
     if family.modality == "image":
         name, settings, tiles = _image_processor(key, family, config, source, override, composite)
     else:
-        name, settings, tiles = family.processor_class, {}, None
+        name = family.processor_class
+        settings = {}
+        tiles = None
         if source is not None:
             place, revision = split_place(source)
             with suppress(OSError):  # weights without an extractor use the defaults of the class

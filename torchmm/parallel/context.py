@@ -189,11 +189,14 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
             "only pipelines and sharding were compared for it; remove it"
         )
     for sizes in dict.fromkeys(llm.layer_sizes()):
-        heads, what = sizes.heads, "attention heads"
+        heads = sizes.heads
+        what = "attention heads"
         if isinstance(sizes.mixer, DeltaSizes):
-            heads, what = sizes.mixer.value_heads, "value heads of delta nets"
+            heads = sizes.mixer.value_heads
+            what = "value heads of delta nets"
         elif isinstance(sizes.mixer, ConvolutionSizes):
-            heads, what = sizes.hidden_size, "channels of convolutions"
+            heads = sizes.hidden_size
+            what = "channels of convolutions"
         if heads // tensor < ranks:
             problems.append(
                 f"{key} is more than the {heads // tensor} {what} of {llm.name!r} on a "

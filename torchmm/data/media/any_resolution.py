@@ -32,7 +32,8 @@ class AnyResolution(Scheme):
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
         whole = Kept(0, self.rows, 0, self.rows, 0)
-        prefix, suffix = self.text.image_prefix, self.text.image_suffix
+        prefix = self.text.image_prefix
+        suffix = self.text.image_suffix
 
         # Choose the processor's best resolution among those whose tiles are within the limit.
         crop = self.processor.crop_size or self.processor.size
@@ -51,7 +52,8 @@ class AnyResolution(Scheme):
         count: Any = LlavaNextProcessor._get_unpadded_features  # does not use `self`
         tokens, lines = count(None, height_px, width_px, self.rows, self.rows, tall, wide)
         length = tokens // lines if lines else 0
-        top, left = (tall * self.rows - lines) // 2, (wide * self.rows - length) // 2
+        top = (tall * self.rows - lines) // 2
+        left = (wide * self.rows - length) // 2
         box = Kept(top, top + lines, left, left + length, lines)
 
         # Shrink the features of large images.
@@ -59,7 +61,8 @@ class AnyResolution(Scheme):
         if self.most_tiles:
             ratio = sqrt(lines * length / (self.most_tiles * self.rows**2))
             if ratio > SHRINKS_ABOVE:
-                rows, columns = int(lines // ratio), int(length // ratio)
+                rows = int(lines // ratio)
+                columns = int(length // ratio)
 
         # Placeholders of all tiles follow the marks of the first tile. The offsets of each later
         # tile count from its own marks, so that they start with a negative number.

@@ -160,7 +160,8 @@ class PooledLayout(PatchLayout):
         return {"max_soft_tokens": max(allowed, default=self.tokens[0])}
 
     def size(self, width_px: int, height_px: int, limit_px: int) -> tuple[int, int]:
-        side, merge = self.spec.patch_size_px, self.spec.merge
+        side = self.spec.patch_size_px
+        merge = self.spec.merge
         most = self.limits(limit_px)["max_soft_tokens"] * merge**2
         return get_aspect_ratio_preserving_size(height_px, width_px, side, most, merge)
 

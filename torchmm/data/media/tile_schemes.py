@@ -138,7 +138,8 @@ class SplitTiles(Scheme):
         return rows, columns
 
     def _marks(self, rows: int, columns: int) -> tuple[Marks, ...]:
-        prefix, suffix = self.text.image_prefix, self.text.image_suffix
+        prefix = self.text.image_prefix
+        suffix = self.text.image_suffix
         if rows * columns == 0:
             return prefix, suffix
         marks: list[Marks] = []
@@ -162,7 +163,8 @@ class PanAndScan(Scheme):
     """
 
     def cut(self, width_px: int, height_px: int, most: int) -> Cut:
-        prefix, suffix = self.text.image_prefix, self.text.image_suffix
+        prefix = self.text.image_prefix
+        suffix = self.text.image_suffix
         settings: dict[str, Any] = {}
         if most <= self.processor.pan_and_scan_max_num_crops:
             # A single crop would be the whole picture once more.

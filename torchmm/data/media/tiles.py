@@ -72,7 +72,8 @@ class TiledMedia:
         for size in ((600, 200), (90, 400), (70, 70)):
             if images.byte_values is None:
                 break
-            picture, cut = noise(size), self.scheme.cut(*size, most=UNLIMITED)
+            picture = noise(size)
+            cut = self.scheme.cut(*size, most=UNLIMITED)
             stored = torch.from_numpy(self.scheme.pixels(picture, cut, raw=True))
             values = self.scheme.pixels(picture, cut)
             if not np.array_equal(images.byte_values.look_up(stored).numpy(), values):

@@ -193,26 +193,22 @@ def layer_config(config: Any, index: int) -> Any:
 def size_problems(key: str, config: Any) -> list[str]:
     """Return the settings and sizes of `config` that are rejected for every family."""
     differ = getattr(config, "is_heterogeneous", False)
-    layers = range(config.num_hidden_layers if differ else 1)
-    found = [p for index in layers for p in _layer_problems(key, layer_config(config, index))]
-    return list(dict.fromkeys([*found, *setting_problems(key, config)]))
-
-
-def _layer_problems(key: str, config: Any) -> list[str]:
     problems = []
-    hidden = getattr(config, "embed_dim", None) or config.hidden_size  # Qwen2-VL's tower
-    heads = config.num_attention_heads
-    if getattr(config, "head_dim", None) is None and hidden % heads:
-        problems.append(f"[{key}] hidden_size = {hidden} is not divisible by its {heads} heads")
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if heads % kv_heads:
-        problems.append(
-            f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
-            "num_key_value_heads"
-        )
-    # "vision": Gemma 4's images, which its composite takes care of.
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
-        problems.append(
-            f"[{key}] use_bidirectional_attention is not implemented; override it with false"
-        )
-    return problems
+    for index in range(config.num_hidden_layers if differ else 1):
+        layer = layer_config(config, index)
+        hidden = getattr(layer, "embed_dim", None) or layer.hidden_size  # encoder of Qwen2-VL
+        heads = layer.num_attention_heads
+        if getattr(layer, "head_dim", None) is None and hidden % heads:
+            problems.append(f"[{key}] hidden_size = {hidden} is not divisible by its {heads} heads")
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % kv_heads:
+            problems.append(
+                f"[{key}] num_attention_heads = {heads} is not divisible by the {kv_heads} "
+                "num_key_value_heads"
+            )
+        # "vision" is for images in Gemma 4, which its composite supports.
+        if getattr(layer, "use_bidirectional_attention", None) not in (None, False, "vision"):
+            problems.append(
+                f"[{key}] use_bidirectional_attention is not implemented; override it with false"
+            )
+    return list(dict.fromkeys([*problems, *setting_problems(key, config)]))

@@ -188,21 +188,6 @@ def _attend_segments(
     return torch.cat(outs)
 
 
-def _attend_row(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, s: Segments, scale: float, rules: _Rules
-) -> Tensor:
-    """Attention of this rank's tokens, which may be a slice of the row."""
-    heads = s.row_heads
-    if heads is None:
-        return _attend_segments(query_THD, key_TGD, value_TGD, s, scale, rules)
-    if rules.sinks_H is not None:
-        sinks_H = heads.own_heads(rules.sinks_H, len(rules.sinks_H))
-        rules = rules._replace(sinks_H=sinks_H)
-    q, k, v = heads.whole_rows(query_THD, key_TGD, value_TGD)
-    out_THD = _attend_segments(q, k, v, s, scale, rules)
-    return heads.own_tokens(out_THD, query_THD.shape[1])
-
-
 def _attend_packed(
     query_1HTD: Tensor,
     key_BGSD: Tensor,
@@ -211,7 +196,10 @@ def _attend_packed(
     scale: float,
     rules: _Rules,
 ) -> Tensor:
-    """(1, T, H, D): of a packed row, where keys and values are the row's or a cache's."""
+    """Return the attention output (1, T, H, D) of a packed sequence or of a rank's slice of it.
+
+    Keys and values are those of the sequence or of a cache.
+    """
     cache = segments.cache
     if cache is not None and not cache.whole_prompts:
         assert rules.causal
@@ -228,7 +216,15 @@ def _attend_packed(
     if segments.only_windows and not rules.window:
         segments = replace(segments, blocks_T=None)
     rules = rules._replace(window=_needed(rules.window, segments))
-    return _attend_row(q, k, v, segments, scale, rules)[None]
+    heads = segments.row_heads
+    if heads is None:
+        return _attend_segments(q, k, v, segments, scale, rules)[None]
+    if rules.sinks_H is not None:
+        sinks_H = heads.own_heads(rules.sinks_H, len(rules.sinks_H))
+        rules = rules._replace(sinks_H=sinks_H)
+    whole_q, whole_k, whole_v = heads.whole_rows(q, k, v)
+    out_THD = _attend_segments(whole_q, whole_k, whole_v, segments, scale, rules)
+    return heads.own_tokens(out_THD, query_1HTD.shape[1])[None]
 
 
 def _needed(window: int, segments: Segments) -> int:

@@ -62,7 +62,13 @@ def check_ranks(
         return
     for line in slow_ranks(rates_RT, hosts_R, _blocks(mesh), tolerance):
         logger.warning("preflight: %s", line)
-    logger.info("preflight: %s", "; ".join(_medians(rates_RT)))
+    medians = [_median(column) for column in zip(*rates_RT, strict=True)]
+    shown = [
+        f"{test} {value:.3g} {unit}"
+        for test, value, unit in zip(TESTS, medians, UNITS, strict=True)
+        if not math.isnan(value)
+    ]
+    logger.info("preflight: %s", "; ".join(shown))
 
 
 def check_own_device(device: torch.device) -> None:
@@ -116,15 +122,6 @@ def _median(values: Sequence[float]) -> float:
     """The upper one of an even number, so that one of two can be slow; NaN of none."""
     ordered = sorted(value for value in values if not math.isnan(value))
     return ordered[len(ordered) // 2] if ordered else math.nan
-
-
-def _medians(rates_RT: Sequence[Sequence[float]]) -> list[str]:
-    medians = [_median(column) for column in zip(*rates_RT, strict=True)]
-    return [
-        f"{test} {value:.3g} {unit}"
-        for test, value, unit in zip(TESTS, medians, UNITS, strict=True)
-        if not math.isnan(value)
-    ]
 
 
 def _blocks(mesh: ParallelMesh) -> list[range]:

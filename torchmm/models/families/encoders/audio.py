@@ -55,9 +55,6 @@ class SoundFamily(EncoderFamily):
     def context(self, tower: nn.Module, inputs: EncoderInputs, device: torch.device) -> Any:
         return Segments.from_starts(image_starts(inputs.grids_thw), device)
 
-    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        return hidden[0]
-
     def smallest_folded(
         self, config: Any, shuffle: int
     ) -> tuple[tuple[int, ...], tuple[int, int, int]]:

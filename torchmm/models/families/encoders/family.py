@@ -152,7 +152,9 @@ class EncoderFamily:
         return layer(hidden, context)
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        """(P, D) outputs, image after image, in the order of their placeholders."""
+        """Return the (P, D) outputs, image after image, in the order of their placeholders."""
+        if self.inputs == "patches":
+            return hidden[0]
         return (hidden[:, 1:] if drop_class_token else hidden).flatten(0, 1)
 
     def fold(self, x_PD: Tensor, grids_thw: list[tuple[int, int, int]], shuffle: int) -> Tensor:

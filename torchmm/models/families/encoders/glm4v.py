@@ -24,7 +24,7 @@ from torchmm.common.batch import EncoderInputs
 from torchmm.common.device_copies import to_device
 from torchmm.common.layers import LayerDescription
 from torchmm.models.families.encoders.family import frame_starts, side
-from torchmm.models.families.encoders.qwen import Qwen2VisionFamily
+from torchmm.models.families.encoders.qwen import QwenVisionFamily
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.patches import embed_by_products
 
@@ -67,7 +67,7 @@ def merge_patches(parts: Any, x_PD: Tensor) -> Tensor:
     return parts.merger(parts.downsample(x_KhwD.permute(0, 3, 1, 2)).flatten(1))
 
 
-class GlmVisionFamily(Qwen2VisionFamily):
+class GlmVisionFamily(QwenVisionFamily):
     """GLM-4.1V's and GLM-4.6V's."""
 
     processor_class = "Glm4vImageProcessor"
@@ -80,15 +80,6 @@ class GlmVisionFamily(Qwen2VisionFamily):
         "merger.down_proj": "rowwise",
     }
     merger_norms = ("merger",)
-    tensor_parallel: ClassVar[dict[str, str]] = {
-        "attn": "packed_qkv",
-        "attn.proj": "rowwise",
-        "mlp.gate_proj": "colwise",
-        "mlp.up_proj": "colwise",
-        "mlp.down_proj": "rowwise",
-        "norm1": "sequence",
-        "norm2": "sequence",
-    }
     tower: ClassVar[Any] = Glm4vVisionModel
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -123,12 +114,6 @@ class GlmVisionFamily(Qwen2VisionFamily):
 
     def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
         return hidden if tower.merger is None else merge_patches(tower, hidden)
-
-    def width(self, config: Any) -> int:
-        return config.hidden_size
-
-    def output_size(self, config: Any) -> int:
-        return config.out_hidden_size
 
     def patch_size(self, config: Any) -> int:
         return side(config.patch_size)

@@ -91,8 +91,11 @@ class Dinov3Family(EncoderFamily):
         return 1 + config.num_register_tokens
 
     def processor(self, config: Any) -> dict[str, Any]:
-        mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
-        return {**super().processor(config), "image_mean": mean, "image_std": std}
+        return {
+            **super().processor(config),
+            "image_mean": list(IMAGENET_DEFAULT_MEAN),
+            "image_std": list(IMAGENET_DEFAULT_STD),
+        }
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         sizes = super().describe_layer(config, index)

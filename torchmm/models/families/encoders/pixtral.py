@@ -62,9 +62,6 @@ class PixtralFamily(EncoderFamily):
         cos, sin = (table.to(hidden.dtype) for table in context.rotary)
         return layer(hidden, context.images, position_embeddings=(cos, sin))
 
-    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        return hidden[0]
-
     def processor(self, config: Any) -> dict[str, Any]:
         size = side(config.patch_size)
         return {"patch_size": {"height": size, "width": size}}

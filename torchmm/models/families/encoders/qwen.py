@@ -34,8 +34,8 @@ class QwenContext(NamedTuple):
     """int64: merged units of `merge`**2 patches in window order."""
 
 
-class Qwen2VisionFamily(EncoderFamily):
-    """Qwen2-VL: patches of images of any size; every frame attends to itself."""
+class QwenVisionFamily(EncoderFamily):
+    """Patches of images of any size; every frame attends to itself. Defaults are of Qwen2.5-VL."""
 
     inputs = "patches"
     processor_class = "Qwen2VLImageProcessor"
@@ -49,13 +49,14 @@ class Qwen2VisionFamily(EncoderFamily):
     tensor_parallel: ClassVar[dict[str, str]] = {
         "attn": "packed_qkv",
         "attn.proj": "rowwise",
-        "mlp.fc1": "colwise",
-        "mlp.fc2": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
         "norm1": "sequence",
         "norm2": "sequence",
     }
-    tower: ClassVar[Any] = Qwen2VisionTransformerPretrainedModel
-    """Hugging Face's class."""
+    tower: ClassVar[Any]
+    """Class of Hugging Face."""
 
     def build(self, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         tower = self.tower._from_config(config, dtype=dtype, attn_implementation=PACKED)
@@ -94,14 +95,11 @@ class Qwen2VisionFamily(EncoderFamily):
     ) -> Tensor:
         return hidden if tower.merger is None else tower.merger(hidden)
 
-    def width(self, config: Any) -> int:
-        return config.embed_dim
-
     def hidden_shape(self, config: Any, patches: list[int]) -> tuple[int, ...]:
         return sum(patches), self.width(config)
 
     def output_size(self, config: Any) -> int:
-        return config.hidden_size
+        return config.out_hidden_size
 
     def merge(self, config: Any) -> int:
         return config.spatial_merge_size
@@ -121,26 +119,37 @@ class Qwen2VisionFamily(EncoderFamily):
     def layer_count(self, config: Any) -> int:
         return config.depth
 
-    def ffn_size(self, config: Any) -> int:
-        return int(config.embed_dim * config.mlp_ratio)
-
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         sizes = super().describe_layer(config, index)
         return replace(sizes, rotary=True, rotary_float32=True, packed_qkv=True)
 
 
-class Qwen2_5VisionFamily(Qwen2VisionFamily):  # noqa: N801 - as Hugging Face writes it
-    """Qwen2.5-VL: attention in windows except in a few layers; gated feed-forward parts."""
+class Qwen2VisionFamily(QwenVisionFamily):
+    """Qwen2-VL: feed-forward parts without a gate, and other names of sizes in the config."""
 
     tensor_parallel: ClassVar[dict[str, str]] = {
         "attn": "packed_qkv",
         "attn.proj": "rowwise",
-        "mlp.gate_proj": "colwise",
-        "mlp.up_proj": "colwise",
-        "mlp.down_proj": "rowwise",
+        "mlp.fc1": "colwise",
+        "mlp.fc2": "rowwise",
         "norm1": "sequence",
         "norm2": "sequence",
     }
+    tower: ClassVar[Any] = Qwen2VisionTransformerPretrainedModel
+
+    def width(self, config: Any) -> int:
+        return config.embed_dim
+
+    def output_size(self, config: Any) -> int:
+        return config.hidden_size
+
+    def ffn_size(self, config: Any) -> int:
+        return int(config.embed_dim * config.mlp_ratio)
+
+
+class Qwen2_5VisionFamily(QwenVisionFamily):  # noqa: N801 - as Hugging Face writes it
+    """Qwen2.5-VL: attention in windows except in a few layers; gated feed-forward parts."""
+
     tower: ClassVar[Any] = Qwen2_5_VisionTransformerPretrainedModel
 
     def context(self, tower: Any, inputs: EncoderInputs, device: torch.device) -> QwenContext:
@@ -176,15 +185,6 @@ class Qwen2_5VisionFamily(Qwen2VisionFamily):  # noqa: N801 - as Hugging Face wr
         assert context.order is not None
         x_PD = _reorder(hidden, context.order.argsort(), tower.config.spatial_merge_size**2)
         return super().finish(tower, x_PD, context, drop_class_token)
-
-    def width(self, config: Any) -> int:
-        return config.hidden_size
-
-    def output_size(self, config: Any) -> int:
-        return config.out_hidden_size
-
-    def ffn_size(self, config: Any) -> int:
-        return config.intermediate_size
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         whole = index in config.fullatt_block_indexes

@@ -24,7 +24,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.device_copies import to_device
 from torchmm.models.families.encoders.family import frame_starts
-from torchmm.models.families.encoders.qwen import Qwen2VisionFamily
+from torchmm.models.families.encoders.qwen import QwenVisionFamily
 from torchmm.models.layers.attention import Segments
 from torchmm.models.layers.deepstack import DeepstackConnector
 
@@ -40,7 +40,7 @@ class Qwen3Context(NamedTuple):
     """float32 (P, 4): of these rows."""
 
 
-class Qwen3VisionFamily(Qwen2VisionFamily):
+class Qwen3VisionFamily(QwenVisionFamily):
     """Qwen3-VL's tower; the base of those without deepstack, whose configs name no layers."""
 
     pre = ("patch_embed", "pos_embed")
@@ -92,15 +92,6 @@ class Qwen3VisionFamily(Qwen2VisionFamily):
         if mergers is not None:
             tower.deepstack_merger_list = None
         return connector
-
-    def width(self, config: Any) -> int:
-        return config.hidden_size
-
-    def output_size(self, config: Any) -> int:
-        return config.out_hidden_size
-
-    def ffn_size(self, config: Any) -> int:
-        return config.intermediate_size
 
 
 class Qwen3MoeVisionFamily(Qwen3VisionFamily):

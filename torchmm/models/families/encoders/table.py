@@ -77,9 +77,6 @@ class Siglip2Family(SiglipFamily):
         positions_PD = torch.cat([resized[grid] for grid in inputs.grids_thw])
         return (x_PD + positions_PD.to(x_PD.dtype))[None]
 
-    def finish(self, tower: Any, hidden: Tensor, context: Any, drop_class_token: bool) -> Tensor:
-        return hidden[0]
-
     def processor(self, config: Any) -> dict[str, Any]:
         return {"patch_size": config.patch_size, "max_num_patches": config.num_patches}
 

@@ -46,13 +46,22 @@ def product_sizes(layer: nn.Module, config: Any, family: LlmFamily) -> dict[str,
     aside."""
     gated = family.gated_ffn if family.listed else _is_gated(layer, config)
     experts = expert_count(layer)
-    dense = _dense_width(layer, config, gated)
+    # Inner features of the part that all tokens pass: a dense one, or shared experts.
+    hidden = config.hidden_size
+    matrices = 3 if gated else 2
+    weights = sum(linear.weight.numel() for linear in _ffn_linears(layer))
+    dense = chosen = round(weights / hidden / matrices)
+    per_token = 0
+    if (part := experts_of(layer)) is not None:
+        per_token = _chosen(config)
+        weights = sum(tensor.numel() for tensor in stacked_weights(part)) // experts
+        chosen = round(weights * per_token / hidden / matrices)
     mixer = delta_sizes(layer) or convolution_sizes(layer)
     return {
         "experts": experts,
-        "experts_per_token": _chosen(config) if experts else 0,
+        "experts_per_token": per_token,
         "gated_ffn": gated,
-        "ffn_size": _chosen_width(layer, config, gated) if experts else dense,
+        "ffn_size": chosen,
         "shared_ffn_size": dense if experts else 0,
         "expert_biases": any("experts" in n and n.endswith("_bias") for n in layer.state_dict()),
         "shared_gate": any(linear.out_features == 1 for linear in _linears_outside(layer)),
@@ -101,21 +110,6 @@ def _attention_sizes(layer: nn.Module, config: Any, counted: bool) -> dict[str, 
     products = 2 * heads + (1 if value_is_key else 2) * sizes["kv_heads"]
     usual = config.hidden_size * head_dim * products
     return sizes | {"value_is_key": value_is_key, "other_weights": max(0, weights - usual)}
-
-
-def _dense_width(layer: nn.Module, config: Any, gated: bool) -> int:
-    """Inner features of the feed-forward part that all tokens go through: a dense one, or experts
-    that are shared."""
-    weights = sum(linear.weight.numel() for linear in _ffn_linears(layer))
-    return round(weights / config.hidden_size / (3 if gated else 2))
-
-
-def _chosen_width(layer: nn.Module, config: Any, gated: bool) -> int:
-    """The same of the experts that are chosen for a token, together."""
-    experts = experts_of(layer)
-    assert experts is not None
-    weights = sum(tensor.numel() for tensor in stacked_weights(experts)) // expert_count(layer)
-    return round(weights * _chosen(config) / config.hidden_size / (3 if gated else 2))
 
 
 def _is_gated(layer: nn.Module, config: Any) -> bool:
