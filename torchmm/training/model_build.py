@@ -138,15 +138,19 @@ def cut_model(
     return ModelCut(parallel, layout)
 
 
+class FilledModel(NamedTuple):
+    """A model on this rank, ready to run."""
+
+    pipeline: Pipeline
+    compilation: Compilation
+    """Compiled layers."""
+
+
 @working("cutting and filling the model")
 def fill_model(
     run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
-) -> tuple[Pipeline, Compilation]:
-    """Parallelize the stages of this rank, then allocate and load their parameters. Collective.
-
-    Returns:
-        The pipeline of this rank and its compiled layers.
-    """
+) -> FilledModel:
+    """Parallelize the stages of this rank, then allocate and load their parameters. Collective."""
     recipe = run.recipe
     training = recipe.training
     dtype = DTYPES[training.dtype]
@@ -174,7 +178,7 @@ def fill_model(
     pipeline = Pipeline(
         model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype, exchange
     )
-    return pipeline, compilation
+    return FilledModel(pipeline, compilation)
 
 
 def _quiet_libraries() -> None:

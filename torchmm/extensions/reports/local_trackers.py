@@ -133,7 +133,7 @@ class TrackioTracker:
         self._run.finish()
 
 
-def _to_toml(facts: Record) -> str:
+def _to_toml(facts: Mapping[str, Any]) -> str:
     """Return nested tables as TOML, without null values, which TOML does not have."""
     return tomli_w.dumps(_without_null(facts))
 

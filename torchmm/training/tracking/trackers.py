@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torchmm.common.extensions import Entry, find_entries
 from torchmm.recipe.training_section import MetricsConfig
@@ -56,7 +56,7 @@ class TrackedRun(NamedTuple):
     config: MetricsConfig
     run_dir: Path
     name: str
-    recipe: Record
+    recipe: Mapping[str, Any]
     """The resolved recipe."""
     log: logging.Logger
     start_step: int
@@ -71,7 +71,7 @@ class TrackedRun(NamedTuple):
         """Return the reader of files that are written after `start_step`."""
         return RunFiles(self.run_dir, self.start_step)
 
-    def facts(self) -> Record:
+    def facts(self) -> Mapping[str, Any]:
         """Return the recipe, and the versions of the code."""
         return {**self.recipe, "code": code_version()}
 

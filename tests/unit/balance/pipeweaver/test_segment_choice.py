@@ -12,8 +12,8 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.pipeweaver import segments
-from torchmm.balance.pipeweaver.order_search.best_order import plan_searched
-from torchmm.balance.pipeweaver.order_search.search import Budget
+from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
+from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
 from torchmm.balance.pipeweaver.partition import partition
 from torchmm.balance.pipeweaver.segments import (
     MOST_PARTITIONS,
@@ -91,7 +91,9 @@ def test_stages_are_those_of_the_fastest_predicted_step():
         assert stages == "balanced" or (longest == LAYERS) == (stages == "megatron"), stages
         graph = step_graph(layout, own, metas)
         costs = replace(plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
-        predicted[stages] = plan_searched(graph, costs, Budget(evaluations=200)).predicted_ms
+        predicted[stages] = (
+            StepSearch(graph, costs).search(Budget(evaluations=200), Settings()).predicted_ms
+        )
     assert predicted[found.search.stages] == min(predicted.values())
 
 
