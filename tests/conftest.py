@@ -101,6 +101,7 @@ CAMPAIGNS = {
     "test_train_faults.py::test_non_finite_numbers_stop_all_and_leave_a_good_checkpoint",
     "test_stores.py::test_a_run_equals_that_on_local_files_and_no_secret_is_written",
     "test_uploads.py::test_a_damaged_copy_is_skipped_and_only_damaged_ones_stop_the_start",
+    "test_step_process.py::test_exit_does_not_wait_for_process",
     "test_peer_watch.py::test_a_process_whose_main_thread_waits_is_ended[True-True-step]",
     "test_train_faults.py::test_sigterm_to_torchrun_saves_and_the_rerun_ends_with_the_same_bits",
     "test_train_faults.py::test_too_many_corrupt_samples_stop_all_ranks",

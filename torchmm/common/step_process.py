@@ -210,15 +210,18 @@ class StepProcess(Generic[Answer]):
                 self._connection.send(request)
 
     def _receive(self) -> None:
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 received = self._connection.recv()
                 with self._changed:
                     self._received = received
                     self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        except (EOFError, OSError):
+            pass  # `take` reports the exit of the process
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
 
 
 class RestartingProcess(Generic[Answer]):

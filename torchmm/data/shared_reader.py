@@ -120,8 +120,8 @@ class ReaderClient:
 
     def part(self, asked: Asked) -> StepPart | None:
         """Return a part of a step, see `SharedSteps.part`."""
-        found: StepPart | Literal["end"] = self._ask(asked)
-        return None if found == END else found
+        found = self._ask(asked)
+        return found if isinstance(found, StepPart) else None
 
     def _ask(self, asked: Asked | None) -> Any:
         with self._lock:

@@ -1,17 +1,18 @@
-"""How finely modules are divided for an interleaved pipeline: PipeWeaver's partitioner (§5).
+"""The partitioner of PipeWeaver (section 5): segments and sub-microbatches of a pipeline.
 
-For every module the size of its sub-microbatches: the smallest that still computes nearly as
-efficiently as the best one. Then how often it passes the ranks: segments in proportion to how long
-a sub-microbatch takes, so that stages of all modules take about equally long and may replace each
-other in the pipeline. Layers are spread over these stages by `separated_layout`, which handles
-counts that do not divide; a batch's sub-microbatches follow from its images, ceil(N / B), evenly.
+A sub-microbatch of a module has the smallest number of images whose throughput is close to the best
+one. The number of segments of a module, which is how often it passes the ranks, is proportional to
+the latency of a sub-microbatch. Then stages of all modules take about equally long and can replace
+each other in the pipeline. `separated_layout` distributes layers over stages, also if they do not
+divide evenly. N images form ceil(N / B) sub-microbatches of even size.
 
-What the paper leaves open is decided so: latencies are those of a forward with its backward, of a
-mean sub-microbatch of the data; a module has no more segments than its layers can fill, and never
-more than `MOST_SEGMENTS`, beyond which stages of a fast encoder's size would be all transfers.
-Efficiencies come from the cost model, whose profile may be measured (scripts/calibrate.py).
-Rejected: measuring modules when a run begins, which makes layouts, and so checkpoints' speed and
-losses' last bits, depend on the noise of that minute.
+The paper leaves the following open. Latencies are those of forward and backward of an average
+sub-microbatch of the data. A module has at most as many segments as its layers can fill, and at
+most `MOST_SEGMENTS`, because smaller stages of a fast encoder would mostly transfer data. Times
+come from the cost model, whose profile can be measured (scripts/calibrate.py).
+
+Rejected: measuring modules at the start of a run, because layouts would depend on noise, and with
+them the speed of checkpoints and the last bits of losses.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from torchmm.costs.sizes import (
 )
 
 EFFICIENT = 0.95
-"""Share of the best efficiency that a sub-microbatch has to reach."""
+"""Minimum throughput of a sub-microbatch, relative to the best size."""
 MOST_SEGMENTS = 8
 MOST_SHOWN = 512
-"""Sub-microbatches over which latencies are averaged, at most."""
+"""Maximum number of sub-microbatches whose latencies are averaged."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What the partitioner decides; by module name.
+    """Result of the partitioner, by module name.
 
     Attributes:
-        sub_microbatch_images: of encoders and generators that the data have images for.
-        segments: of all modules.
-        latency_ms: of a forward with its backward of a mean sub-microbatch, all layers.
+        sub_microbatch_images: images of a sub-microbatch of encoders and generators with images.
+        segments: number of segments of every module.
+        latency_ms: average time of forward and backward of a sub-microbatch through all layers.
     """
 
     sub_microbatch_images: dict[str, int]
@@ -67,14 +68,15 @@ def partition(
     images_given: Mapping[str, int] | None = None,
     segments_given: Mapping[str, int] | None = None,
 ) -> Partition:
-    """Sizes of sub-microbatches and numbers of segments.
+    """Return the sizes of sub-microbatches and the numbers of segments.
 
     Args:
-        modules: encoders, LLM and generator, whole.
-        microbatches: typical ones.
-        model: costs of the device, and how modules run.
-        ranks: pipeline ranks.
-        images_given, segments_given: what is decided already, by module.
+        modules: encoders, LLM and generator, unsharded.
+        microbatches: typical microbatches.
+        model: cost model of the modules in the run.
+        ranks: number of pipeline ranks.
+        images_given: fixed images of sub-microbatches, by module.
+        segments_given: fixed numbers of segments, by module.
 
     Raises:
         ValueError: no microbatches, or a module has fewer layers than ranks.
@@ -101,7 +103,7 @@ def partition(
 
 
 def segment_counts(latency_ms: Mapping[str, float], most: Mapping[str, int]) -> dict[str, int]:
-    """floor(T / T of the fastest module), at least 1 and at most `most`."""
+    """Return floor(T / T of the fastest module), at least 1 and at most `most`, by module."""
     fastest_ms = min((ms for ms in latency_ms.values() if ms > 0), default=0.0)
     if fastest_ms == 0:
         return dict.fromkeys(latency_ms, 1)
@@ -112,10 +114,10 @@ def segment_counts(latency_ms: Mapping[str, float], most: Mapping[str, int]) -> 
 
 
 def smallest_efficient(times_ms: Sequence[float]) -> int:
-    """The smallest size whose throughput is near the best.
+    """Return the smallest size whose throughput is close to the best one.
 
     Args:
-        times_ms: of 1, 2, 3, ... images.
+        times_ms: times of 1, 2, 3, ... images.
 
     Raises:
         ValueError: no times, or one is not positive.
@@ -132,7 +134,10 @@ def _sub_microbatches(
     model: CostModel,
     given: Mapping[str, int],
 ) -> tuple[int, TaskSizes] | None:
-    """Images of a sub-microbatch, and sizes of those of the data; None if there are none."""
+    """Return the images of a sub-microbatch and the sizes of all sub-microbatches of the data.
+
+    Returns None if the data have no images for the module.
+    """
     if module.kind == "llm":
         targets = [text_tokens(meta) for meta in microbatches]
         return 1, llm_sizes(microbatches, targets, padding=True)
@@ -144,10 +149,13 @@ def _sub_microbatches(
     pool = [image for own in shown for image in own]
     if not pool:
         return None
-    most = max(map(len, shown))
-    size = given.get(module.name) or smallest_efficient(
-        _times_ms(module, sizes_of(_prefixes(pool, most)), model).tolist()
-    )
+    size = given.get(module.name)
+    if not size:
+        # 1, 2, 3, ... images of about the average size
+        most = max(map(len, shown))
+        chosen = [pool[index] for index in np.linspace(0, len(pool) - 1, most).round().astype(int)]
+        prefixes = [chosen[:count] for count in range(1, most + 1)]
+        size = smallest_efficient(_times_ms(module, sizes_of(prefixes), model).tolist())
     groups = [
         own[r.start : r.stop]
         for own in shown
@@ -157,14 +165,8 @@ def _sub_microbatches(
     return size, sizes_of(groups[:MOST_SHOWN])
 
 
-def _prefixes(pool: list, most: int) -> list[list]:
-    """1 to `most` images that together are about as large as the mean."""
-    chosen = [pool[index] for index in np.linspace(0, len(pool) - 1, most).round().astype(int)]
-    return [chosen[:count] for count in range(1, most + 1)]
-
-
 def _times_ms(module: ModuleDescription, sizes: TaskSizes, model: CostModel) -> Array:
-    """Forward and backward of all layers of a module, by task."""
+    """Return the times of forward and backward of all layers of a module, by task."""
     arrives = module.kind != "encoder"
     costs = model.stage_costs(module, 0, len(module.layers), sizes, arrives)
     return costs.forward.total_ms + costs.backward.total_ms

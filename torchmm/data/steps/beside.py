@@ -93,7 +93,7 @@ class StepsBeside:
         found = self._process.take(self._number + 1, PATIENCE_S)
         if found == END:
             raise StopIteration
-        if found is not None:
+        if isinstance(found, StepSamples):
             step = found
             self._advance(step)
         else:

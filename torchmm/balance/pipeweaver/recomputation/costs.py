@@ -322,20 +322,25 @@ def costs_of_plan(
 def charged(
     costs: PlanCosts, recompute: Mapping[Task, Modes], choices: Mapping[int, StageRecompute]
 ) -> PlanCosts:
-    """Costs with what tasks run again.
+    """Return costs that include recomputation.
 
     Args:
-        costs: of keeping everything.
-        recompute: by task: modes of its stage's layers.
-        choices: by stage.
+        costs: costs without recomputation.
+        recompute: modes of the layers of a stage, by task.
+        choices: times and bytes of the modes, by stage.
     """
+    # Tasks of one stage with the same modes have common tables.
+    alike: dict[tuple[int, Modes], list[Task]] = {}
+    for task, modes in recompute.items():
+        if any(mode != "none" for mode in modes):
+            alike.setdefault((task.stage, modes), []).append(task)
     compute = dict(costs.compute_ms)
     tensor = dict(costs.tensor_ms)
     kept = dict(costs.kept_bytes)
     waiting = dict(costs.kept_for_weights_bytes)
     temporary = dict(costs.temporary_bytes)
     places = {index: {t: i for i, t in enumerate(own.tasks)} for index, own in choices.items()}
-    for (stage, modes), tasks in _alike(recompute).items():
+    for (stage, modes), tasks in alike.items():
         own = choices[stage]
         tables = (own.forward_ms_KMN, own.again_ms_KMN, own.tensor_ms_KMN)
         before, extra, exposed = (own.sum_N(table, modes).tolist() for table in tables)
@@ -348,7 +353,7 @@ def charged(
             compute[whole] += extra[place]
             tensor[whole] = tensor.get(whole, 0.0) + exposed[place]
             temporary[whole] = round(passing[place])
-            if half in compute:  # recomputed layers cannot be done in halves
+            if half in compute:  # The backward with recomputation is not split.
                 compute[half] = compute[whole]
                 tensor[half] = tensor[whole]
                 temporary[half] = temporary[whole]
@@ -356,6 +361,13 @@ def charged(
                 compute[rest] = tensor[rest] = 0.0
             kept[task] = max(0, kept[task] - round(saved[place]))
             waiting[task] = 0
+    # An offloaded input arrives from host memory before the layer runs.
+    offloading = {task.stage for task, modes in recompute.items() if "offload" in modes}
+    ahead = inputs_ahead({stage: choices[stage] for stage in offloading})
+    static = [0] * max(len(costs.static_bytes), 1 + max(ahead, default=-1))
+    static[: len(costs.static_bytes)] = costs.static_bytes
+    for rank, nbytes in ahead.items():
+        static[rank] += nbytes
     return replace(
         costs,
         compute_ms=compute,
@@ -363,23 +375,8 @@ def charged(
         kept_bytes=kept,
         kept_for_weights_bytes=waiting,
         temporary_bytes=temporary,
-        static_bytes=_with_inputs_ahead(costs.static_bytes, recompute, choices),
+        static_bytes=tuple(static),
     )
-
-
-def _with_inputs_ahead(
-    static_bytes: Sequence[int],
-    recompute: Mapping[Task, Modes],
-    choices: Mapping[int, StageRecompute],
-) -> tuple[int, ...]:
-    """By rank: with an input that comes from the host ahead of its use, where any does."""
-    offloading = {task.stage for task, modes in recompute.items() if "offload" in modes}
-    ahead = inputs_ahead({stage: choices[stage] for stage in offloading})
-    found = [0] * max(len(static_bytes), 1 + max(ahead, default=-1))
-    found[: len(static_bytes)] = static_bytes
-    for rank, nbytes in ahead.items():
-        found[rank] += nbytes
-    return tuple(found)
 
 
 def inputs_ahead(choices: Mapping[int, StageRecompute]) -> dict[int, int]:
@@ -392,15 +389,6 @@ def inputs_ahead(choices: Mapping[int, StageRecompute]) -> dict[int, int]:
 
 
 _BACKWARDS = (ActionType.B, ActionType.I, ActionType.W)
-
-
-def _alike(recompute: Mapping[Task, Modes]) -> dict[tuple[int, Modes], list[Task]]:
-    """Tasks that run anything again, by stage and modes."""
-    found: dict[tuple[int, Modes], list[Task]] = {}
-    for task, modes in recompute.items():
-        if any(mode != "none" for mode in modes):
-            found.setdefault((task.stage, modes), []).append(task)
-    return found
 
 
 MOST_CANDIDATES = 16
