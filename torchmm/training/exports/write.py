@@ -219,8 +219,8 @@ def card(
     for key, name in (("loss", "loss"), ("validation_loss", "held-out loss")):
         measured = [record for record in records if record.get(key) is not None]
         if measured:
-            value, at = measured[-1][key], measured[-1]["step"]
-            lines.append(f"- {name} {value:.4f} nats a token at step {at:,}")
+            last = measured[-1]
+            lines.append(f"- {name} {last[key]:.4f} nats a token at step {last['step']:,}")
 
     settings = what_was_trained(recipe).strip()
     lines += ["", "```toml", settings, "```"] if settings else []
