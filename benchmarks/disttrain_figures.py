@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.harness import Row, run_cases
+from support.papers.baselines import ratio_shares, rigid_plan, sized_recipe
 
 from torchmm.balance.costs.profiles import load_profile
-from torchmm.balance.disttrain.orchestration.baselines import ratio_shares, rigid_plan
 from torchmm.balance.disttrain.orchestration.search import OrchestrationPlan
 from torchmm.balance.disttrain.orchestration.space import Variant
 from torchmm.balance.forecasts.forecast import Forecast, Forecaster, StepSample
-from torchmm.balance.search.disaggregated import plan_variants, sized_recipe
+from torchmm.balance.search.disaggregated import plan_variants
 from torchmm.balance.search.result import Candidate, SearchResult, fits
 from torchmm.balance.search.search import search_plans
 from torchmm.recipe.read import load_recipe

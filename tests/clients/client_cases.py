@@ -224,7 +224,7 @@ def make_case(family: str, directory: Path, data: Path) -> Case:
     tokenizer = make_tokenizer(data, family)
     model = build(model_section(family, tokenizer))
     recipe = Recipe(model=ModelConfig())
-    trained = Trained("tiny", 1, recipe.training, recipe.data, Path("none"))
+    trained = Trained(recipe, 1, Path("none"))
     write_export(model, directory / "hf", tokenizer, trained)
     picture, answer = picture_of(data, directory, family in SEEING)
     batch = microbatch_of(model, tokenizer, directory, picture, answer)

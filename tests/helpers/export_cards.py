@@ -111,7 +111,7 @@ def make_card_case(name: str, *, chats: bool, data: Path, root: Path) -> CardCas
     source = _save_record(root, file, modality, chats)
     prompt = "" if chats else PROMPT
     recipe = Recipe.model_validate({"data": {"sources": [{"path": str(source), "prompt": prompt}]}})
-    trained = Trained("tiny", 1, recipe.training, recipe.data, Path("none"))
+    trained = Trained(recipe, 1, Path("none"))
     directory = root / "hf"
     write_export(model, directory, tokenizer, trained)
     use = (directory / "README.md").read_text().split("## Use\n")[1]

@@ -59,9 +59,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     Raises:
         TorchmmError: The export cannot be evaluated.
     """
-    export, run_dir = arguments.model, None
+    export: Path = arguments.model
+    run_dir: Path | None = None
     if (export / "recipe.toml").is_file():
-        run_dir, export = export, export / arguments.export
+        run_dir = export
+        export = run_dir / arguments.export
         if not export.is_dir():
             found = sorted(p.name for p in run_dir.glob("hf*") if p.is_dir()) or ["none"]
             raise ConfigError(
@@ -137,7 +139,8 @@ def _score_samples(
             raise ConfigError("nothing to evaluate on: name --data, or a --recipe, or a run")
         else:
             recipe = load_recipe(file, []).recipe
-            data, training = recipe.data, recipe.training
+            data = recipe.data
+            training = recipe.training
             max_new_tokens = recipe.validation.max_new_tokens
         sources = data.validation
         if not sources:

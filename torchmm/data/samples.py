@@ -26,6 +26,7 @@ from torchmm.common.generated import GeneratorSpec
 from torchmm.common.row_slices import Reads
 from torchmm.data.decode import DecodedStep, StepDecoder
 from torchmm.data.shared_reader import ReaderAddress, ReaderClient
+from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.open import make_reader, open_buildings, open_samples
 from torchmm.data.sources.reader import SampleReader
 from torchmm.data.sources.sample_set import SampleSet
@@ -183,7 +184,7 @@ def find_samples(
     )
     if streams is not None:
         # Before it is asked: what has to be measured is measured here, where progress is shown.
-        records = []
+        records: list[MapSource | None] = []
         for _, _, building in open_buildings(data, training, reader, tokenizer, validation):
             if building is not None:
                 building.load()

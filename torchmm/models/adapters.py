@@ -11,9 +11,8 @@ dot of every name means something else.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from torchmm.common.errors import ConfigError
 from torchmm.models.layered import LayeredModule
@@ -23,12 +22,18 @@ from torchmm.recipe.model_section import ALL_LINEAR, AdapterConfig
 
 
 def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) -> None:
-    """Adds adapters to the whole model, on the meta device, and freezes the modules they are in.
+    """Add adapters to the full model on the meta device and freeze the modules that have them.
 
     Raises:
-        ConfigError: a module does not exist or has no such linears, or two adapters share one.
+        ConfigError: A module does not exist or has no such linears, or two adapters share a linear.
     """
-    places = _places(model)
+    # The recipe has a name for the layers of a module and one for the connector of an encoder.
+    places: dict[str, tuple[LayeredModule, list[str]]] = {}
+    for module in model.modality_modules():
+        if module.kind != "generator":
+            places[module.name] = module, module.adaptable()
+        if module.kind == "encoder":
+            places[f"{module.name}.connector"] = module, module.adaptable(connector=True)
     problems: list[str] = []
     for name, config in adapters.items():
         if unknown := [n for n in config.modules if n not in places]:
@@ -37,7 +42,7 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
                 f"{', '.join(places)}"
             )
             continue
-        problems += _add([places[n] for n in dict.fromkeys(config.modules)], name, config)
+        problems += _add({n: places[n] for n in config.modules}, name, config)
     if problems:
         raise ConfigError(problems)
     adapted = {module for config in adapters.values() for module in config.modules}
@@ -46,47 +51,37 @@ def add_adapters(model: MultimodalModel, adapters: Mapping[str, AdapterConfig]) 
             parameter.requires_grad_(of_adapter(fqn))
 
 
-class _Place(NamedTuple):
-    """What the recipe has one name for: a module's layers, or an encoder's connector."""
+def _add(
+    places: Mapping[str, tuple[LayeredModule, list[str]]], name: str, config: AdapterConfig
+) -> list[str]:
+    """Add an adapter to its modules and return the problems.
 
-    name: str
-    module: LayeredModule
-    linears: list[str]
-    """Names of those that an adapter can be in."""
-
-
-def _places(model: MultimodalModel) -> dict[str, _Place]:
-    found = []
-    for module in model.modality_modules():
-        if module.kind != "generator":
-            found.append(_Place(module.name, module, module.adaptable()))
-        if module.kind == "encoder":
-            name = f"{module.name}.connector"
-            found.append(_Place(name, module, module.adaptable(connector=True)))
-    return {place.name: place for place in found}
-
-
-def _add(places: Sequence[_Place], name: str, config: AdapterConfig) -> list[str]:
-    """Adds one adapter to its modules; what is wrong with it."""
+    Args:
+        places: Modules and the names of their linears, by name in the recipe.
+    """
     spec = LoraSpec(name, config.rank, config.alpha, config.method)
-    every = {linear for place in places for linear in place.linears}
-    problems = [
-        _unknown(name, target, every)
-        for target in config.targets
-        if every and not any(_is_meant(linear, target) for linear in every)
-    ]
-    for place in places:
-        module = place.module
-        chosen = [n for n in place.linears if any(_is_meant(n, t) for t in config.targets)]
+    every = {linear for _, linears in places.values() for linear in linears}
+    problems = []
+    for target in config.targets if every else ():
+        if not any(_is_meant(linear, target) for linear in every):
+            ends = sorted({linear.rpartition(".")[2] for linear in every})
+            near = difflib.get_close_matches(target, ends, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(
+                f"[adapters.{name}] targets = {target!r}: no linear in the modules is called "
+                f"that{hint}; they are {', '.join(ends)}"
+            )
+    for place, (module, linears) in places.items():
+        chosen = [n for n in linears if any(_is_meant(n, t) for t in config.targets)]
         shared = [n for n in chosen if n in module.adapters]
         if not chosen and not problems:
             problems.append(
-                f"[adapters.{name}] modules = {config.modules}: {place.name!r} has none of the "
+                f"[adapters.{name}] modules = {config.modules}: {place!r} has none of the "
                 "targets; leave it out, or name linears of it too"
             )
         if shared:
             problems.append(
-                f"[adapters.{name}] targets = {config.targets}: {shared[0]} of {place.name!r} is "
+                f"[adapters.{name}] targets = {config.targets}: {shared[0]} of {place!r} is "
                 f"in [adapters.{module.adapters[shared[0]].adapter}] too; leave it out of one"
             )
         else:
@@ -95,15 +90,5 @@ def _add(places: Sequence[_Place], name: str, config: AdapterConfig) -> list[str
 
 
 def _is_meant(linear: str, target: str) -> bool:
-    """Whether a linear of this name is one of the target's."""
+    """Return True if the target includes a linear with this name."""
     return target == ALL_LINEAR or fnmatchcase(f".{linear}", f"*.{target}")
-
-
-def _unknown(name: str, target: str, linears: Collection[str]) -> str:
-    ends = sorted({linear.rpartition(".")[2] for linear in linears})
-    near = difflib.get_close_matches(target, ends, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return (
-        f"[adapters.{name}] targets = {target!r}: no linear in the modules is called "
-        f"that{hint}; they are {', '.join(ends)}"
-    )

@@ -26,7 +26,7 @@ from torchmm.common.layers import LayerDescription
 from torchmm.common.tiles import TileSpec
 from torchmm.models.encoder_graphs import EncoderGraphs
 from torchmm.models.families.encoders.family import EncoderFamily
-from torchmm.models.layered import LayeredModule, LinearSizes, WeightFiles, WeightInitializer
+from torchmm.models.layered import LayeredModule, WeightFiles, WeightInitializer
 from torchmm.models.layers.connectors import (
     LinearConnector,
     LineMlpConnector,
@@ -90,24 +90,22 @@ class EncoderModule(LayeredModule):
         self.layers_fqn = f"tower.{spec.family.layers}"
         self.tower: Any = self.uncut_tower()
         self.taps = spec.family.taps(spec.config) if spec.connector == "merger" else ()
-        self._check_layer()
-        self.connector = self._build_connector()
-        self.graphs: EncoderGraphs | None = None
-        self.linears_around = self._list_linears_around()
-        self.connector_linears = len(linear_sizes(self.connector))
-        self._remove_unused()
-
-    def _check_layer(self) -> None:
-        """Transformers renames parts of layers now and then."""
-        layer = self._layer_list()[0]
-        known = {name for name, _ in layer.named_modules()}
-        missing = [name for name in self.family.styles(self.spec.config) if name not in known]
+        # Transformers renames parts of layers in some versions.
+        known = {name for name, _ in self._layer_list()[0].named_modules()}
+        missing = [name for name in family.styles(spec.config) if name not in known]
         if missing:
             raise ConfigError(
-                f"encoder {self.name!r}: layers of {self.spec.config.model_type!r} have no "
+                f"encoder {self.name!r}: layers of {spec.config.model_type!r} have no "
                 f"{', '.join(missing)} in transformers {transformers.__version__}; this family "
                 "does not work with that version, install 5.23"
             )
+        self.connector = self._build_connector()
+        self.graphs: EncoderGraphs | None = None
+        after = [self.get_submodule(fqn) for fqn in self._post_fqns()]
+        sizes_after = tuple(sizes for part in after for sizes in linear_sizes(part))
+        self.linears_around = family.linears_before(self.tower), sizes_after
+        self.connector_linears = len(linear_sizes(self.connector))
+        self._remove_unused()
 
     def _build_connector(self) -> nn.Module:
         spec = self.spec
@@ -215,11 +213,6 @@ class EncoderModule(LayeredModule):
     @property
     def patches_per_token(self) -> int:
         return self.image_spec().patches_per_token
-
-    def _list_linears_around(self) -> tuple[LinearSizes, LinearSizes]:
-        after = [self.get_submodule(fqn) for fqn in self._post_fqns()]
-        before = self.family.linears_before(self.tower)
-        return before, tuple(sizes for part in after for sizes in linear_sizes(part))
 
     @property
     def value_bytes(self) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmm.models.hf.load import copy_slice, local_tensor
-from torchmm.models.layered import LayeredModule, WeightInitializer, units
+from torchmm.models.layered import WeightInitializer, units
 from torchmm.models.layers.lora import CHILD, Lora, adapted_linears, initial_down
 from torchmm.models.multimodal import MultimodalModel
 
@@ -42,45 +42,47 @@ def init_weights(model: MultimodalModel, seed: int, skip: Collection[str] = ()) 
     """Fill every parameter and buffer of `model` whose name is not in `skip`.
 
     Args:
-        model: materialized; parameters are plain tensors or DTensors on any device.
-        seed: the run's seed.
-        skip: names that already hold their value, e.g. from `hf_io.load_weights`.
+        model: Materialized model. Parameters are plain tensors or DTensors on any device.
+        seed: Seed of the run.
+        skip: Names that already have their value, e.g. from `hf_io.load_weights`.
     """
-    drawings = []
+    layers: list[tuple[Callable[[], None], int]] = []
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             whole = module.bare()
-        wanted = _by_drawn_name(module, prefix, skip)
+        # A copy of another stage's weight is drawn like the original.
+        copies = module.tied_copies()
+        wanted: dict[str, list[Tensor]] = defaultdict(list)
+        for name, tensor in named_tensors(module):
+            if f"{prefix}.{name}" not in skip:
+                wanted[copies.get(name, name)].append(tensor)
         for unit_fqn, unit in units(whole, module.layers_fqn):
             sizes = {f"{unit_fqn}.{name}": t.nbytes for name, t in named_tensors(unit)}
             if wanted.keys() & sizes.keys():
                 key = f"{seed} {prefix}.{unit_fqn}"
                 fill = partial(_fill, unit, unit_fqn, module.hf, key, wanted)
-                drawings.append(_Drawing(fill, sum(sizes.values())))
-    _draw(drawings)
+                layers.append((fill, sum(sizes.values())))
+
+    _draw(layers)
     for prefix, module in model.named_modality_modules():
         for name, linear, lora in adapted_linears(module):
             _init_lora(linear, lora, f"{prefix}.{name}.{CHILD}", seed, skip)
 
 
-class _Drawing(NamedTuple):
-    """What fills the weights of a layer, and their bytes while it does."""
+def _draw(layers: list[tuple[Callable[[], None], int]]) -> None:
+    """Draw layers, given as functions and bytes, in parallel.
 
-    fill: Callable[[], None]
-    size_bytes: int
-
-
-def _draw(drawings: list[_Drawing]) -> None:
-    """All of them, as many at a time as there are cores for this rank and `MOST_BYTES` allow."""
+    As many run at a time as the cores of this rank and `MOST_BYTES` allow.
+    """
     cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     running: dict[Future[None], int] = {}
     with ThreadPoolExecutor(max(1, cores)) as threads:
-        for drawing in drawings:
-            while running and sum(running.values()) + drawing.size_bytes > MOST_BYTES:
+        for fill, size_bytes in layers:
+            while running and sum(running.values()) + size_bytes > MOST_BYTES:
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     running.pop(done)
                     done.result()
-            running[threads.submit(drawing.fill)] = drawing.size_bytes
+            running[threads.submit(fill)] = size_bytes
         for future in running:
             future.result()
 
@@ -92,50 +94,33 @@ def _fill(
     key: str,
     wanted: dict[str, list[Tensor]],
 ) -> None:
-    """Draws a layer and gives this rank's tensors their parts of it."""
-    with torch.no_grad():  # which a thread has to be told
+    """Draw a layer and copy the slices of this rank."""
+    with torch.no_grad():  # not inherited from the thread that starts this one
         for name, value in named_tensors(random_copy(unit, owner, key)):
             for target in wanted.get(f"{unit_fqn}.{name}", ()):
                 copy_slice(target, value)
 
 
 def _init_lora(linear: nn.Linear, lora: Lora, name: str, seed: int, skip: Collection[str]) -> None:
-    """PEFT's initial values: the product is zero, its first factor is not, and magnitudes are the
-    norms of the weight's rows."""
+    """Fill an adapter as PEFT does.
+
+    The product is zero and its first factor is not. Magnitudes are the norms of the weight's rows.
+    """
     if f"{name}.down" not in skip:
         generator = torch.Generator().manual_seed(_seed_of(f"{seed} {name}"))
         copy_slice(lora.down, initial_down(lora.down.shape, generator))
     if f"{name}.up" not in skip:
         local_tensor(lora.up).zero_()
-    if lora.magnitude is not None and f"{name}.magnitude" not in skip:
-        local_tensor(lora.magnitude).copy_(_row_norms(linear.weight))
-
-
-def _row_norms(weight: Tensor) -> Tensor:
-    """Of the rows of which this rank has some; collective where ranks have parts of rows."""
+    if lora.magnitude is None or f"{name}.magnitude" in skip:
+        return
+    weight = linear.weight
     squares = local_tensor(weight).float().square().sum(1)
-    if not isinstance(weight, DTensor):
-        return squares.sqrt()
-    # Summed along the dimensions of the mesh that divide rows; others stay this rank's own.
-    sums = [Partial() if placement.is_shard(1) else Replicate() for placement in weight.placements]
-    of_mesh = DTensor.from_local(squares, weight.device_mesh, sums, run_check=False)
-    whole = of_mesh.redistribute(placements=[Replicate()] * len(sums))
-    return whole.to_local().sqrt()
-
-
-def _by_drawn_name(
-    module: LayeredModule, prefix: str, skip: Collection[str]
-) -> dict[str, list[Tensor]]:
-    """This rank's tensors to be filled, by the name whose value they get.
-
-    A copy of another stage's weight is drawn like the original.
-    """
-    copies = module.tied_copies()
-    wanted: dict[str, list[Tensor]] = defaultdict(list)
-    for name, tensor in named_tensors(module):
-        if f"{prefix}.{name}" not in skip:
-            wanted[copies.get(name, name)].append(tensor)
-    return wanted
+    if isinstance(weight, DTensor):
+        # Sum along the mesh dimensions that split rows; others have different rows.
+        sums = [Partial() if each.is_shard(1) else Replicate() for each in weight.placements]
+        of_mesh = DTensor.from_local(squares, weight.device_mesh, sums, run_check=False)
+        squares = of_mesh.redistribute(placements=[Replicate()] * len(sums)).to_local()
+    local_tensor(lora.magnitude).copy_(squares.sqrt())
 
 
 @torch.no_grad()
@@ -154,7 +139,12 @@ def random_copy(
     with _OwnGenerator(_seed_of(key)):
         for module in _children_first(filled):
             owner._init_weights(module)
-    unfilled = {name: t for name, t in named_tensors(filled) if _is_poisoned(t)}
+    unfilled = {}
+    for name, tensor in named_tensors(filled):
+        # A sum of floats is NaN if a value is left, and needs no copy of the tensor.
+        is_float = tensor.is_floating_point()
+        if tensor.sum().isnan() if is_float else (tensor == _poison(tensor)).any():
+            unfilled[name] = tensor
     if unused:
         for tensor in unfilled.values():
             tensor.zero_()
@@ -195,13 +185,6 @@ def _seed_of(key: str) -> int:
 def _poison(tensor: Tensor) -> float:
     """A value that no initialisation gives."""
     return torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
-
-
-def _is_poisoned(tensor: Tensor) -> bool:
-    """Whether a value was left; a sum of floats tells, without a copy of the tensor."""
-    if tensor.is_floating_point():
-        return bool(tensor.sum().isnan())
-    return bool((tensor == _poison(tensor)).any())
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -291,7 +291,14 @@ class LayeredModule(nn.Module, ABC):
         trainable = {n: p.requires_grad for n, p in self.named_parameters()}
         of_connector = any(t for n, t in trainable.items() if n.startswith("connector."))
         own = {n: t for n, t in trainable.items() if not n.startswith("connector.")}
-        styles = self._styles_of_linears() if self.adapters else {}
+        styles: dict[nn.Module, str] = {}
+        connector_adapters: tuple[LowRank | None, ...] = ()
+        if self.adapters:
+            plan = self.tensor_parallel_plan().items()
+            styles = {part: style for name, style in plan for part in self.matching(name)}
+        if hasattr(self, "connector") and any(n.startswith("connector.") for n in self.adapters):
+            parts = linear_parts(self.get_submodule("connector"))
+            connector_adapters = tuple(_sizes(part, styles) for part, _ in parts)
         return ModuleDescription(
             name=self.name,
             kind=self.kind,
@@ -309,7 +316,7 @@ class LayeredModule(nn.Module, ABC):
             parameters=sum(p.numel() for p in self.parameters()),
             trainable=any(t for n, t in own.items() if not of_adapter(n)),
             connector_trainable=of_connector,
-            connector_adapters=self._connector_adapters(styles),
+            connector_adapters=connector_adapters,
             connector_norm=self.connector_norm,
             connector_linears=self.connector_linears,
             patches_per_token=self.patches_per_token,
@@ -326,16 +333,6 @@ class LayeredModule(nn.Module, ABC):
             dummy_patches=self.dummy_patches,
             keeps_slices=self.keeps_slices,
         )
-
-    def _connector_adapters(self, styles: Mapping[nn.Module, str]) -> tuple[LowRank | None, ...]:
-        connector = getattr(self, "connector", None)
-        if connector is None or not any(n.startswith("connector.") for n in self.adapters):
-            return ()
-        return tuple(_sizes(part, styles) for part, _ in linear_parts(connector))
-
-    def _styles_of_linears(self) -> dict[nn.Module, str]:
-        plan = self.tensor_parallel_plan()
-        return {part: style for pattern, style in plan.items() for part in self.matching(pattern)}
 
     def layer_sizes(self) -> list[LayerDescription]:
         """Sizes of all layers, those of other stages included."""

@@ -242,7 +242,8 @@ class LlmModule(LayeredModule):
 
         Returns:
             Whole model or last stage: float32 scalar, the *sum* of the targets' cross entropies;
-            if a generator follows, that and the (K, D) hidden states of its context tokens.
+            if a generator follows, that and the (K, D) hidden states of its context tokens, or
+            those of the first token without images to generate.
             Earlier stages: hidden states (T, D); if later layers add features, these and (K, B).
 
         Raises:
@@ -251,14 +252,23 @@ class LlmModule(LayeredModule):
         if not self.is_last:
             output, blocks_KB = self._run_layers(microbatch, inputs, cache)
             hidden_TD = self.between.leaving(output.last_hidden_state[0])
-            rest_KB = self._handed_on(blocks_KB)
-            return hidden_TD if rest_KB is None else (hidden_TD, rest_KB)
+            own = len(self.layers) * self.text_config.hidden_size
+            if blocks_KB is None or blocks_KB.shape[1] <= own:
+                return hidden_TD
+            return hidden_TD, blocks_KB[:, own:]  # the blocks of layers in later stages
         # Not `logits`: FSDP gathers around it and would free in the middle of this forward.
         if not self.feeds_generator:
             return self._loss(microbatch, inputs)
-        with _output_of(self.text_model) as outputs:
+        outputs: list[Any] = []  # of the text model, which the forward around it does not return
+        handle = self.text_model.register_forward_hook(lambda _, __, out: outputs.append(out))
+        try:
             loss = self._loss(microbatch, inputs)
-        return loss, self._context(microbatch, outputs[0].last_hidden_state[0])
+        finally:
+            handle.remove()
+        hidden_TD = outputs[0].last_hidden_state[0]
+        if microbatch.generator is None:
+            return loss, hidden_TD[:1]
+        return loss, hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
     def _loss(self, microbatch: Microbatch, inputs: Given) -> Tensor:
         """float32 scalar: summed over targets."""
@@ -304,12 +314,6 @@ class LlmModule(LayeredModule):
         finally:
             self.backbone.set_submodule(self.family.head, own)
             text.__dict__.pop("forward", None)
-
-    def _context(self, microbatch: Microbatch, hidden_TD: Tensor) -> Tensor:
-        """(K, D): what the generator reads; the first token's if there is nothing to draw."""
-        if microbatch.generator is None:
-            return hidden_TD[:1]
-        return hidden_TD.index_select(0, microbatch.generator.context_positions_K)
 
     def logits(
         self,
@@ -410,13 +414,6 @@ class LlmModule(LayeredModule):
         with adding_blocks(self.text_model, adds):
             yield
 
-    def _handed_on(self, blocks_KB: Tensor | None) -> Tensor | None:
-        """Blocks of later stages' layers."""
-        own = len(self.layers) * self.text_config.hidden_size
-        if blocks_KB is None or blocks_KB.shape[1] <= own:
-            return None
-        return blocks_KB[:, own:]
-
     def _arguments(
         self, microbatch: Microbatch, hidden_TD: Tensor, cache: PackedCache | None
     ) -> dict[str, Any]:
@@ -511,14 +508,3 @@ def _window(index: int, layer: nn.Module, config: Any) -> int | None:
     if attention is None:
         return None
     return getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
-
-
-@contextmanager
-def _output_of(module: nn.Module) -> Iterator[list[Any]]:
-    """Collects what `module` returns, which the forward around it does not return."""
-    outputs: list[Any] = []
-    handle = module.register_forward_hook(lambda _, __, output: outputs.append(output))
-    try:
-        yield outputs
-    finally:
-        handle.remove()

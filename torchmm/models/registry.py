@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -30,7 +30,7 @@ from torchmm.common.extensions import NOT_INSTALLED, find_entry, require_entry
 from torchmm.common.tiles import TileSpec
 from torchmm.models.adapters import add_adapters
 from torchmm.models.encoders import EncoderModule, EncoderSpec
-from torchmm.models.families.composites.parts import PAIR_PROCESSOR, EncoderPart, Unlisted
+from torchmm.models.families.composites.parts import PAIR_PROCESSOR, Unlisted
 from torchmm.models.families.composites.table import COMPOSITES
 from torchmm.models.families.encoders.family import EncoderFamily, patches_per_row, side
 from torchmm.models.families.encoders.table import ENCODER_FAMILIES
@@ -43,7 +43,7 @@ from torchmm.models.generator import GeneratorModule
 from torchmm.models.hf.config import load_config, size_problems
 from torchmm.models.hf.config_checks import setting_problems
 from torchmm.models.hf.config_values import build_checked, value_problems
-from torchmm.models.layered import LayeredModule, WeightFiles
+from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 from torchmm.models.multimodal import MultimodalModel, module_of
 from torchmm.recipe.model_section import (
@@ -74,21 +74,30 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     adapters: Mapping[str, AdapterConfig] | None = None,
 ) -> MultimodalModel:
-    """The model of a recipe, on the meta device, with adapters, and with frozen parts marked.
+    """Build the model of a recipe on the meta device, add adapters and freeze modules.
 
     Args:
-        dtype: of parameters.
-        adapters: by name; None: there are none.
+        dtype: dtype of the parameters.
+        adapters: Adapters by name.
 
     Raises:
-        ConfigError: all that is wrong with the sections.
+        ConfigError: The sections have problems.
     """
     with torch.device("meta"):
         if config.is_composite:
             model = build_checked("model", config, lambda given: _build_composite(given, dtype))
         else:
             model = _build_pair(config, dtype)
-    _freeze(model, freeze)
+    counts = model.parameter_counts()
+    unknown = [name for name in freeze.modules if name not in counts]
+    if unknown:
+        known = ", ".join(counts)
+        raise ConfigError(
+            [f"[freeze] modules: {name!r} is not a module; modules: {known}" for name in unknown]
+        )
+    for fqn, parameter in model.named_parameters():
+        if module_of(fqn) in freeze.modules:
+            parameter.requires_grad_(False)
     add_adapters(model, adapters or {})
     return model
 
@@ -114,7 +123,14 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     problems += setting_problems("model", hf_config)
     for part in parts.encoders.values():
         problems += size_problems("model", part.config)
-        problems += _feature_layer_problems(hf_config, part)
+        # Hugging Face counts the embeddings as the hidden states before the first layer.
+        layers = part.family.layer_count(part.config)
+        if not -layers - 1 <= part.settings.get("feature_layer", -1) < 0:
+            problems.append(
+                f"[model] vision_feature_layer = {hf_config.vision_feature_layer}: the vision "
+                f"encoder has {layers} layers; use a layer between {-layers - 1} (embeddings) "
+                "and -1"
+            )
     generator = None
     llm_config = parts.llm_config.get_text_config()
     with _collected(problems):
@@ -149,31 +165,8 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     if problems:
         raise ConfigError(problems)
     for module in (llm, *encoders.values()):
-        _described(module)
+        module.describe()  # raises errors that planning would raise for these sizes
     return MultimodalModel(llm, encoders, parts.text, hf_config, generator)
-
-
-def _feature_layer_problems(config: Any, part: EncoderPart) -> list[str]:
-    """Return a problem if the layer whose features a composite reads does not exist.
-
-    Hugging Face counts the embeddings as the hidden states before the first layer.
-    """
-    layers = part.family.layer_count(part.config)
-    if -layers - 1 <= part.settings.get("feature_layer", -1) < 0:
-        return []
-    return [
-        f"[model] vision_feature_layer = {config.vision_feature_layer}: the vision encoder has "
-        f"{layers} layers; use a layer between {-layers - 1} (embeddings) and -1"
-    ]
-
-
-Module = TypeVar("Module", bound=LayeredModule)
-
-
-def _described(module: Module) -> Module:
-    """Return `module`; raise what planning would raise for its sizes."""
-    module.describe()
-    return module
 
 
 def _is_of_pair(source: str | None) -> bool:
@@ -258,7 +251,9 @@ def _build_llm(
         raise ConfigError(problems)
     assert family is not None
     files = replace(files, old_names=family.old_names, stacked_experts=family.stacked_experts)
-    return _described(LlmModule(config, family, dtype, files, feeds_generator, chunked_loss))
+    llm = LlmModule(config, family, dtype, files, feeds_generator, chunked_loss)
+    llm.describe()
+    return llm
 
 
 def _unlisted_llm(config: Any, files: WeightFiles) -> LlmFamily:
@@ -299,9 +294,13 @@ def _build_generator(
         return None
     entry = require_entry("generators", "module", "generation", "model.generator")
     build = entry.load()
-    return build_checked(
-        "model.generator", section, lambda given: _described(build(given, hidden_size, dtype))
-    )
+
+    def describe_built(given: GeneratorConfig) -> GeneratorModule:
+        generator = build(given, hidden_size, dtype)
+        generator.describe()
+        return generator
+
+    return build_checked("model.generator", section, describe_built)
 
 
 def _build_encoder(
@@ -337,7 +336,9 @@ def _build_encoder(
     )
     renames = (*family.renames, *TOWER_FILES.renames)
     files = replace(TOWER_FILES, source=section.place, renames=renames)
-    return _described(EncoderModule(spec, files))
+    encoder = EncoderModule(spec, files)
+    encoder.describe()
+    return encoder
 
 
 def _unlisted_encoder(key: str, section: EncoderConfig, config: Any) -> EncoderFamily:
@@ -415,17 +416,17 @@ def _read_settings(source: str | None) -> dict[str, Any]:
 
 
 _Processor = tuple[str, dict[str, Any], TileSpec | None]
+_EXTRACTOR_KEYS = (
+    "feature_size",
+    "sampling_rate",
+    "hop_length",
+    "n_fft",
+    "chunk_length",
+    "do_normalize",
+)
 
 
-def _load_processor(key: str, *arguments: Any) -> _Processor:
-    """Return class name and checked settings of a processor; arguments as for `_read_processor`."""
-    name, settings, tiles = _read_processor(key, *arguments)
-    if problems := value_problems(f"[{key}] processor", settings):
-        raise ConfigError(problems)
-    return name, settings, tiles
-
-
-def _read_processor(
+def _load_processor(
     key: str,
     family: EncoderFamily,
     config: Any,
@@ -433,27 +434,52 @@ def _read_processor(
     override: dict[str, Any] | None,
     composite: Tiling | None = None,
 ) -> _Processor:
-    """Class name and settings of the image processor, and how pictures are cut into tiles; what the
-    model fixes is checked.
+    """Return class name and settings of the image or audio processor, and the tiles of images.
 
     Args:
-        composite: how the composite that the tower is part of cuts pictures.
+        composite: Tiling of the composite that the encoder is part of.
+
+    Raises:
+        ConfigError: A setting is wrong or differs from the sizes of the model.
     """
-    if family.modality == "audio":
-        return *_load_extractor(family, config, source, override), None
+    override = override or {}
+    if family.modality == "image":
+        name, settings, tiles = _image_processor(key, family, config, source, override, composite)
+    else:
+        name, settings, tiles = family.processor_class, {}, None
+        if source is not None:
+            place, revision = split_place(source)
+            with suppress(OSError):  # weights without an extractor use the defaults of the class
+                settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(
+                    place, revision=revision
+                )
+        kept = {setting: settings[setting] for setting in _EXTRACTOR_KEYS if setting in settings}
+        settings = {**kept, **override, **family.processor(config)}
+    if problems := value_problems(f"[{key}] processor", settings):
+        raise ConfigError(problems)
+    return name, settings, tiles
+
+
+def _image_processor(
+    key: str,
+    family: EncoderFamily,
+    config: Any,
+    source: str | None,
+    override: dict[str, Any],
+    composite: Tiling | None,
+) -> _Processor:
     fixed = family.processor(config)
     settings = _read_settings(source)
     tiling = composite or family.tiling
     tiles = None
     if tiling is not None:
-        image_side = side(config.image_size)
         whole = composite is not None
-        tiles = tiling.spec(key, image_side, fixed, settings, override or {}, whole)
+        tiles = tiling.spec(key, side(config.image_size), fixed, settings, override, whole)
     of_tiles = family.tiling is not None or (tiling is not None and tiling.switch is None)
     if of_tiles:
-        settings.pop("size", None)  # that of the picture before it is cut into tiles
-        override = {n: v for n, v in (override or {}).items() if tiles is None or n != "size"}
-    settings = {**fixed, **settings, **(override or {})}
+        settings.pop("size", None)  # size of the image before it is split into tiles
+        override = {n: v for n, v in override.items() if tiles is None or n != "size"}
+    settings = {**fixed, **settings, **override}
     if "crop_size" in fixed:
         fixed.pop("size")  # free, because the crop after it decides
     for name in ("size", "crop_size", "patch_size", "temporal_patch_size", "merge_size"):
@@ -472,20 +498,6 @@ def _read_processor(
             settings |= family.tiling.single
     settings.pop("processor_class", None)
     return name, settings, tiles
-
-
-def _load_extractor(
-    family: EncoderFamily, config: Any, source: str | None, override: dict[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
-    """Class name and settings of the feature extractor."""
-    settings: dict[str, Any] = {}
-    if source is not None:
-        name, revision = split_place(source)
-        with suppress(OSError):  # weights without an extractor: the model type's defaults
-            settings, _ = FeatureExtractionMixin.get_feature_extractor_dict(name, revision=revision)
-    known = ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length", "do_normalize")
-    kept = {name: settings[name] for name in known if name in settings}
-    return family.processor_class, {**kept, **(override or {}), **family.processor(config)}
 
 
 def _sides(size: Any) -> Any:
@@ -522,21 +534,6 @@ def _unsupported(key: str, config: Any, supported: Collection[str]) -> str:
         )
         + f"; supported: {', '.join(supported)}"
     )
-
-
-def _freeze(model: MultimodalModel, freeze: FreezeConfig) -> None:
-    known = model.parameter_counts()
-    unknown = [name for name in freeze.modules if name not in known]
-    if unknown:
-        raise ConfigError(
-            [
-                f"[freeze] modules: {n!r} is not a module; modules: {', '.join(known)}"
-                for n in unknown
-            ]
-        )
-    for fqn, parameter in model.named_parameters():
-        if module_of(fqn) in freeze.modules:
-            parameter.requires_grad_(False)
 
 
 @contextmanager

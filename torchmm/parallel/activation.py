@@ -95,12 +95,8 @@ def _compilers(
 ) -> list[Callable[[Forward, Forward], Forward]]:
     """Return one function per layer that compiles a forward, see `LayerKind.compiled`."""
     if compilation is None:
-        return [_as_it_is] * len(module.layers)
+        return [lambda forward, _: forward] * len(module.layers)
     return [kind.compiled for kind in compilation.kinds(module, way)]
-
-
-def _as_it_is(forward: Forward, _: Forward) -> Forward:
-    return forward
 
 
 def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import CodeType
@@ -181,13 +181,13 @@ class Compilation:
 
     def new_graphs(self) -> list[Graph]:
         """Graphs that were compiled since the last call."""
-        return [graph for kind in self._kinds.values() for graph in self._new_of(kind)]
-
-    def _new_of(self, kind: LayerKind) -> Iterator[Graph]:
-        told = self._told.get(kind.name, 0)
-        for number, compilation in enumerate(kind.compilations[told:], told + 1):
-            yield Graph(kind.name, number, *compilation.figures())
-        self._told[kind.name] = len(kind.compilations)
+        graphs = []
+        for kind in self._kinds.values():
+            told = self._told.get(kind.name, 0)
+            for number, compilation in enumerate(kind.compilations[told:], told + 1):
+                graphs.append(Graph(kind.name, number, *compilation.figures()))
+            self._told[kind.name] = len(kind.compilations)
+        return graphs
 
 
 def tell_graphs(graphs: Sequence[Graph], step: int, log: logging.Logger) -> None:

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchmm.common.layers import ConvolutionSizes, DeltaSizes, LayerDescription
+from torchmm.common.layers import ConvolutionSizes, DeltaSizes
 from torchmm.common.row_slices import slice_ranges
 from torchmm.models.layered import LayeredModule
 from torchmm.models.llm import LlmModule
@@ -189,22 +189,17 @@ def context_problems(llm: LayeredModule, ranks: int, tensor: int) -> list[str]:
             "only pipelines and sharding were compared for it; remove it"
         )
     for sizes in dict.fromkeys(llm.layer_sizes()):
-        heads, what = _divided_heads(sizes)
+        heads, what = sizes.heads, "attention heads"
+        if isinstance(sizes.mixer, DeltaSizes):
+            heads, what = sizes.mixer.value_heads, "value heads of delta nets"
+        elif isinstance(sizes.mixer, ConvolutionSizes):
+            heads, what = sizes.hidden_size, "channels of convolutions"
         if heads // tensor < ranks:
             problems.append(
                 f"{key} is more than the {heads // tensor} {what} of {llm.name!r} on a "
                 "tensor-parallel rank, which context ranks divide; choose a smaller number"
             )
     return list(dict.fromkeys(problems))
-
-
-def _divided_heads(sizes: LayerDescription) -> tuple[int, str]:
-    """How many heads of a layer ranks can divide among themselves, and of what."""
-    if isinstance(sizes.mixer, DeltaSizes):
-        return sizes.mixer.value_heads, "value heads of delta nets"
-    if isinstance(sizes.mixer, ConvolutionSizes):
-        return sizes.hidden_size, "channels of convolutions"
-    return sizes.heads, "attention heads"
 
 
 def cut_problems(llm: LayeredModule, ranks: int, stops: Sequence[int]) -> list[str]:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchmm.models.layered import LayeredModule
@@ -57,7 +57,12 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
         return [
             f"[parallel] expert = {ranks}, but no layer of {module.name!r} has experts; remove it"
         ]
-    unlike = [part for part in expert_parts(module.layers) if not _takes_rows(part)]
+    # `forward` calls experts with rows, the experts of each row, and weights.
+    unlike = [
+        part
+        for part in expert_parts(module.layers)
+        if "top_k_index" not in signature(type(part).forward).parameters
+    ]
     if unlike:
         return [
             f"[parallel] expert = {ranks} is not implemented for experts like "
@@ -69,11 +74,6 @@ def expert_problems(module: LayeredModule, ranks: int) -> list[str]:
         for count in sorted(counts)
         if count % ranks
     ]
-
-
-def _takes_rows(experts: nn.Module) -> bool:
-    """Whether they are called with rows, the experts of each, and weights."""
-    return "top_k_index" in signature(type(experts).forward).parameters
 
 
 def _divide(experts: Any, mesh: DeviceMesh) -> None:

@@ -497,7 +497,13 @@ def build_units(units: Mapping[str, MeshSizes], device: torch.device) -> Paralle
         if dist.get_rank() in ranks.flatten().tolist():
             found = ModuleMesh(mesh)
     assert found is not None
-    shares = [_plan_ranks(units, group) for group in range(replica_groups(units))]
+    # By replica group and rank of its plan: the global ranks that are tensor-parallel.
+    groups = replica_groups(units)
+    shares: list[list[list[int]]] = [[] for _ in range(groups)]
+    for name, ranks in _unit_ranks(units).items():
+        by_group = _by_share(ranks).unflatten(0, (groups, units[name].data_parallel // groups))
+        for group, own in enumerate(by_group):
+            shares[group] += own.flatten(0, 1).tolist()
     return ParallelMesh(device, found, shares, units)
 
 
@@ -509,14 +515,3 @@ def _unit_ranks(units: Mapping[str, MeshSizes]) -> dict[str, torch.Tensor]:
         ranks[name] = torch.arange(first, first + unit.ranks, dtype=torch.int).view(*unit)
         first += unit.ranks
     return ranks
-
-
-def _plan_ranks(units: Mapping[str, MeshSizes], group: int) -> list[list[int]]:
-    """Of a replica group, by rank of its plan: the global ranks that are tensor-parallel."""
-    groups = replica_groups(units)
-    found = []
-    for name, ranks in _unit_ranks(units).items():
-        replicas = units[name].data_parallel // groups
-        own = _by_share(ranks)[group * replicas : (group + 1) * replicas]
-        found += own.flatten(0, 1).tolist()
-    return found

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.harness import Row
+from support.papers.baselines import sized_recipe
 from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.disttrain.arrangement import arrangement
 from torchmm.balance.disttrain.orchestration.search import UnitSizes
@@ -25,7 +26,6 @@ from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.pipeweaver.background.requests import PlanningSetup, PlanRequest
 from torchmm.balance.pipeweaver.background.work import plan_before_step
 from torchmm.balance.run_costs import layer_tuning, run_costs
-from torchmm.balance.search.disaggregated import sized_recipe
 from torchmm.balance.step_plans import plan_costed_step
 from torchmm.common.batch import Arrangement, MicrobatchMeta
 from torchmm.common.dtypes import DTYPES

@@ -33,8 +33,8 @@ from torchmm.balance.optimus.llm_timeline import RankActions, llm_timeline
 from torchmm.balance.optimus.order import order_of, place_encoders, whole_actions
 from torchmm.balance.optimus.scheduler import BubbleSchedule, fill_bubbles
 from torchmm.balance.picoseconds import PICOSECONDS_PER_MS
-from torchmm.balance.pipeweaver.order_search.best_order import plan_searched
-from torchmm.balance.pipeweaver.order_search.search import Budget
+from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
+from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.layers import LayerDescription, ModuleDescription
 from torchmm.costs.layers import layer_linears
@@ -127,7 +127,8 @@ def _schedule(
             for action, ms in costs.compute_ms.items()
             if action.stage >= offset
         }
-        return plan_searched(backbone, PlanCosts(compute), Budget(evaluations=evaluations)).order
+        step = StepSearch(backbone, PlanCosts(compute))
+        return step.search(Budget(evaluations=evaluations), Settings()).order
 
     return searched
 

@@ -33,7 +33,6 @@ from torchmm.models.initialize import init_weights
 from torchmm.models.multimodal import MultimodalModel, materialize
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.model_section import LlmConfig, ModelConfig
-from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports import checkpoint as exporting
 from torchmm.training.exports import place
@@ -88,8 +87,7 @@ def files(directory: Path) -> dict[str, bytes]:
 def write(model: MultimodalModel, directory: Path, tokenizer, **settings) -> None:
     """As the run does that saved the checkpoint."""
     recipe = recipe_of(directory.parent / "run/checkpoints/step-3")
-    told = what_was_trained(recipe)
-    trained = Trained(recipe.name, 3, recipe.training, recipe.data, Path("none"), told)
+    trained = Trained(recipe, 3, Path("none"))
     write_export(model, directory, tokenizer, trained, **settings)
 
 

@@ -77,7 +77,8 @@ def plan_costs(
         arrives_N = own.gradient_arrives_N(graph, stage.index)
         cache = caches[stage.module]
         found = model.stage_costs(*span, own.of_ranks, arrives_N, own.useful, cache, own.ranks)
-        collected.add_sharing(stage, own, model)
+        collected.gather[stage.index] = model.gather_ms(*span)
+        collected.reduce[stage.index] = model.reduce_ms(*span)
         found = _sharded(found, graph, stage, own, model) if layerwise else found
         collected.add(graph, stage, own, found, arrives_N)
         graphs_bytes = _graph_bytes(own, found, model.execution(stage.module), model.element_bytes)
@@ -260,12 +261,6 @@ class _Collected:
     gather: dict[int, float] = field(default_factory=dict)
     """By stage, as `reduce`."""
     reduce: dict[int, float] = field(default_factory=dict)
-
-    def add_sharing(self, stage: StageSpec, tasks: ModuleTasks, model: CostModel) -> None:
-        """Adds what gathering a stage's parameters and reducing its gradients take."""
-        module = tasks.module
-        self.gather[stage.index] = model.gather_ms(module, stage.start, stage.stop)
-        self.reduce[stage.index] = model.reduce_ms(module, stage.start, stage.stop)
 
     def add(
         self,
@@ -506,14 +501,16 @@ def _sent(
     layout = graph.layout
     found = {}
     for edge in layout.edges:
-        own = tasks[_sized_by(layout, edge)]
+        source, destination = edge
+        # The messages are as large as the tasks of the module with more parts.
+        divided = layout.has_parts(destination) and not layout.has_parts(source)
+        own = tasks[layout.stages[destination if divided else source].module]
         hidden = dict(zip(own.keys, _message_bytes(layout, edge, own, model), strict=True))
         beside = _beside(layout, edge, tasks).items()
         others = {key: model.element_bytes * values for key, values in beside}
         if own.module.kind == "encoder":  # what connectors read of earlier layers is sliced alike
             hidden = {key: n + others.get(key, 0.0) for key, n in hidden.items()}
             others = {}
-        source, destination = edge
         sizes = layout.tensor_ranks(source).size, layout.tensor_ranks(destination).size
         groups = layout.group_size(source), layout.group_size(destination)
         cuts = layout.slices(*edge, stays=False)
@@ -532,13 +529,6 @@ def _slowest_link(graph: StageGraph, edge: tuple[int, int], model: CostModel) ->
     pairs = zip(*ranks, strict=True) if alike else product(*ranks)
     links = {model.pipeline_link(*pair) for pair in pairs if pair[0] != pair[1]}
     return (NETWORK if NETWORK in links else NODE) if links else None
-
-
-def _sized_by(layout: StageLayout, edge: tuple[int, int]) -> str:
-    """The module whose tasks a message over an edge is as large as."""
-    source, destination = (layout.stages[i] for i in edge)
-    divided = layout.has_parts(destination.index) and not layout.has_parts(source.index)
-    return destination.module if divided else source.module
 
 
 def _beside(

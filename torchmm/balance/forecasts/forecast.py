@@ -407,22 +407,23 @@ class Forecaster:
         """
         parallel = parallel.model_copy(update={"pipeline": self.run.llm.pipeline})
         key = parallel.model_dump_json()
-        if key not in self._promises_ms:
-            self._promises_ms[key] = self._promised_ms(parallel)
-        return self._promises_ms[key]
-
-    def _promised_ms(self, parallel: ParallelConfig) -> float:
+        if key in self._promises_ms:
+            return self._promises_ms[key]
         metas = self.workload.microbatches
         model = self._costs(parallel)
         sharding, layerwise = self._gathering(parallel, model)
         try:
             graph = step_graph(self.layout(parallel), parallel, metas, sharding)
         except (ConfigError, PlanError):
+            self._promises_ms[key] = inf
             return inf
         costs = searched_costs(graph, self.modules, metas, model, layerwise=layerwise)
         if graph.layout.rank_count == 1:
-            return sum(costs.compute_ms.values())
-        return promised_ms(parallel, graph, costs, sharding)
+            found_ms = sum(costs.compute_ms.values())
+        else:
+            found_ms = promised_ms(parallel, graph, costs, sharding)
+        self._promises_ms[key] = found_ms
+        return found_ms
 
     def _gathering(self, parallel: ParallelConfig, model: CostModel) -> tuple[Gathering, bool]:
         """When parameters are gathered, and whether FSDP2 is the one to do it, layer by layer."""

@@ -6,14 +6,13 @@ therefore writes "at least".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.simulation.simulator import SimulatedStep, memory_changes
 from torchmm.balance.step_costs import PlanCosts
-from torchmm.common.batch import MicrobatchMeta
 from torchmm.common.module_names import LLM
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.executions import parameter_states
@@ -92,16 +91,12 @@ def _batch_bytes(forecaster: Forecaster, run: Resolved) -> float:
     total = 0.0
     for microbatch in (meta for share in forecaster.shares for meta in share):
         total += copies * (2 + positions) * _ID_BYTES * microbatch.tokens
-        total += _pixel_values(microbatch, values)
+        total += sum(
+            image.patches * values.get(image.encoder or sample.encoder or "", 0)
+            for sample in microbatch.samples
+            for image in sample.images
+        )
     return total
-
-
-def _pixel_values(microbatch: MicrobatchMeta, values: Mapping[str, int]) -> int:
-    return sum(
-        image.patches * values.get(image.encoder or sample.encoder or "", 0)
-        for sample in microbatch.samples
-        for image in sample.images
-    )
 
 
 def _state_bytes(model: MultimodalModel, run: Resolved) -> Iterator[float]:

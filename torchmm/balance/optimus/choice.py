@@ -195,7 +195,12 @@ class _Compared:
         if kind == "coarse":
             self._coarse = key if self._coarse is None else min(self._coarse, key)
         best = self.best
-        if best is None or _is_better(key, _key(best.simulated), kind):
+        # Candidates that launch have to be better than the others.
+        if (
+            best is None
+            or key < _key(best.simulated)
+            or (kind != "launched" and key == _key(best.simulated))
+        ):
             self.found = found
             self.recomputing_shows = step.makespan_ms > kept.makespan_ms
             made = StepOrder(found.graph, found.order, kept.plan.launches)
@@ -236,10 +241,6 @@ class _Compared:
     def _choices(self) -> dict[int, StageRecompute]:
         assert self._tuner is not None
         return self._tuner.choices_at(self._costs)
-
-
-def _is_better(key: _Key, best: _Key, kind: Bubbles) -> bool:
-    return key < best if kind == "launched" else key <= best
 
 
 def _key(step: SimulatedStep) -> _Key:

@@ -32,7 +32,7 @@ from torchmm.balance.picoseconds import SimulationError, to_picoseconds
 from torchmm.balance.simulation.operator_graph import CompiledGraph, OperatorGraph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.plan.actions import Action, ActionType
-from torchmm.pipelining.plan.graph import StageGraph
+from torchmm.pipelining.plan.graph import StageGraph, Task
 from torchmm.pipelining.plan.plan import ComputeOrder, Gathering
 from torchmm.pipelining.plan.transfers import action_inputs
 
@@ -267,7 +267,7 @@ def _add_inputs(
 ) -> list[str]:
     """Let actions wait for their inputs from other actions of the LLM; return what is missing."""
     stages = {action.stage for action in nodes}
-    results = {
+    results: dict[tuple[ActionType, Task], int] = {
         (ActionType.B if action.type is ActionType.I else action.type, action.task): node
         for action, node in nodes.items()
     }

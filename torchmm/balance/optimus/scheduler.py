@@ -247,7 +247,7 @@ class BubbleFiller:
 
     def forward_first(self, granularity: Granularity) -> Int32s:
         """Each next forward to the pipeline that finishes it first, with the least delay."""
-        way = self._forward_way(granularity)
+        way = Pass(self._forward, self._pipelines, self._room(granularity), False, False)
         free = np.full(len(self.keys), -ALWAYS_PS)
         # All kernels one after the other before the LLM begins: certainly enough.
         low = -1
@@ -331,11 +331,14 @@ class BubbleFiller:
             for own in timeline.ranks
         ]
         after_ps = placed.total_ps - before - timeline.llm_ps
+        # Pipelines of each encoder's tasks, counted within the encoder.
+        counts = np.cumsum([len(work.tasks) for work in self.works])[:-1]
+        pipelines = zip(np.split(pipeline_of, counts), self._pipelines.first, strict=False)
         return BubbleSchedule(
             timeline,
             self.works,
             tuple(llm),
-            self._by_encoder(pipeline_of),
+            tuple(own - first for own, first in pipelines),
             _shaped(placed.forward_ps + before, [w.forward_ms_NSK.shape for w in self.works]),
             _shaped(placed.backward_ps + before, [w.backward_ms_NSK.shape for w in self.works]),
             *(ps / PICOSECONDS_PER_MS for ps in (timeline.llm_ps, before, after_ps)),
@@ -367,9 +370,6 @@ class BubbleFiller:
             before_ms=found.before_ms + before_ms,
         )
 
-    def _forward_way(self, granularity: Granularity) -> Pass:
-        return Pass(self._forward, self._pipelines, self._room(granularity), False, False)
-
     def _room(self, granularity: Granularity, mirrored: bool = False) -> Room:
         key = granularity, mirrored
         if key not in self._rooms:
@@ -382,12 +382,6 @@ class BubbleFiller:
             free = [each.mirrored() if mirrored else each for each in free]
             self._rooms[key] = Room(*free[0], *free[1])
         return self._rooms[key]
-
-    def _by_encoder(self, pipeline_of: Int32s) -> tuple[Int32s, ...]:
-        """Pipelines of each encoder's tasks, counted within the encoder."""
-        counts = np.cumsum([len(work.tasks) for work in self.works])[:-1]
-        own = np.split(pipeline_of, counts)
-        return tuple(p - f for p, f in zip(own, self._pipelines.first, strict=False))
 
     def _device_ends(self, start_ps: Int64s, pipeline_of: Int32s) -> Int64s:
         """By device: end of its last forward kernel."""

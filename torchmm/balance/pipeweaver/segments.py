@@ -1,20 +1,17 @@
-"""Segments and sub-microbatches of a searched pipeline where the recipe leaves them open.
+"""Segments and sub-microbatches of a searched pipeline that the recipe leaves open.
 
-    parallel = chosen_segments(recipe, parallel, descriptions, shares, costs)
+`segments` and `sub_microbatch_images` of [parallel.NAME] stay as the recipe sets them, and so does
+`virtual_stages` other than 1, which is the number of LLM segments. The remaining numbers start from
+the rule of PipeWeaver (`balance.pipeweaver.partition`), which only compares latencies of modules.
+More segments shorten the ramps of the pipeline, and more images save starts of operators, by times
+that depend on the data. So the segments of all modules, and then each number, are doubled, halved
+or changed by one, as long as the searched and simulated first step becomes faster.
 
-What the recipe gives stays: `segments` and `sub_microbatch_images` of [parallel.NAME], and
-`virtual_stages` other than 1, which are the LLM's segments. The rest begins as PipeWeaver's rule
-has it (`balance.pipeweaver.partition`); then all numbers of segments together, and every number
-alone, are doubled, halved or moved by one as long as the first step, searched and simulated with
-the costs of a run, becomes faster. The rule alone compares latencies of modules: more segments
-shorten the pipeline's ramps, more images save starts of operators, and how much depends on the
-data.
+With `stages = "auto"` the step is also searched on the stages of static planners, which have fewer
+and larger tasks. They can be faster on few ranks.
 
-With `stages = "auto"` the step is also searched on the stages of static planners, which on few
-ranks may be faster: fewer, larger tasks.
-
-A pure function of the recipe and the first step's microbatches, in numbers of tries and not in
-seconds, so every rank finds the same.
+The result depends only on the recipe and the microbatches of the first step, and its cost is
+limited by a number of tries instead of a time, so that all ranks find the same.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from torchmm.balance.costs.model import CostModel
 from torchmm.balance.forecasts.first_microbatches import heaviest
 from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
 from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
-from torchmm.balance.pipeweaver.partition import MOST_SEGMENTS, Partition, partition
+from torchmm.balance.pipeweaver.partition import MOST_SEGMENTS, partition
 from torchmm.balance.pipeweaver.recomputation.joint import TunedSearch
 from torchmm.balance.pipeweaver.recomputation.tuning import LayerTuning, Tuner
 from torchmm.balance.run_costs import layer_tuning
@@ -43,23 +40,23 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.recipe import Recipe
 
 STAGES = ("separated", "megatron", "balanced")
-"""What "auto" chooses from; of equally fast ones the first."""
+"""Stages that "auto" compares. The first of equally fast stages is used."""
 EVALUATIONS, MOST_TRIED = 200, 64
-"""Orders and microbatches with which they are compared."""
+"""Maximum number of orders and microbatches of a search that compares partitions."""
 MOST_PARTITIONS = 24
-"""Compared; of each the first step is searched, in some tenths of a second."""
+"""Maximum number of partitions that are compared. A search takes some tenths of a second."""
 MOST_TUNED = 12
-"""The same where layers are tuned, which takes seconds for the largest models."""
+"""Maximum number with tuned layers. A search takes seconds for the largest models."""
 WORTH = 0.995
-"""Share of the time before that a change has to reach: smaller gains are those of a search that was
-cut short."""
+"""Maximum ratio of the times after and before a change. Smaller gains may be noise of a search that
+was not finished."""
 
 Divided = dict[tuple[str, str], int]
-"""Segments and images of sub-microbatches, by module and key."""
+"""Numbers of segments and of images of sub-microbatches, by module and key."""
 
 
 def leaves_segments_open(parallel: ParallelConfig) -> bool:
-    """Whether the partitioner decides anything."""
+    """Return True if the partitioner selects segments."""
     return parallel.schedule == "searched" and parallel.pipeline > 1
 
 
@@ -70,21 +67,22 @@ def chosen_segments(
     shares: Sequence[list[MicrobatchMeta]],
     model: CostModel,
 ) -> ParallelConfig:
-    """The section as it runs, in runs and forecasts of them: with what it leaves open.
+    """Return the section with segments and sub-microbatches, for runs and forecasts.
 
     Args:
-        recipe: the rest of it.
-        modules: encoders, LLM and generator, whole.
-        shares: the first step's microbatches, by share of the global batch; the one with most work
-            counts.
-        model: costs of the modules as they are run (`run_costs`).
+        recipe: recipe of the run.
+        parallel: section of the recipe.
+        modules: encoders, LLM and generator, unsharded.
+        shares: microbatches of the first step by data-parallel rank. The rank with the most work
+            is used.
+        model: costs of the modules in the run (`run_costs`).
 
     Raises:
         ConfigError: a module has fewer layers than ranks.
     """
     if not leaves_segments_open(parallel):
         return parallel
-    # By the profile's memory, which all ranks know alike.
+    # The memory of the profile is the same on all ranks.
     tuning = layer_tuning(recipe, model, layerwise=False)
     metas = heaviest(modules, shares).microbatches
     return with_segments(parallel, modules, metas, model, tuning)
@@ -98,28 +96,55 @@ def with_segments(
     model: CostModel,
     tuning: LayerTuning | None = None,
 ) -> ParallelConfig:
-    """The recipe's section with every module's segments and sub-microbatches.
+    """Return the section with the segments and sub-microbatches of every module.
 
     Args:
-        parallel: one that `leaves_segments_open`.
-        modules: encoders, LLM and generator, whole.
-        microbatches: of one pipeline, the one with most work.
-        model: costs of the modules as they are run (`run_costs`).
-        tuning: how plans choose what layers recompute; None: they do not.
+        parallel: section for which `leaves_segments_open` is true.
+        modules: encoders, LLM and generator, unsharded.
+        microbatches: microbatches of the pipeline with the most work.
+        model: costs of the modules in the run (`run_costs`).
+        tuning: selection of the layers that recompute. If None, plans do not select layers.
 
     Raises:
         ConfigError: a module has fewer layers than ranks.
     """
+    segments = {name: own.segments for name, own in parallel.modules.items() if own.segments}
+    if parallel.virtual_stages > 1:
+        segments.setdefault("llm", parallel.virtual_stages)
+    images = {
+        name: own.sub_microbatch_images
+        for name, own in parallel.modules.items()
+        if own.sub_microbatch_images
+    }
     try:
-        ruled = _partition(parallel, modules, microbatches, model)
+        ruled = partition(
+            modules,
+            microbatches,
+            model,
+            parallel.pipeline,
+            images_given=images,
+            segments_given=segments,
+        )
     except ValueError as error:
         raise ConfigError(f'[parallel] schedule = "searched": {error}') from error
 
     def predicted_ms(tried: ParallelConfig) -> float:
         return _predicted_ms(tried, modules, microbatches, model, tuning)
 
-    most = MOST_PARTITIONS if tuning is None else MOST_TUNED
-    found = _improved(parallel, modules, microbatches, _divided(ruled), predicted_ms, most)
+    divided: Divided = {(name, "segments"): count for name, count in ruled.segments.items()}
+    for name, count in ruled.sub_microbatch_images.items():
+        divided[name, "sub_microbatch_images"] = count
+    limits: Divided = {}
+    for module in modules:
+        if module.name not in segments:
+            most = min(len(module.layers) // parallel.pipeline, MOST_SEGMENTS)
+            limits[module.name, "segments"] = most
+    for name in ruled.sub_microbatch_images:
+        if name not in images:
+            most = max(meta.images_of(name) for meta in microbatches)
+            limits[name, "sub_microbatch_images"] = most
+    tries = MOST_PARTITIONS if tuning is None else MOST_TUNED
+    found = _improved(parallel, divided, limits, predicted_ms, tries)
     if SearchConfig.of(parallel).stages != "auto":
         return found
     searches = [SearchConfig.of(found).model_copy(update={"stages": stages}) for stages in STAGES]
@@ -130,90 +155,47 @@ def with_segments(
 
 def _improved(
     parallel: ParallelConfig,
-    modules: Sequence[ModuleDescription],
-    microbatches: Sequence[MicrobatchMeta],
     divided: Divided,
+    limits: Divided,
     predicted_ms: Callable[[ParallelConfig], float],
     tries: int,
 ) -> ParallelConfig:
-    """The section with what is the fastest of some ways to divide modules, `tries` at most."""
-    most = _most(parallel, modules, microbatches, divided)
+    """Return the section with the fastest of at most `tries` partitions.
+
+    Args:
+        parallel: section of the recipe.
+        divided: numbers to start from.
+        limits: maximum of each number that may change.
+        predicted_ms: returns the time of the first step.
+        tries: maximum number of partitions.
+    """
     best = _filled(parallel, divided)
-    if not most:
+    if not limits:
         return best
     best_ms = predicted_ms(best)
     seen = {tuple(divided.items())}
     better = True
     while better:
         better = False
-        for tried in _neighbours(divided, most):
+        for tried in _neighbours(divided, limits):
             if tuple(tried.items()) in seen or len(seen) >= tries:
                 continue
             seen.add(tuple(tried.items()))
             candidate = _filled(parallel, tried)
             if (ms := predicted_ms(candidate)) < WORTH * best_ms:
                 divided, best, best_ms, better = tried, candidate, ms, True
-                break  # from there on
+                break
     return best
 
 
-def _neighbours(divided: Divided, most: Divided) -> Iterator[Divided]:
-    """What is tried next."""
-    segments = [key for key in most if key[1] == "segments"]
+def _neighbours(divided: Divided, limits: Divided) -> Iterator[Divided]:
+    """Yield partitions in which one number, or all numbers of segments, are changed."""
+    segments = [key for key in limits if key[1] == "segments"]
     for change in (lambda n: 2 * n, lambda n: n // 2, lambda n: n + 1, lambda n: n - 1):
-        for keys in ([segments] if len(segments) > 1 else []) + [[key] for key in most]:
+        for keys in ([segments] if len(segments) > 1 else []) + [[key] for key in limits]:
             tried = divided | {key: change(divided[key]) for key in keys}
-            if all(1 <= tried[key] <= most[key] for key in keys):
+            if all(1 <= tried[key] <= limits[key] for key in keys):
                 yield tried
-
-
-def _most(
-    parallel: ParallelConfig,
-    modules: Sequence[ModuleDescription],
-    microbatches: Sequence[MicrobatchMeta],
-    divided: Divided,
-) -> Divided:
-    """How large each number may become; without those that the recipe gives."""
-    found = {}
-    for name, key in divided:
-        own = parallel.modules.get(name)
-        given = own is not None and bool(getattr(own, key))
-        if given or (key == "segments" and name == "llm" and parallel.virtual_stages > 1):
-            continue
-        if key == "segments":
-            layers = next(len(module.layers) for module in modules if module.name == name)
-            found[name, key] = min(layers // parallel.pipeline, MOST_SEGMENTS)
-        else:
-            found[name, key] = max(meta.images_of(name) for meta in microbatches)
-    return found
-
-
-def _divided(found: Partition) -> Divided:
-    images = {(n, "sub_microbatch_images"): c for n, c in found.sub_microbatch_images.items()}
-    return {(name, "segments"): count for name, count in found.segments.items()} | images
-
-
-def _partition(
-    parallel: ParallelConfig,
-    modules: Sequence[ModuleDescription],
-    microbatches: Sequence[MicrobatchMeta],
-    model: CostModel,
-) -> Partition:
-    given = parallel.modules
-    segments = {name: own.segments for name, own in given.items() if own.segments}
-    if parallel.virtual_stages > 1:
-        segments.setdefault("llm", parallel.virtual_stages)
-    images = {
-        name: own.sub_microbatch_images for name, own in given.items() if own.sub_microbatch_images
-    }
-    return partition(
-        modules,
-        microbatches,
-        model,
-        parallel.pipeline,
-        images_given=images,
-        segments_given=segments,
-    )
 
 
 def _predicted_ms(
@@ -223,8 +205,10 @@ def _predicted_ms(
     model: CostModel,
     tuning: LayerTuning | None = None,
 ) -> float:
-    """Time of the first step in searched order; infinite where modules cannot be cut like this, or
-    the step does not fit into the device's memory."""
+    """Return the time of the first step with a searched schedule.
+
+    Returns infinity if modules cannot be split, or the step does not fit into device memory.
+    """
     own = list(microbatches[:MOST_TRIED])
     budget = Budget(
         evaluations=min(EVALUATIONS, SearchConfig.of(parallel).evaluations or EVALUATIONS)

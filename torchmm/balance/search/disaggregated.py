@@ -241,50 +241,6 @@ def _layer_share(
     return float(min(shares, default=0.0))
 
 
-def sized_recipe(
-    recipe: Recipe,
-    sizes: Mapping[str, UnitSizes],
-    *,
-    schedule: str = "1f1b",
-    stages: int = 1,
-    recompute: str | None = None,
-) -> Recipe:
-    """The recipe with a plan's sizes; its other keys stay, unless they contradict the placement.
-
-    Data-parallel ranks of a module are one FSDP2 group. Reordering is turned on, as without it the
-    encoders' ranks wait for each other.
-
-    Args:
-        sizes: by module.
-        schedule: with these stages of the LLM per rank.
-        recompute: mode of modules that have none of their own; None: the recipe's.
-    """
-    own = {
-        name: dict(zip(AXES, (size.pipeline, 1, size.data, size.tensor), strict=True))
-        for name, size in sizes.items()
-    }
-    parallel = recipe.parallel.model_dump(exclude_none=True)
-    for name in own:
-        parallel.setdefault(name, {})
-        parallel[name].pop("segments", None)
-    parallel |= own.pop(LLM)
-    for name, size in own.items():
-        parallel[name] |= size
-    parallel.pop(LLM, None)
-    parallel |= {"placement": "disaggregated", "schedule": schedule, "virtual_stages": stages}
-    if parallel["reshard_after_forward"] == "always":
-        parallel["reshard_after_forward"] = "default"
-    parallel["gradient_reduction"] = "step"
-    if sizes[LLM].tensor == 1:
-        parallel |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
-    table = recipe.model_dump(exclude_none=True)
-    table["parallel"] = parallel
-    table["data"]["reorder"] = "both"
-    table["simulation"]["gpus"] = sum(size.devices for size in sizes.values())
-    found = Recipe.model_validate(table)
-    return found if recompute is None else with_recompute(found, recompute)
-
-
 Guess = tuple[Plan, float, float]
 """A plan, its lower bound in ms, and its estimate in ms (for siblings: relative to their plan)."""
 
@@ -349,7 +305,7 @@ class DisaggregatedPlans:
                 found = orchestrate(variant.problem, alternatives=FAVORITES, limits=self._limits)
             except ValueError:  # no plan fits with this recomputation
                 continue
-            for plan in (found.best, *found.alternatives):
+            for plan in found:
                 guess = self._spaces[-1].plan(index, tuple(unit.sizes for unit in plan.units))
                 if guess is not None:
                     yield self._listed(guess)

@@ -43,9 +43,11 @@ def _method_table(result: SearchResult, best: Candidate, title: str) -> Table:
     for candidate in result.ranked:
         step = candidate.forecast.step
         assert step is not None
+        schedule = "-" if candidate.method == "fsdp" else candidate.forecast.schedule
+        stages = candidate.recipe.parallel.virtual_stages
         table.add_row(
             candidate.method,
-            _schedule(candidate),
+            f"{schedule}, {stages} per rank" if schedule != "-" and stages > 1 else schedule,
             candidate.recipe.activation_checkpoint.mode,
             candidate.sizes,
             str(candidate.devices),
@@ -101,14 +103,6 @@ def certificate(result: SearchResult) -> str:
         f"no plan that was considered is faster than {result.bound_ms:,.1f} ms; the best step is "
         f"at most {100 * within:.1f} % slower than that; {memory}"
     )
-
-
-def _schedule(candidate: Candidate) -> str:
-    if candidate.method == "fsdp":
-        return "-"
-    stages = candidate.recipe.parallel.virtual_stages
-    name = candidate.forecast.schedule
-    return f"{name}, {stages} per rank" if stages > 1 else name
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:

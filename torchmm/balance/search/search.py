@@ -312,8 +312,9 @@ class _Search:
         if method.name == "disaggregated":
             self._start_disaggregated(method)
             return
-        if problem := self._unsuitable(method.name):
-            method.problems[problem] += 1
+        has_encoders = any(module.kind == "encoder" for module in self._sample.modules)
+        if method.name == "colocated" and not has_encoders:
+            method.problems["the model has no encoders"] += 1
             return
         plans = shared_plans(
             method.name, self._recipe, self._devices, self._profile, self._sample,
@@ -330,13 +331,6 @@ class _Search:
         tasks = self._bounds.tasks(plan)
         limit_s = max(TASKS_S, TASKS_SHARE * self._budget_s)
         return tasks <= MAX_TASKS and self._times.expected_s(plan, tasks) <= limit_s
-
-    def _unsuitable(self, name: str) -> str:
-        """Return why a method cannot run the model, or an empty string."""
-        kinds = [module.kind for module in self._sample.modules]
-        if name == "colocated" and "encoder" not in kinds:
-            return "the model has no encoders"
-        return ""
 
     def _start_disaggregated(self, method: MethodSearch) -> None:
         try:

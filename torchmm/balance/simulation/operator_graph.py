@@ -110,9 +110,10 @@ class OperatorGraph:
             f"operators 0 to {count - 1}"
             for s, t in edges[:, ~known].T.tolist()
         ]
+        sources, targets = edges[:, known]
         try:
             graph = CompiledGraph.build(
-                durations.astype(np.int64), *edges[:, known], tuple(self._names)
+                durations.astype(np.int64), sources, targets, tuple(self._names)
             )
         except SimulationError as error:
             raise SimulationError([*problems, *error.problems]) from None

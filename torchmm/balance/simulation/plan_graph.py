@@ -141,7 +141,11 @@ class _Builder:
                 self.actions.append(PlanAction(rank, action, previous, previous, True))
                 continue
             if kind is ActionType.UNSHARD:
-                node = self._add_gather(rank, action, previous)
+                after = [] if previous == NONE else [previous]
+                gather_ms = self.costs.gather_ms.get(action.stage, 0.0)
+                name = f"{action} on rank {rank}"
+                node = self.graph.add(("gather", rank), gather_ms, after, name)
+                self.gathers[rank, action.stage] = node
                 self.actions.append(PlanAction(rank, action, node, NONE, False))
                 continue
             if kind is ActionType.REDUCE_GRAD:
@@ -210,13 +214,6 @@ class _Builder:
             self.problems.append(f"{action} on rank {rank}: nobody sends that; validate the plan")
             return []
         return [found]
-
-    def _add_gather(self, rank: int, action: Action, previous: int) -> int:
-        gather_ms = self.costs.gather_ms.get(action.stage, 0.0)
-        after = [] if previous == NONE else [previous]
-        node = self.graph.add(("gather", rank), gather_ms, after, f"{action} on rank {rank}")
-        self.gathers[rank, action.stage] = node
-        return node
 
     def _duration_ms(self, rank: int, action: Action) -> float:
         if action.type in COMPUTE:

@@ -26,7 +26,6 @@ from torchmm.balance.simulation.plan_graph import build_plan_graph
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.rules import MemoryModel, RuleBook
 from torchmm.pipelining.plan.actions import COMPUTE, Action, ActionType
-from torchmm.pipelining.plan.graph import Task
 from torchmm.pipelining.plan.plan import ActionRecord, PipelinePlan
 from torchmm.pipelining.view.timeline import Bubble, Timeline, analyze_timeline
 
@@ -173,11 +172,10 @@ def memory_changes(
         book: of the plan, or of another that it has the rules of; None: it is made, which takes
             most of the time.
     """
-
-    def later_bytes(task: Task) -> int:
-        return costs.kept_for_weights_bytes.get(task, costs.kept_bytes.get(task, 0))
-
-    memory = MemoryModel(lambda task: costs.kept_bytes.get(task, 0), later_bytes)
+    memory = MemoryModel(
+        lambda task: costs.kept_bytes.get(task, 0),
+        lambda task: costs.kept_for_weights_bytes.get(task, costs.kept_bytes.get(task, 0)),
+    )
     book = RuleBook(plan) if book is None else book
     changes = []
     for rank, program in enumerate(plan.actions):

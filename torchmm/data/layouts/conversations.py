@@ -55,7 +55,10 @@ def read_conversations(record: Record) -> Conversation:
                 messages.append(message)
     files = files_of(record.columns, record.root)
     if files["video"] and not files["image"]:
-        _mark_clips(messages)
+        texts = [message for message in messages if isinstance(message["content"], str)]
+        if not any("<video>" in message["content"] for message in texts):
+            for message in texts:
+                message["content"] = message["content"].replace("<image>", "<video>")
     return chat_of(record, messages, placeholders=True, files=files)
 
 
@@ -63,14 +66,6 @@ def _is_call(message: dict[str, Any]) -> bool:
     """Whether it is what an entry of "function_call" became, with no keys of its own."""
     calls = message.get("tool_calls")
     return len(message) == 3 and message["content"] == "" and isinstance(calls, list)
-
-
-def _mark_clips(messages: list[dict[str, Any]]) -> None:
-    """Writes `<video>` for `<image>`, if there is none yet."""
-    texts = [message for message in messages if isinstance(message["content"], str)]
-    if not any("<video>" in message["content"] for message in texts):
-        for message in texts:
-            message["content"] = message["content"].replace("<image>", "<video>")
 
 
 def _messages_of(entry: Any, where: str) -> list[dict[str, Any]]:

@@ -38,23 +38,19 @@ def _chat(record: Record, asked: str, answer_column: str) -> Conversation:
             "column context is not read beside an instruction or query; name it in the recipe: "
             'columns = { input = "context" }, or columns = { unused = "context" }'
         )
-    turns = [*_history(record.columns), (asked, answer)]
-    return chat_of(record, [m for turn in turns for m in turn_messages(*turn)], placeholders=True)
+    messages: list[dict[str, Any]] = []
+    for number, pair in enumerate(list_of(record.columns, "history"), start=1):
+        name = f"history entry {number}"
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            size = f" of {len(pair)}" if isinstance(pair, list | tuple) else ""
+            raise CorruptSampleError(
+                f"{name} is {type(pair).__name__}{size}, not [question, answer]"
+            )
+        messages += turn_messages(text_of(pair[0], name), text_of(pair[1], name))
+    messages += turn_messages(asked, answer)
+    return chat_of(record, messages, placeholders=True)
 
 
 def turn_messages(asked: Any, answered: Any) -> list[dict[str, Any]]:
     """A question and its answer as messages."""
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-
-
-def _history(columns: dict[str, Any]) -> list[tuple[str, str]]:
-    pairs = []
-    for number, pair in enumerate(list_of(columns, "history"), start=1):
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            size = f" of {len(pair)}" if isinstance(pair, list | tuple) else ""
-            raise CorruptSampleError(
-                f"history entry {number} is {type(pair).__name__}{size}, not [question, answer]"
-            )
-        name = f"history entry {number}"
-        pairs.append((text_of(pair[0], name), text_of(pair[1], name)))
-    return pairs

@@ -64,7 +64,17 @@ def chat_of(
     tools = tools_of(columns)
     if not messages:
         raise CorruptSampleError("a chat without messages")
-    before = _system_of(columns, messages[0])
+    before: list[dict[str, Any]] = []
+    system = columns.get("system")
+    if not is_empty(system):
+        first = messages[0] if isinstance(messages[0], dict) else {}
+        if first.get("role") not in ("system", "developer"):
+            before = [{"role": "system", "content": system}]
+        elif first.get("content") != system:
+            raise CorruptSampleError(
+                f"column system ({brief(system)}) and a system message "
+                f"({brief(first.get('content'))}); keep one"
+            )
     read_only += len(before) if read_only else 0
     if files is None:
         files = files_of(columns, record.root)
@@ -82,7 +92,7 @@ def conversation_of(
     placeholders: bool = False,
     read_only: int = 0,
 ) -> Conversation:
-    """The conversation of messages.
+    """Return the conversation of messages.
 
     Args:
         messages: {"role", "content"}; content is a string or a list of parts.
@@ -97,37 +107,17 @@ def conversation_of(
     turns: list[Turn] = []
     contents: list[tuple[str, Any]] = []
     for number, message in enumerate(messages):
-        for part in expand(_with_role(message)):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        role = OTHER_NAMES.get(role, role) if isinstance(role, str) else role
+        if role not in ROLES:
+            raise CorruptSampleError(f"message {brief(message)} has no role of {ROLES}")
+        for part in expand({**message, "role": role}):
             turn, content = _turn(part)
             turns.append(replace(turn, train=False) if number < read_only else turn)
             contents.append((turn.role, content))
     parts = read_contents(contents, files, root, placeholders)
     turns = [replace(turn, parts=own) for turn, own in zip(turns, parts, strict=True)]
     return Conversation(tuple(turns), tools)
-
-
-def _system_of(columns: Mapping[str, Any], first: Any) -> list[dict[str, Any]]:
-    """The system prompt of a column as a message, which must not be among the messages too."""
-    system = columns.get("system")
-    if is_empty(system):
-        return []
-    if isinstance(first, dict) and first.get("role") in ("system", "developer"):
-        if first.get("content") == system:
-            return []
-        raise CorruptSampleError(
-            f"column system ({brief(system)}) and a system message "
-            f"({brief(first.get('content'))}); keep one"
-        )
-    return [{"role": "system", "content": system}]
-
-
-def _with_role(message: Any) -> Mapping[str, Any]:
-    """The message with one of ROLES; raises CorruptSampleError."""
-    role = message.get("role") if isinstance(message, Mapping) else None
-    known = role if not isinstance(role, str) else OTHER_NAMES.get(role, role)
-    if known not in ROLES:
-        raise CorruptSampleError(f"message {brief(message)} has no role of {ROLES}")
-    return {**message, "role": known}
 
 
 def _turn(message: Mapping[str, Any]) -> tuple[Turn, Any]:

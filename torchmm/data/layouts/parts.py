@@ -42,10 +42,16 @@ def read_contents(
     Raises:
         CorruptSampleError: malformed contents, or numbers that do not agree.
     """
-    read = [_read_content(content, role) for role, content in contents]
+    read: list[Content] = []
+    for role, content in contents:
+        if not isinstance(content, str | list):
+            raise CorruptSampleError(f"content is {type(content).__name__}, not text or a list")
+        is_text = isinstance(content, str)
+        read.append(content if is_text else [read_part(item, role) for item in content])
     columns = {kind: list(files.get(kind, ())) for kind in FILE_KINDS}
-    marked = _marked_kinds(read, columns, placeholders)
-    by_order = {kind: _check_numbers(kind, read, columns[kind], marked) for kind in FILE_KINDS}
+    matched = {kind: _match_files(kind, read, columns[kind], placeholders) for kind in FILE_KINDS}
+    marked = {kind for kind, (is_marked, _) in matched.items() if is_marked}
+    by_order = {kind: uses_order for kind, (_, uses_order) in matched.items()}
     queues = {kind: iter(columns[kind]) for kind in FILE_KINDS}
     made = []
     for content in read:
@@ -85,52 +91,39 @@ def has_marks(contents: Sequence[Any], files: Mapping[str, Sequence[FileSegment]
     )
 
 
-def _read_content(content: Any, role: str) -> Content:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise CorruptSampleError(f"content is {type(content).__name__}, not text or a list")
-    return [read_part(item, role) for item in content]
+def _match_files(
+    kind: str, read: Sequence[Content], files: Sequence[FileSegment], always: bool
+) -> tuple[bool, bool]:
+    """Match the files of a kind in columns to placeholders in texts, or to parts.
 
+    Returns:
+        Whether placeholders in texts mark the files, and whether all parts, also those that name
+        a file, use the files of the columns in order.
 
-def _file_parts(read: Sequence[Content], kind: str) -> list[FilePart]:
-    return [
+    Raises:
+        CorruptSampleError: The numbers do not agree.
+    """
+    parts = [
         part
         for content in read
         if not isinstance(content, str)
         for part in content
         if isinstance(part, FilePart) and part.kind == kind
     ]
-
-
-def _marked_kinds(
-    read: Sequence[Content], columns: Mapping[str, Sequence[Any]], always: bool
-) -> set[str]:
-    """Kinds of files whose placeholders in plain texts are placeholders."""
-    return {
-        kind for kind in FILE_KINDS if (always or columns[kind]) and not _file_parts(read, kind)
-    }
-
-
-def _check_numbers(
-    kind: str, read: Sequence[Content], files: Sequence[FileSegment], marked: set[str]
-) -> bool:
-    """Whether the columns have a file for every part, also for those that name one."""
-    parts = _file_parts(read, kind)
-    if kind in marked:
+    if (always or files) and not parts:
         found = sum(content.count(f"<{kind}>") for content in read if isinstance(content, str))
         if found != len(files):
             raise CorruptSampleError(
                 f"{found} <{kind}> placeholders but {len(files)} {kind}s; each needs the other"
             )
-        return True
+        return True, True
     unnamed = sum(part.named is None for part in parts)
     if len(files) not in (len(parts), unnamed):
         raise CorruptSampleError(
             f"{len(parts)} {kind} parts in messages, {len(parts) - unnamed} of them with a file, "
             f"but {len(files)} {kind}s in columns"
         )
-    return len(files) == len(parts)
+    return False, len(files) == len(parts)
 
 
 def _split(text: str, marked: set[str], queues: Mapping[str, Any]) -> tuple[Part, ...]:

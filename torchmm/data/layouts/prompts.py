@@ -68,17 +68,12 @@ def _read_messages(record: Record, prompt: list[Any], completion: list[Any]) -> 
         )
     files = files_of(record.columns, record.root)
     if any(files.values()) and not has_marks([m.get("content") for m in messages], files):
-        messages = _with_files(messages, files)
+        # As TRL: all files are before the first question if the messages do not place them.
+        first = next((n for n, m in enumerate(messages) if m.get("role") == "user"), None)
+        if first is None:
+            raise CorruptSampleError(
+                f"{sum(map(len, files.values()))} files but no user message to put them into"
+            )
+        content = with_files_first(messages[first].get("content"), files)
+        messages[first] = {**messages[first], "content": content}
     return chat_of(record, messages, placeholders=False, read_only=len(prompt), files=files)
-
-
-def _with_files(messages: list[dict[str, Any]], files: Any) -> list[dict[str, Any]]:
-    """All files before the first question, as TRL puts them where nothing says otherwise."""
-    number = next((n for n, m in enumerate(messages) if m.get("role") == "user"), None)
-    if number is None:
-        raise CorruptSampleError(
-            f"{sum(map(len, files.values()))} files but no user message to put them into"
-        )
-    content = with_files_first(messages[number].get("content"), files)
-    first = {**messages[number], "content": content}
-    return [*messages[:number], first, *messages[number + 1 :]]

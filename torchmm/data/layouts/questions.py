@@ -77,7 +77,9 @@ def read_question(record: Record) -> Conversation:
         listed = [f"{letter}. {text}" for letter, text in zip(letters, choices, strict=True)]
         question = "\n".join((question, *listed, CHOOSE))
     else:
-        answer = _open_answer(columns)
+        # The most common answer of several people; of equally common ones the first.
+        given = Counter(_open_answers(columns))
+        answer = max(given, key=given.__getitem__)
     files = files_of(columns, record.root)
     marked = has_marks([question], files)
     content = question if marked else with_files_first(question, files)
@@ -142,12 +144,6 @@ def references_of(record: Record) -> tuple[str, ...]:
     if columns.get("question") is None or not several or _choices(columns)[1]:
         return ()
     return tuple(_open_answers(columns))
-
-
-def _open_answer(columns: dict[str, Any]) -> str:
-    """The answer; of several people's the most common, of equally common ones the first."""
-    given = Counter(_open_answers(columns))
-    return max(given, key=given.__getitem__)  # the first of equals
 
 
 def _answers_column(columns: dict[str, Any]) -> str:

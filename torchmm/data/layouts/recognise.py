@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchmm.data.corrupt import CorruptSampleError
 from torchmm.data.layouts.captions import read_caption, read_interleaved
@@ -31,7 +31,6 @@ from torchmm.data.layouts.questions import ANSWERS, has_pairs, read_pairs, read_
 from torchmm.data.layouts.sample import (
     GeneratedSegment,
     Record,
-    Root,
     Sample,
     SampleOptions,
     Segment,
@@ -94,23 +93,44 @@ _JUDGED = ("completion", "messages", *CONVERSATIONS, "response", "output")
 
 
 def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
-    """Recognise the layout of a record and cut it into segments.
+    """Return the sample of a record of any layout.
 
     Raises:
-        CorruptSampleError: no known layout, or a malformed value.
+        CorruptSampleError: The record has no known layout, or a malformed value.
     """
     columns = with_json_columns(record.columns)
-    drawn: tuple[Segment, ...] = ()
-    if record.options.generate is not None:
-        columns, drawn = _take_generated(columns, record.options.generate, record.root)
+    generated: tuple[Segment, ...] = ()
+    name = record.options.generate
+    if name is not None:
+        if name not in columns:
+            raise CorruptSampleError(
+                f"has columns {sorted(columns)}, but `generate` names {name!r}; name one of them"
+            )
+        value = columns[name]
+        columns = {key: other for key, other in columns.items() if key != name}
+        if not is_no_file(value):
+            generated = (GeneratedSegment(file_segment("image", value, record.root)),)
+    # A record that compares answers has no loss here.
+    preferences = [name for name in _PREFERENCES if not is_empty(columns.get(name))]
+    label = columns.get("label")
+    is_flag = isinstance(label, bool) or str(label).lower() in ("true", "false")
+    if is_flag and not columns.keys().isdisjoint(_JUDGED):
+        preferences.append("label")
+    if preferences:
+        raise CorruptSampleError(
+            f"column {preferences[0]} belongs to a set of preferences, for which there is no loss "
+            "here; keep the better answers only, under the name of answers"
+        )
     record = replace(record, columns=columns)
-    _refuse_preferences(columns)
-    layout = recognise(record)
-    content = layout.read(record)
-    check_placeholders(columns, _texts_of(content))
+    content = recognise(record).read(record)
     if isinstance(content, Conversation):
+        said = [part for turn in content.turns for part in (*turn.parts, turn.reasoning)]
+        check_placeholders(columns, [part for part in said if isinstance(part, str)])
         content = render_chat(content, record.options)
-    return replace(content, segments=(*content.segments, *drawn))
+    else:
+        texts = [segment for segment in content.segments if isinstance(segment, TextSegment)]
+        check_placeholders(columns, [segment.text for segment in texts])
+    return replace(content, segments=(*content.segments, *generated))
 
 
 def recognise(record: Record) -> RecordLayout:
@@ -139,50 +159,13 @@ def recognise(record: Record) -> RecordLayout:
     )
 
 
-def _texts_of(content: Sample | Conversation) -> list[str]:
-    """Return all texts of a record that become tokens."""
-    if isinstance(content, Sample):
-        return [segment.text for segment in content.segments if isinstance(segment, TextSegment)]
-    parts = [part for turn in content.turns for part in (*turn.parts, turn.reasoning)]
-    return [part for part in parts if isinstance(part, str)]
-
-
 def _none_of(names: tuple[str, ...]) -> str:
     return f"no {names[0]}" if len(names) == 1 else f"none of {', '.join(names)}"
-
-
-def _refuse_preferences(columns: dict[str, Any]) -> None:
-    """Raise CorruptSampleError for a column that says which of several answers is better."""
-    found = [name for name in _PREFERENCES if not is_empty(columns.get(name))]
-    label = columns.get("label")
-    is_flag = isinstance(label, bool) or str(label).lower() in ("true", "false")
-    if is_flag and not columns.keys().isdisjoint(_JUDGED):
-        found.append("label")
-    if found:
-        raise CorruptSampleError(
-            f"column {found[0]} belongs to a set of preferences, for which there is no loss here; "
-            "keep the better answers only, under the name of answers"
-        )
 
 
 def layout_of(record: Record) -> str:
     """Name of a record's layout, for people; raises CorruptSampleError if it has none."""
     return recognise(replace(record, columns=with_json_columns(record.columns))).name
-
-
-def _take_generated(
-    columns: dict[str, Any], name: str, root: Root
-) -> tuple[dict[str, Any], tuple[Segment, ...]]:
-    """The other columns, and the content of the one to be drawn, if it is not empty."""
-    if name not in columns:
-        raise CorruptSampleError(
-            f"has columns {sorted(columns)}, but `generate` names {name!r}; name one of them"
-        )
-    others = {key: value for key, value in columns.items() if key != name}
-    value = columns[name]
-    if is_no_file(value):
-        return others, ()
-    return others, (GeneratedSegment(file_segment("image", value, root)),)
 
 
 def is_chat(record: Record) -> bool:

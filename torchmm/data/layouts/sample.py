@@ -69,13 +69,13 @@ class FileSegment:
     """Name of the encoder that reads it, once that is known."""
 
     def read(self, max_bytes: int) -> bytes:
-        """The file's bytes.
+        """Return the bytes of the file.
 
         Args:
-            max_bytes: of the largest file that is read.
+            max_bytes: Size of the largest file that is read.
 
         Raises:
-            CorruptSampleError: the file cannot be read, or is larger.
+            CorruptSampleError: The file cannot be read, or is larger.
         """
         if self.data is not None:
             self._check_size(len(self.data), max_bytes)
@@ -83,7 +83,13 @@ class FileSegment:
         assert self.path is not None
         if isinstance(self.path, InnerFile):
             self._check_size(self.path.size, max_bytes)
-            return self._read_inner(self.path)
+            try:
+                return self.path.read()
+            except OSError as error:
+                text = f"{self.kind} in {self.path}: {error.strerror}"
+                raise CorruptSampleError(text) from error
+            except ValueError as error:
+                raise CorruptSampleError(f"{self.kind} in {self.path}: {error}") from error
         if isinstance(self.path, RemotePath):
             file = self.path.find()
             if file is None:
@@ -101,14 +107,6 @@ class FileSegment:
             raise CorruptSampleError(f"{self.kind} file {self.path}: {error.strerror}") from error
         except ValueError as error:
             raise CorruptSampleError(f"{self.kind} file {self.path!r}: {error}") from error
-
-    def _read_inner(self, file: InnerFile) -> bytes:
-        try:
-            return file.read()
-        except OSError as error:
-            raise CorruptSampleError(f"{self.kind} in {file}: {error.strerror}") from error
-        except ValueError as error:
-            raise CorruptSampleError(f"{self.kind} in {file}: {error}") from error
 
     def _check_size(self, size: int, max_bytes: int) -> None:
         if size > max_bytes:

@@ -288,14 +288,16 @@ class _Chat:
         habits = self.template.habits(self.style, self.tools is not None, self.options)
         if tagged is None and not habits.ends and any(t.role == "assistant" for t in turns):
             self.template.warn_of_no_end()
-        around = Spans(
-            rendering,
-            turns,
-            habits,
-            self.template.special,
-            str(self.template.tokenizer.bos_token or ""),
-            self._tail,
-        )
+
+        def tail(count: int) -> str | None:
+            try:
+                marked = self.template.render(self.marked[:count], self.marked_tools, self.options)
+                return text_after_marks(marked)[-1]
+            except TemplateRefusalError:
+                return None
+
+        start_token = str(self.template.tokenizer.bos_token or "")
+        around = Spans(rendering, turns, habits, self.template.special, start_token, tail)
 
         def spans(turn: int) -> Sequence[Span]:
             if tagged is None or turns[turn].role != "assistant":
@@ -307,13 +309,6 @@ class _Chat:
         segments = _segments(rendering, mask, template.special, template.around_sounds)
         return Sample(tuple(segments), False, False)
 
-    def _tail(self, count: int) -> str | None:
-        try:
-            marked = self.template.render(self.marked[:count], self.marked_tools, self.options)
-            return text_after_marks(marked)[-1]
-        except TemplateRefusalError:
-            return None
-
     def _check_ids(self, out_of_order: Sequence[int]) -> None:
         """Results in another order than their calls are only understood by ids: does the text
         change if they do?"""
@@ -321,7 +316,13 @@ class _Chat:
             name = self.conversation.turns[turn].tool_call_id or ""
             other = "".join("1" if letter == "0" else "0" for letter in name)
             answer = {**self.messages[turn], "tool_call_id": other}
-            calls = [_with_other_id(message, name, other) for message in self.messages]
+            calls = []
+            for message in self.messages:
+                renamed = [
+                    {**call, "id": other} if call.get("id") == name else call
+                    for call in message.get("tool_calls") or ()
+                ]
+                calls.append({**message, "tool_calls": renamed} if renamed else message)
             for messages in ([*self.messages[:turn], answer, *self.messages[turn + 1 :]], calls):
                 if self.template.render(messages, self.tools, self.options) == self.rendering.text:
                     raise CorruptSampleError(
@@ -346,16 +347,6 @@ class _Chat:
                     raise CorruptSampleError(
                         f"the chat template leaves out {path} = {value} of tools"
                     )
-
-
-def _with_other_id(message: dict[str, Any], name: str, other: str) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    return {
-        **message,
-        "tool_calls": [{**c, "id": other} if c.get("id") == name else c for c in calls],
-    }
 
 
 def _changed_scalars(value: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -222,21 +222,19 @@ class TextEncoder:
     def _image_block(
         self, block: _ImageBlock, counts: Iterator[tuple[int, int]]
     ) -> tuple[list[int], list[int]]:
-        """Token ids, and where the placeholders of each tile start."""
+        """Return the token ids of an image, and where the placeholders of each tile start."""
+        row_end = self.spec.row_end_id
         ids = self._encode_marks(block.marks[0])
         starts = []
         for marks in block.marks[1:]:
             starts.append(len(ids))
-            ids += self._placeholders(block.placeholder, *next(counts))
-            ids += self._encode_marks(marks)
+            tokens, columns = next(counts)
+            placeholders = [block.placeholder] * tokens
+            if row_end is not None:
+                row = [block.placeholder] * columns
+                placeholders = [*row, row_end] * (tokens // columns - 1) + row
+            ids += placeholders + self._encode_marks(marks)
         return ids, starts
-
-    def _placeholders(self, placeholder: int, tokens: int, columns: int) -> list[int]:
-        row_end = self.spec.row_end_id
-        if row_end is None:
-            return [placeholder] * tokens
-        rows = tokens // columns
-        return ([placeholder] * columns + [row_end]) * (rows - 1) + [placeholder] * columns
 
     def _encode_marks(self, marks: Marks) -> list[int]:
         ids: list[int] = []

@@ -1,13 +1,18 @@
 """Random access to the samples of webdataset shards: members of a tar file that share a name.
 
-Headers of all members are read once, unless a `.tar.idx` next to the shard says where samples
-begin, as Energon writes it; where each begins is kept. A sample is read from its place, but for
-its pictures, clips and sounds: these stay in the shard until they are decoded. Nothing is
-converted or copied, samples may have different parts, and parts stay bytes unless they are text
-or JSON: Hugging Face's reader, which would convert whole shards, unpickles some (`.pth`).
+    samples = TarSamples(shards, places=Places(data.index_cache))
+    where, parts = samples.read(index)
 
-Where a shard is damaged, members are found again behind the damage, as readers of tars do not: they
-end there in silence. What the damage may have taken a part of is corrupt.
+The headers of all members are read once, unless a `.tar.idx` file next to the shard has the offsets
+of the samples, as Energon writes it. `Places` stores the offsets. A sample is read from its offset,
+except for images, videos and audio files, which stay in the shard until they are decoded. Samples
+may have different parts. Parts stay bytes unless they are text or JSON. Nothing is unpickled; the
+reader of Hugging Face unpickles some parts (`.pth`).
+
+Readers of tar files stop silently at damage and at a cut. Here, members after the damage are found
+again, and only samples that may have lost a part are corrupt. Shards without their end are rejected
+on every start, which costs one small read per shard. Compressed shards are rejected, because their
+members cannot be reached by offset.
 """
 
 from __future__ import annotations
@@ -23,13 +28,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from torchmm.common.errors import DataError
-from torchmm.data.corrupt import CorruptSampleError, naming_place
+from torchmm.data.corrupt import CorruptSampleError, first_of, naming_place
 from torchmm.data.files.places import Places
 from torchmm.data.files.remote import AnyFile, RemoteFile
 from torchmm.data.files.sample_files import SMALL_BYTES, FileRange, open_regular
 from torchmm.data.layouts.columns import FILE_KINDS
 from torchmm.data.layouts.sample import Record
-from torchmm.data.sources.archives import check_tars
 from torchmm.data.sources.text_files import MAX_RECORD_BYTES
 
 VERSION = 1
@@ -44,6 +48,10 @@ JSONS = ("json", "jsn")
 TEXTS = ("txt", "text", "caption", "transcript")
 NUMBERS = ("cls", "cls2", "index", "inx", "id")
 """Parts that webdataset's readers decode, besides JSON, by their last suffix."""
+
+END_MARK = bytes(2 * tarfile.BLOCKSIZE)
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+_REMEDY = "fetch or write it again, or take it out of the source"
 
 Parts = Mapping[str, bytes | FileRange]
 """Of a sample, by name: read, or where they are."""
@@ -200,6 +208,61 @@ class WebdatasetStream:
         return None
 
 
+def check_tars(shards: Sequence[AnyFile]) -> None:
+    """Check the ends of tar files.
+
+    Raises:
+        DataError: Files are cut off inside a member, compressed, or not tar files; all are named.
+    """
+    rejected = []
+    for shard in shards:
+        try:
+            _check_tar(shard)
+        except OSError as error:
+            rejected.append(f"{shard}: {error.strerror}")
+        except DataError as error:
+            rejected.append(str(error))
+    if rejected:
+        raise DataError(rejected[0] if len(rejected) == 1 else f"tar files:{first_of(rejected)}")
+
+
+def _check_tar(shard: AnyFile) -> None:
+    """Raise DataError for a tar file that is cut off; warn if it may be cut between members."""
+    size = shard.stat().st_size
+    last = ""
+    with open_regular(shard) as stream:
+        if stream.read(8).startswith(_COMPRESSED):
+            raise DataError(f"{shard} is compressed; unpack it, or take it out of the source")
+        stream.seek(max(0, size - len(END_MARK)))
+        if size % tarfile.BLOCKSIZE == 0 and stream.read() == END_MARK:
+            return
+        # The headers show which member is incomplete.
+        stream.seek(0)
+        try:
+            with tarfile.open(fileobj=stream, mode="r:") as tar:
+                while (member := tar.next()) is not None:
+                    if member.offset_data + member.size > size:
+                        raise DataError(
+                            f"{shard} is cut off after {size} bytes, inside its member "
+                            f"{member.name}; {_REMEDY}"
+                        )
+                    last = member.name
+                end = tar.offset
+        except tarfile.TarError as error:
+            found = f"cut off after {size} bytes, after {last}" if last else "not a whole tar file"
+            raise DataError(f"{shard} is {found} ({error}); {_REMEDY}") from error
+        stream.seek(end - end % tarfile.BLOCKSIZE)
+        rest = stream.read(tarfile.BLOCKSIZE)
+    if rest.strip(b"\0"):
+        raise DataError(f"{shard} is cut off after {size} bytes, after {last}; {_REMEDY}")
+    logger.warning(
+        "%s has no end-of-archive mark: if it was cut off between two members, the samples after "
+        "%s are missing. Compare its size with the original's",
+        shard,
+        last or "its beginning",
+    )
+
+
 def decode_part(part: str, data: bytes | FileRange) -> Any:
     """A part as webdataset decodes it; files, and all that would be unpickled, stay as they are.
 
@@ -300,17 +363,37 @@ def _part(
 
 
 def _search(shard: AnyFile, skipped: Collection[str]) -> np.ndarray:
-    """(N, 2): where the samples of a shard begin, and 1 for those with damage before them."""
-    rows = array("q")
-    for key, start, damaged in _sample_starts(shard):
-        if key not in skipped:
-            rows.extend((start, damaged))
-    return np.asarray(rows, np.int64).reshape(-1, 2)
+    """Return (N, 2): the offset of each sample, and 1 if damage is before the sample.
+
+    The offset is that of the header of its first member.
+    """
+    found = array("q")
+    last, damaged = None, False
+    try:
+        with open_regular(shard) as stream:
+            for member in _members(stream, 0):
+                if isinstance(member, Damage):
+                    logger.warning("%s: %s; samples beside it are left out", shard, member)
+                    damaged, last = True, None
+                    continue
+                name = _split_name(member)
+                if name is None or name[0] == last:
+                    continue
+                last = name[0]
+                if last not in skipped:
+                    found.extend((member.offset, damaged))
+                damaged = False
+    except OSError as error:
+        raise DataError(f"{shard} cannot be read: {error.strerror}") from error
+    return np.asarray(found, np.int64).reshape(-1, 2)
 
 
 def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
-    """The same from its index, as if there were no damage; None if that is missing, older or
-    damaged. Elsewhere it is not looked for: to ask costs as much as a header."""
+    """Return the result of `_search` from the index of a shard, which shows no damage.
+
+    None if the index is missing, older than the shard or damaged. The index of a remote shard is
+    not requested, because a request costs as much as reading a header.
+    """
     if isinstance(shard, RemoteFile):
         return None
     index = shard.with_suffix(".tar.idx")
@@ -328,26 +411,6 @@ def _indexed_starts(shard: AnyFile) -> np.ndarray | None:
         if not stream.read(tarfile.BLOCKSIZE).strip(b"\0"):  # the index has the end, too
             starts = starts[:-1]
     return np.stack([starts, np.zeros_like(starts)], 1)
-
-
-def _sample_starts(shard: AnyFile) -> Iterator[tuple[str, int, bool]]:
-    """Key and place of every sample of a shard: where its first member's header begins; whether
-    damage is before it."""
-    last, damaged = None, False
-    try:
-        with open_regular(shard) as stream:
-            for member in _members(stream, 0):
-                if isinstance(member, Damage):
-                    logger.warning("%s: %s; samples beside it are left out", shard, member)
-                    damaged, last = True, None
-                    continue
-                name = _split_name(member)
-                if name is not None and name[0] != last:
-                    last = name[0]
-                    yield last, member.offset, damaged
-                    damaged = False
-    except OSError as error:
-        raise DataError(f"{shard} cannot be read: {error.strerror}") from error
 
 
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str] | None:

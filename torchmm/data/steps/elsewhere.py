@@ -1,15 +1,15 @@
-"""Steps planned by one process for many: where samples' sizes are known to it alone.
+"""Steps that one process plans for several ranks.
 
-Two kinds of ranks do not plan for themselves: those whose machine has neither the data nor their
-index (`torchmm.extensions.remote.producers.planning`), and those of a machine on which one process
-reads a stream for all (`torchmm.data.shared_reader`). Both ask for the step *after a state*, the
-one that checkpoints keep, and get the packs that they need of it:
+Some ranks cannot plan: ranks on a machine without the data and its index
+(`torchmm.extensions.remote.producers.planning`), and ranks of a machine on which one process reads
+a stream for all of them (`torchmm.data.shared_reader`). They request the step that follows a state
+of a checkpoint, and receive the packs that they need:
 
     rank ── after this state, packs 8 to 15 ──> SharedSteps ── finds or plans the step ──> packs
 
-So who plans needs to remember nothing. It keeps the latest steps, which all ranks ask for at about
-the same time, and goes on with a sequence that stands where it is asked. Anybody else with the same
-samples can go on from the same state: after a failure no step is lost, and none is another one.
+Therefore the planning process needs no memory. It stores the latest steps, because all ranks
+request a step at about the same time, and continues a sequence at its state. Every process with the
+same samples can continue from a state, so a failure neither loses nor changes steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchmm.data.items import PackItems
 from torchmm.data.steps.balanced import balanced_step
-from torchmm.data.steps.shuffling import Int64s
 from torchmm.data.steps.step_packs import (
     Position,
     Steps,
@@ -38,18 +37,18 @@ from torchmm.data.steps.step_packs import (
 from torchmm.recipe.training_section import TrainingConfig
 
 START = "start"
-"""Stands for the digest of a state before the first step."""
+"""Digest of the state before the first step."""
 
 
 class Asked(NamedTuple):
-    """A question for a part of a step.
+    """A request for a part of a step.
 
     Attributes:
-        after: digest of the state that the step comes after (`digest_of`).
-        state: this state, from which a sequence can be begun; None: not sent, or the start.
-        resume_changed: go on from it even if it is of other data.
-        packs: numbers of the packs that are wanted, in natural order; None: all.
-        records: whether samples come with their records, where they are streamed.
+        after: digest of the state that precedes the step (`digest_of`).
+        state: the state, from which a sequence can begin. None if it is not sent, or for the start.
+        resume_changed: Whether to continue from the state of different data.
+        packs: numbers of the requested packs in natural order. None for all packs.
+        records: Whether samples of streams include their records.
     """
 
     after: str
@@ -60,12 +59,14 @@ class Asked(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """What was asked for.
+    """A part of a step.
 
     Attributes:
-        packs: by number.
-        skipped, state, epoch: as of `StepSamples`.
-        notice: what to report about the state it began after.
+        packs: packs by number.
+        skipped: see `StepSamples`.
+        state: see `StepSamples`.
+        epoch: see `StepSamples`.
+        notice: report about the state that the step follows.
     """
 
     packs: dict[int, PackItems]
@@ -76,35 +77,29 @@ class StepPart(NamedTuple):
 
 
 Ask = Callable[[Asked], StepPart | None]
-"""Answers, or None at the end of the data."""
-
-
-class AskPacks(Protocol):
-    """Requests packs of one step by number; None: all of them."""
-
-    def __call__(
-        self, packs: Sequence[int] | None, *, records: bool = False
-    ) -> StepPart | None: ...
+"""Returns a part of a step, or None at the end of the data."""
+AskPacks = Callable[[Sequence[int] | None, bool], StepPart | None]
+"""Returns packs of one step by number, or all of them, with or without records."""
 
 
 class UnknownStateError(Exception):
-    """Only a digest was sent, of a state that is not known here; the state has to be sent."""
+    """The process has no state with this digest, so the request must include the state."""
 
 
 def digest_of(state: dict[str, Any] | None) -> str:
-    """Names a state."""
+    """Return an identifier of a state."""
     if state is None:
         return START
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class SharedSteps:
-    """Plans steps for all who ask; may be called by several threads.
+    """Steps for several ranks. Can be used by several threads.
 
     Args:
-        make: begins a sequence after a state; whether that may be of other data.
-        kept: steps that are remembered.
-        sequences: most that can go on; 1 where all of them would read the same streams.
+        make: returns the steps after a state. The second argument is `Asked.resume_changed`.
+        kept: maximum number of stored steps.
+        sequences: maximum number of sequences that can continue. Use 1 if they read one stream.
     """
 
     def __init__(
@@ -117,19 +112,24 @@ class SharedSteps:
         self._kept = kept
         self._most = sequences
         self._lock = threading.Lock()
-        # Both by the digest of the state they come after; used least recently first.
+        # The keys are digests of the preceding state. The least recently used entry is first.
         self._steps: OrderedDict[str, tuple[StepSamples | None, str]] = OrderedDict()
         self._sequences: OrderedDict[str, Steps] = OrderedDict()
 
     def part(self, asked: Asked) -> StepPart | None:
-        """What was asked for; None at the end of the data.
+        """Return a part of a step, or None at the end of the data.
 
         Raises:
-            UnknownStateError: the state has to be sent.
-            CheckpointError, DataError: as of `StepSequence`.
+            UnknownStateError: the request must include the state.
+            CheckpointError, DataError: see `StepSequence`.
         """
         with self._lock:
-            step, notice = self._find(asked)
+            if asked.after not in self._steps:
+                self._steps[asked.after] = self._plan(asked)
+            self._steps.move_to_end(asked.after)
+            while len(self._steps) > self._kept:
+                self._steps.popitem(last=False)
+            step, notice = self._steps[asked.after]
         if step is None:
             return None
         wanted = range(step.places_RMB.size) if asked.packs is None else asked.packs
@@ -137,14 +137,6 @@ class SharedSteps:
         if not asked.records:
             packs = {n: [i._replace(record=None) for i in pack] for n, pack in packs.items()}
         return StepPart(packs, step.skipped, step.state, step.epoch, notice)
-
-    def _find(self, asked: Asked) -> tuple[StepSamples | None, str]:
-        if asked.after not in self._steps:
-            self._steps[asked.after] = self._plan(asked)
-        self._steps.move_to_end(asked.after)
-        while len(self._steps) > self._kept:
-            self._steps.popitem(last=False)
-        return self._steps[asked.after]
 
     def _plan(self, asked: Asked) -> tuple[StepSamples | None, str]:
         notice = ""
@@ -163,13 +155,13 @@ class SharedSteps:
 
 
 class StepsElsewhere:
-    """Iterator over the steps that somebody else plans, as `StepSequence` is over its own.
+    """Iterator over steps that another process plans.
 
     Args:
-        ask: who plans them.
-        training: batch sizes, sequence length.
-        position: where they begin, which packs are asked for, how packs and images are assigned.
-        streamed: whether samples come with their records.
+        ask: requests a part of a step.
+        training: batch sizes and sequence length.
+        position: position of the first step, with the assignment of packs and images.
+        streamed: Whether samples include their records.
     """
 
     def __init__(
@@ -196,10 +188,10 @@ class StepsElsewhere:
 
     @property
     def notice(self) -> str:
-        """What to report about the starting position; asks for the first step.
+        """Report about the starting position. It requires the first step.
 
         Raises:
-            CheckpointError, DataError: as of `StepSequence`.
+            CheckpointError, DataError: see `StepSequence`.
         """
         if not self._began:
             self._began = True
@@ -216,7 +208,7 @@ class StepsElsewhere:
         packs = PartlyKnown(part.packs, ask)
         plan = StepSamples(packs, self._places_RMB, part.skipped, part.state, part.epoch)
         self._state = part.state
-        self._resume_changed = False  # states that come from there are of the data there
+        self._resume_changed = False  # The process returned this state for its own data.
         if self._arrange is not None:
             plan = arranged(plan, self._arrange, self._training)
         if self._balance is not None:
@@ -230,9 +222,9 @@ class StepsElsewhere:
         """Return a step with the records of the samples that this rank decodes."""
         encoded = [] if plan.encoded is None else plan.encoded(self._rank)
         read = {name_of(sample.item) for images in encoded for sample in images.samples}
-        needed = set(self._own(plan.places_RMB))
+        needed = set(plan.places_RMB[self._rank].ravel().tolist())
         needed |= {n for n, pack in packs.known.items() if read & set(map(name_of, pack))}
-        if (part := ask(sorted(needed), records=True)) is not None:
+        if (part := ask(sorted(needed), True)) is not None:
             packs.known.update(part.packs)
         if plan.encoded is None:
             return plan
@@ -248,21 +240,17 @@ class StepsElsewhere:
 
     def _next_part(self) -> StepPart | None:
         """Return all packs of a step without records, or the packs of this rank with records."""
-        ask = partial(self._part, self._state, self._resume_changed)
         if self._needs_all:
-            return ask(None)
-        return ask(self._own(self._places_RMB), records=self._streamed)
-
-    def _own(self, places_RMB: Int64s) -> list[int]:
-        packs: list[int] = places_RMB[self._rank].ravel().tolist()
-        return packs
+            return self._part(self._state, self._resume_changed, None, False)
+        own = self._places_RMB[self._rank].ravel().tolist()
+        return self._part(self._state, self._resume_changed, own, self._streamed)
 
     def _part(
         self,
         after: dict[str, Any] | None,
         resume_changed: bool,
         packs: Sequence[int] | None,
-        records: bool = False,
+        records: bool,
     ) -> StepPart | None:
         asked = Asked(digest_of(after), None, resume_changed, packs, records)
         try:
@@ -272,17 +260,12 @@ class StepsElsewhere:
 
 
 class PartlyKnown:
-    """Packs of a step, of which the others are asked for, all at once, when one is needed."""
+    """Packs of a step by number. It requests all packs at once when an unknown pack is needed."""
 
-    def __init__(
-        self,
-        known: dict[int, PackItems],
-        ask: AskPacks,
-    ) -> None:
-        self.known = known
-        self._ask = ask
+    def __init__(self, known: dict[int, PackItems], ask: AskPacks) -> None:
+        self.known, self._ask = known, ask
 
     def __call__(self, number: int) -> PackItems:
-        if number not in self.known and (part := self._ask(None)) is not None:
+        if number not in self.known and (part := self._ask(None, False)) is not None:
             self.known = part.packs | self.known
         return self.known[number]

@@ -54,38 +54,67 @@ def ffn_size(config: Any) -> int:
 
 
 def find_tower_form(tower: PreTrainedModel, processor_class: str) -> Form:
-    """The parts of a small tower, from a forward of its own.
+    """Return the form of a small tower from one forward pass.
 
     Raises:
-        ConfigError: what keeps it from the form.
+        ConfigError: The tower does not have the form.
     """
     layers = layer_list(tower)
     pixels = example_pixels(tower.config, 2)
     calls, outputs = _record(tower, layers, pixels)
     pre = _chain_before(calls[f"{layers}.0"], outputs, pixels)
-    last = _last_result(tower, layers, calls)
+
+    # Each layer must be called with the result of the previous layer.
+    every = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
+    for index, (one, following) in enumerate(pairwise(every)):
+        if following.others or following.hidden is not one.result:
+            raise ConfigError(
+                f"layer {index + 1} is given something else than what layer {index} returned"
+            )
+    last = every[-1].result
     patches = patches_per_row(tower.config) ** 2
     if last.ndim != 3 or len(last) != len(pixels) or last.shape[1] < patches:
         raise ConfigError(f"hidden states {tuple(last.shape)} for 2 images of {patches} patches")
     if strange := _strange(tower, last, (*pre, layers)):
         raise ConfigError(f"weights outside of embeddings and layers: {', '.join(strange)}")
+
+    convolutions = [
+        f"{part}.{name}" if name else part
+        for part in pre
+        for name, module in tower.get_submodule(part).named_modules()
+        if isinstance(module, nn.Conv2d)
+    ]
+    if len(convolutions) != 1:
+        raise ConfigError(f"{len(convolutions)} convolutions over pixels instead of one")
     norms = [
         name
         for name, call in outputs.items()
         if call.hidden is last and "Norm" in type(tower.get_submodule(name)).__name__
     ]
     layer = tower.get_submodule(f"{layers}.0")
+    _, *others = signature(layer.forward).parameters.values()
+    # transformers also splits tensors of some old files. These files are not supported.
+    old_names = [
+        (str(old), str(conversion.target_patterns[0]))
+        for conversion in get_model_conversion_mapping(tower)
+        if isinstance(conversion, WeightRenaming)
+        for old in conversion.source_patterns
+    ]
     return Form(
         layers=layers,
         pre=pre,
-        patch_embedding=_patch_embedding(tower, pre),
+        patch_embedding=convolutions[0],
         final_norm=min(norms, key=len, default=""),
         unused=_unused(tower, last, pre, (*pre, layers, *norms)),
         tokens_before=last.shape[1] - patches,
-        left_out=_left_out(layer),
+        left_out=tuple(
+            one.name
+            for one in others
+            if one.kind is Parameter.POSITIONAL_OR_KEYWORD and one.default is Parameter.empty
+        ),
         gated_ffn=_is_gated(layer, tower.config),
         rms=any("RMS" in type(part).__name__ for part in layer.modules()),
-        old_names=_old_names(tower),
+        old_names=tuple(old_names),
         prefix=tower.base_model_prefix,
         processor_class=processor_class,
     )
@@ -108,29 +137,6 @@ def _chain_before(entered: _Call, outputs: dict[str, _Call], pixels: Tensor) -> 
         pre.insert(0, name)
         hidden = outputs[name].hidden
     return tuple(pre)
-
-
-def _last_result(tower: PreTrainedModel, layers: str, calls: dict[str, _Call]) -> Tensor:
-    """What the last layer returns, if each layer was called on what the one before it returned."""
-    every = [calls[f"{layers}.{index}"] for index in range(tower.config.num_hidden_layers)]
-    for index, (one, following) in enumerate(pairwise(every)):
-        if following.others or following.hidden is not one.result:
-            raise ConfigError(
-                f"layer {index + 1} is given something else than what layer {index} returned"
-            )
-    return every[-1].result
-
-
-def _patch_embedding(tower: PreTrainedModel, pre: tuple[str, ...]) -> str:
-    convolutions = [
-        f"{part}.{name}" if name else part
-        for part in pre
-        for name, module in tower.get_submodule(part).named_modules()
-        if isinstance(module, nn.Conv2d)
-    ]
-    if len(convolutions) != 1:
-        raise ConfigError(f"{len(convolutions)} convolutions over pixels instead of one")
-    return convolutions[0]
 
 
 def example_pixels(config: Any, images: int) -> Tensor:
@@ -162,7 +168,12 @@ def _record(
             given = [*((str(i), value) for i, value in enumerate(args)), *kwargs.items()]
             tensors = [value for _, value in given if isinstance(value, Tensor)]
             hidden = tensors[0] if tensors else None
-            others = [key for key, value in given if value is not hidden and _says(value)]
+            # Empty and false arguments do not change the result of a module.
+            others = [
+                key
+                for key, value in given
+                if value is not hidden and (isinstance(value, Tensor) or bool(value))
+            ]
             result = first(output)
             if isinstance(result, Tensor):
                 calls[name] = _Call(hidden, others, result)
@@ -184,11 +195,6 @@ def _record(
     inside = {n: call for n, call in calls.items() if n.rpartition(".")[0] == layers}
     outside = {n: call for n, call in calls.items() if not n.startswith(f"{layers}.")}
     return inside, outside
-
-
-def _says(value: Any) -> bool:
-    """Whether an argument could change what a module does."""
-    return isinstance(value, Tensor) or bool(value)
 
 
 def first(output: Any) -> Any:
@@ -254,13 +260,6 @@ def _unused(
     return tuple(names)
 
 
-def _left_out(layer: nn.Module) -> tuple[str, ...]:
-    """Arguments without a default, hidden states aside."""
-    _, *others = signature(layer.forward).parameters.values()
-    named = (one for one in others if one.kind is Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(one.name for one in named if one.default is Parameter.empty)
-
-
 def _is_gated(layer: nn.Module, config: Any) -> bool:
     """Whether the feed-forward part has three matrices instead of two."""
     sizes = {config.hidden_size, ffn_size(config)}
@@ -270,13 +269,3 @@ def _is_gated(layer: nn.Module, config: Any) -> bool:
         if isinstance(part, nn.Linear) and {part.in_features, part.out_features} == sizes
     ]
     return len(matrices) == 3
-
-
-def _old_names(tower: PreTrainedModel) -> tuple[tuple[str, str], ...]:
-    """What transformers renames in files of this type; those that it also cuts stay unread."""
-    return tuple(
-        (str(old), str(conversion.target_patterns[0]))
-        for conversion in get_model_conversion_mapping(tower)
-        if isinstance(conversion, WeightRenaming)
-        for old in conversion.source_patterns
-    )

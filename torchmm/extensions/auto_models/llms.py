@@ -23,10 +23,13 @@ from torchmm.models.families.small_copies import shrunk_llm_settings
 
 
 def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
-    """Where a causal LM has what a layered module needs, or what it lacks."""
+    """Return the family of a causal LM, or the parts that it lacks."""
     layers_n = getattr(model.config, "num_hidden_layers", None)
     names = {id(part): name for name, part in model.named_modules()}
-    table = names.get(id(_embeddings(model)), "")
+    try:
+        table = names.get(id(model.get_input_embeddings()), "")
+    except NotImplementedError:
+        table = ""
     head = names.get(id(model.get_output_embeddings()), "")
     lists = [
         name
@@ -74,13 +77,6 @@ def find_form(model: PreTrainedModel) -> LlmFamily | list[str]:
         norms=(),
         listed=False,
     )
-
-
-def _embeddings(model: PreTrainedModel) -> nn.Module | None:
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
 
 
 def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:

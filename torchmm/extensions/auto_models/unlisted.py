@@ -81,16 +81,8 @@ def adopt(config: PreTrainedConfig, files: WeightFiles) -> LlmFamily:
 @lru_cache
 def _adopt(settings: str, model_type: str, files: WeightFiles) -> LlmFamily:
     proof = prove(AutoConfig.for_model(**json.loads(settings)), files)
-    if files.source is not None and proof.unreadable:
-        raise ConfigError(f"its files cannot be read: {proof.unreadable}")
-    _logger.warning(
-        "model_type %r is not listed. A small random copy of it was compared with Hugging Face's "
-        "own model with eager attention: logits, loss and all gradients, of samples alone and "
-        "packed, whole and with a pipeline stage for every layer, differ by at most %.1e. Tensor "
-        "parallelism was not compared and is refused.",
-        model_type,
-        proof.worst,
-    )
+    compared = "logits, loss and all gradients, of samples alone and packed"
+    _report(proof, files, model_type, compared)
     return proof.family
 
 
@@ -130,9 +122,8 @@ def prove(config: PreTrainedConfig, files: WeightFiles) -> Proof[LlmFamily]:
             batch = _batch(lengths)
             expected = run_foreign("Hugging Face's model by itself", _plain_results, plain, batch)
             for cut, run in (("whole", _whole_results), ("a stage per layer", _stage_results)):
-                found = run_foreign(f"samples {packing}, {cut}", run, ours, batch)
-                for what, difference in _compare(found, expected).items():
-                    differences[f"{what} of samples {packing}, {cut}"] = difference
+                name = f"samples {packing}, {cut}"
+                differences |= _compare(name, run_foreign(name, run, ours, batch), expected)
         return Proof(family, _judge(differences), _unreadable(plain, ours))
 
 
@@ -160,17 +151,27 @@ def _adopt_encoder(
 ) -> StructuralFamily:
     config = AutoConfig.for_model(**json.loads(settings))
     proof = prove_encoder(config, files, processor_class)
+    compared = "features and all gradients, of images alone and several in a call"
+    _report(proof, files, model_type, compared)
+    return proof.family
+
+
+def _report(proof: Proof[Any], files: WeightFiles, model_type: str, compared: str) -> None:
+    """Log the result of a comparison.
+
+    Raises:
+        ConfigError: The weight files cannot be read.
+    """
     if files.source is not None and proof.unreadable:
         raise ConfigError(f"its files cannot be read: {proof.unreadable}")
     _logger.warning(
         "model_type %r is not listed. A small random copy of it was compared with Hugging Face's "
-        "own model with eager attention: features and all gradients, of images alone and several "
-        "in a call, whole and with a pipeline stage for every layer, differ by at most %.1e. "
-        "Tensor parallelism was not compared and is refused.",
+        "own model with eager attention: %s, whole and with a pipeline stage for every layer, "
+        "differ by at most %.1e. Tensor parallelism was not compared and is refused.",
         model_type,
+        compared,
         proof.worst,
     )
-    return proof.family
 
 
 def prove_encoder(
@@ -207,9 +208,8 @@ def prove_encoder(
                 "Hugging Face's model by itself", _plain_features, plain, ours, pixels
             )
             for cut, run in (("whole", _whole_features), ("a stage per layer", _stage_features)):
-                found = run_foreign(f"images {packing}, {cut}", run, ours, inputs)
-                for what, difference in _compare(found, expected).items():
-                    differences[f"{what} of images {packing}, {cut}"] = difference
+                name = f"images {packing}, {cut}"
+                differences |= _compare(name, run_foreign(name, run, ours, inputs), expected)
         family.in_composites = _as_llava_takes_it(plain, family, example_pixels(small, 1))
         return Proof(family, _judge(differences), _unreadable(plain, ours))
 
@@ -247,7 +247,7 @@ def _judge(differences: dict[str, float]) -> float:
 
 
 def _unreadable(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
-    """Why what Hugging Face writes is not read as it was; "": it is."""
+    """Return why files that Hugging Face saves are not read correctly, or "" if they are."""
     with tempfile.TemporaryDirectory() as directory:
         bars = logging_of_transformers.is_progress_bar_enabled()
         logging_of_transformers.disable_progress_bar()
@@ -257,7 +257,19 @@ def _unreadable(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
             plain.save_pretrained(directory)
             for value in read.state_dict().values():
                 value.zero_()
-            load_weights(_model_of(read))
+            if isinstance(read, LlmModule):
+                model = MultimodalModel(read, {}, TextConventions(""))
+            else:  # a model requires an LLM
+                config = LlamaConfig(
+                    hidden_size=8,
+                    intermediate_size=8,
+                    num_hidden_layers=1,
+                    num_attention_heads=1,
+                    vocab_size=8,
+                )
+                llm = LlmModule(config, LlmFamily(), torch.float32, WeightFiles())
+                model = MultimodalModel(llm, {read.name: read}, TextConventions(""))
+            load_weights(model)
         except (CheckpointError, RuntimeError, ValueError, NotImplementedError) as error:
             return " ".join(str(error).split()).replace(directory, "DIRECTORY")[:300]
         finally:
@@ -268,17 +280,6 @@ def _unreadable(plain: PreTrainedModel, ours: LlmModule | EncoderModule) -> str:
     found = own.state_dict()
     wrong = [name for name, value in found.items() if not value.equal(expected[name])]
     return f"{', '.join(wrong[:3])} would be read with other values" if wrong else ""
-
-
-def _model_of(part: LlmModule | EncoderModule) -> MultimodalModel:
-    """A model with one part that files are read into."""
-    if isinstance(part, LlmModule):
-        return MultimodalModel(part, {}, TextConventions(""))
-    any_llm = LlamaConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
-    )
-    llm = LlmModule(any_llm, LlmFamily(), torch.float32, WeightFiles())
-    return MultimodalModel(llm, {part.name: part}, TextConventions(""))
 
 
 Results = dict[str, Tensor]
@@ -401,14 +402,18 @@ def _in_stages(
     return hidden.detach(), gradients
 
 
-def _compare(found: Results, expected: Results) -> dict[str, float]:
-    """Relative differences; gradients that are zero in exact arithmetic are noise on both sides."""
+def _compare(inputs: str, found: Results, expected: Results) -> dict[str, float]:
+    """Return relative differences by name of the result and of its inputs.
+
+    Gradients that are zero in exact arithmetic are noise on both sides.
+    """
     largest = max(g.norm().item() for n, g in expected.items() if n.startswith("gradient"))
     differences = {}
     for name, value in found.items():
         norm = expected[name].norm().item()
         gradient = name.startswith("gradient")
         floor = 1e-2 * largest if gradient and norm < 1e-6 * largest else 1e-12
-        differences[name] = ((value - expected[name]).norm() / max(norm, floor)).item()
+        difference = ((value - expected[name]).norm() / max(norm, floor)).item()
+        differences[f"{name} of {inputs}"] = difference
     absent = [name for name in expected if name not in found and name != "logits"]
-    return differences | dict.fromkeys(absent, float("inf"))
+    return differences | {f"{name} of {inputs}": float("inf") for name in absent}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 from torchmm.common.files import replace_atomically
 from torchmm.data.loader import Loader
@@ -23,7 +22,6 @@ from torchmm.extensions.evaluation.text.sampling import Sampling
 from torchmm.training.data_build import build_data
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
-from torchmm.training.metrics import Record
 from torchmm.training.tracking.run_directory import (
     DRAWINGS_FOLDER,
     SAMPLES_FILE,
@@ -53,16 +51,15 @@ class SampleHook(Hook):
         with self.training.health.phase(step, "validation"), validated_weights(self.parts):
             self.parts.model.eval()
             if self._config.samples:
-                self._add_scores(done.record, self._generate_texts(step))
+                texts = self._generate_texts(step)
+                scores = source_scores(texts, self.recipe.data.validation)
+                done.record["scores"] = scores or None
+                if any(text.duration_ms for text in texts):
+                    answers = [text.answer for text in texts]
+                    done.record["word_error_rate"] = score("word_error_rate", answers)
             if self._config.drawings:
                 self._generate_images(step)
             self.parts.model.train()
-
-    def _add_scores(self, record: Record, texts: list[GeneratedText]) -> None:
-        """Set the scores of generated text in a record."""
-        record["scores"] = source_scores(texts, self.recipe.data.validation) or None
-        if any(text.duration_ms for text in texts):
-            record["word_error_rate"] = score("word_error_rate", [text.answer for text in texts])
 
     def _loader(self) -> Loader:
         """Return a loader of held-out samples. All ranks load and decode the same samples."""
@@ -110,13 +107,16 @@ class SampleHook(Hook):
             keep_thumbnail(parts.run_dir / SAMPLES_FOLDER, t.source, t.index, *images)
             for t, images in zip(texts, pictures, strict=True)
         ]
-        self._append_samples(
-            step,
-            [
-                {"step": step, **asdict(text), "picture": name}
-                for text, name in zip(texts, names, strict=True)
-            ],
-        )
+        # After a resume, the file may have samples of this and later steps.
+        file = parts.run_dir / SAMPLES_FILE
+        earlier = json.loads(file.read_text()) if file.exists() else []
+        samples = [sample for sample in earlier if sample["step"] < step]
+        samples += [
+            {"step": step, **asdict(text), "picture": name}
+            for text, name in zip(texts, names, strict=True)
+        ]
+        content = json.dumps(samples, indent=1, ensure_ascii=False)
+        replace_atomically(file, content.encode())
         shown = [
             (image, text.generated, text.truth)
             for text, images in zip(texts, pictures, strict=True)
@@ -126,11 +126,3 @@ class SampleHook(Hook):
             title = f"held-out images after step {step}"
             plot_captions(shown, title, parts.run_dir / "captions.png")
         return texts
-
-    def _append_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Add samples to samples.json and remove samples of this and later steps."""
-        file = self.parts.run_dir / SAMPLES_FILE
-        earlier = json.loads(file.read_text()) if file.exists() else []
-        kept = [s for s in earlier if s["step"] < step]
-        text = json.dumps(kept + samples, indent=1, ensure_ascii=False)
-        replace_atomically(file, text.encode())

@@ -17,7 +17,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ import yaml
 from torchmm.common.errors import DataError
 from torchmm.common.files import UnsafeNameError, require_relative_name
 from torchmm.data.corrupt import CorruptSampleError, naming_place
-from torchmm.data.files.addresses import is_pattern, join_address
+from torchmm.data.files.addresses import is_pattern
 from torchmm.data.files.places import Places
 from torchmm.data.files.remote import AnyFile, FileSystem, RemoteFile, RemotePath
 from torchmm.data.layouts.sample import Record
@@ -197,30 +196,25 @@ def _present(file: AnyFile | None, name: str) -> AnyFile:
 
 
 def _finder(directory: Directory) -> Callable[[str], AnyFile | None]:
-    """What finds a file of the directory by its name."""
-    if isinstance(directory, Path):
-        return partial(_find_here, directory)
-    # In one listing, as there may be thousands of shards; hidden files are not in it.
-    listed = {file.address: file for file in directory.storage.list(directory.address)}
+    """Return a function that finds a file of the directory by its name."""
+    listed: dict[str, RemoteFile] = {}
+    if isinstance(directory, RemotePath):  # in one request, because there may be many shards
+        listed = {file.address: file for file in directory.storage.list(directory.address)}
 
     def find(name: str) -> AnyFile | None:
-        address = join_address(directory.address, name)
-        return listed.get(address or "") or _find_remote(directory, name)
+        if isinstance(directory, RemotePath):
+            named = directory.join(name)
+            if named is None:
+                return None
+            return listed.get(named.address) or named.find()  # hidden files are not listed
+        path = directory / name
+        try:
+            return path if path.is_file() else None
+        except OSError as error:
+            text = f"{name!r:.200} in {directory} cannot be read: {error.strerror}"
+            raise DataError(text) from error
 
     return find
-
-
-def _find_here(directory: Path, name: str) -> Path | None:
-    path = directory / name
-    try:
-        return path if path.is_file() else None
-    except OSError as error:
-        raise DataError(f"{name!r:.200} in {directory} cannot be read: {error.strerror}") from error
-
-
-def _find_remote(directory: RemotePath, name: str) -> RemoteFile | None:
-    named = directory.join(name)
-    return None if named is None else named.find()
 
 
 def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
@@ -249,7 +243,15 @@ def _read_kind(file: AnyFile) -> tuple[str, dict[str, list[list[str]]]]:
         )
     if not mapped and kind != "Crude":
         raise DataError(f"{file}: {name} has no field_map; run energon prepare again")
-    fields = {str(key): _split_access(value) for key, value in mapped.items()}
+    fields: dict[str, list[list[str]]] = {}
+    for key, value in mapped.items():
+        # "jpg,png" becomes [["jpg"], ["png"]], and "json[0][value]" [["json", "0", "value"]].
+        options: list[list[str]] = []
+        for access in map(str.strip, value.split(",")):
+            match = _ACCESS.fullmatch(access)
+            inside = re.findall(r"\[([^\[\]]+)\]", match[2]) if match else []
+            options.append([match[1] if match else access, *inside])
+        fields[str(key)] = options
     parts = {option[0].rpartition(".")[2] for options in fields.values() for option in options}
     if pickled := sorted(parts & PICKLED):
         raise DataError(
@@ -356,25 +358,6 @@ def _expand(names: Any, where: str) -> list[str]:
     return expanded
 
 
-def _split_access(text: str) -> list[list[str]]:
-    """ "jpg,png" as [["jpg"], ["png"]], "json[0][value]" as [["json", "0", "value"]]."""
-    options = []
-    for option in text.split(","):
-        match = _ACCESS.fullmatch(option.strip())
-        if match is None:
-            options.append([option.strip()])
-        else:
-            options.append([match[1], *re.findall(r"\[([^\[\]]+)\]", match[2])])
-    return options
-
-
-def _parse_json(name: str, text: str | bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptSampleError(f"{name}: {error}") from error
-
-
 def _caption(fields: Columns, _: Parts) -> Columns:
     return {"image": fields.get("image"), "text": fields.get("caption")}
 
@@ -418,7 +401,10 @@ def _chat(fields: Columns, parts: Parts) -> Columns:
     """A conversation, and the files that it is about."""
     conversation = fields.get("conversation")
     if isinstance(conversation, str | bytes):
-        conversation = _parse_json("conversation", conversation)
+        try:
+            conversation = json.loads(conversation)
+        except (ValueError, RecursionError) as error:
+            raise CorruptSampleError(f"conversation: {error}") from error
     columns = dict(conversation) if isinstance(conversation, dict) else {}
     if isinstance(conversation, list):
         roles = all(isinstance(turn, dict) and "role" in turn for turn in conversation)

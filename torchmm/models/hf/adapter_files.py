@@ -1,12 +1,12 @@
-"""Adapters as files of PEFT, which `peft.PeftModel.from_pretrained` loads.
+"""Adapters in the format of PEFT, which `peft.PeftModel.from_pretrained` loads.
 
-An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. Names in it
-are those of the Hugging Face class that its module's weights come from: of the composite, if the
-model is one; otherwise of LLM or tower alone, and an adapter of several of these has a directory
-for each. So an adapter is loaded on top of the files that training started from. (`export_hf`
-writes the model with adapters added to its weights.)
+An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. Its names are
+those of the Hugging Face class that the weights of its module come from: the composite, if the
+model is one; otherwise the LLM or the tower alone, and an adapter of several modules has a
+directory for each. So an adapter is loaded on top of the files that training started from.
+(`export_hf` writes the model with merged adapters.)
 
-PEFT itself is not needed: its two files are plain, and only some of their keys say anything here.
+PEFT itself is not required: both files are plain, and only some keys of the config matter.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
 
 from torchmm.common.errors import CheckpointError
-from torchmm.models.hf.export import Gather, gather_adapters, gather_whole, hf_name, hf_prefixes
+from torchmm.models.hf.export import (
+    RANK_WEIGHTS,
+    Weights,
+    gather_adapters,
+    hf_name,
+    hf_prefixes,
+)
 from torchmm.models.hf.load import copy_slice
 from torchmm.models.layered import LayeredModule
 from torchmm.models.layers.lora import CHILD, LoraSpec, adapted_linears
@@ -34,7 +39,7 @@ _PEFT_NAMES = {
     "up": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
 }
-"""By parameter of `Lora`: what PEFT calls it."""
+"""Names in PEFT of the parameters of `Lora`."""
 
 _RUN_SETTINGS = frozenset(
     (
@@ -76,90 +81,89 @@ _FIXES = {
 
 
 class _Files(NamedTuple):
-    """One directory of an adapter."""
+    """One directory of an adapter, equal on all ranks."""
 
     directory: Path
-    """Below that of all adapters."""
-    adapter: str
-    modules: list[LayeredModule]
-    """Whose linears it is for."""
+    """Relative to the directory of all adapters."""
     spec: LoraSpec
-
-    def linears(self, module: LayeredModule) -> list[str]:
-        """The adapter's linears in a module, those of other stages included."""
-        return [name for name, spec in module.adapters.items() if spec.adapter == self.adapter]
-
-    def parameters(self) -> Iterator[tuple[LayeredModule, str, str, nn.Parameter]]:
-        """(module, linear, name in `Lora`, values) of the adapter's parameters on this rank."""
-        for module in self.modules:
-            for linear, _, lora in adapted_linears(module):
-                if lora.spec.adapter == self.adapter:
-                    for part, parameter in lora.named_parameters():
-                        yield module, linear, part, parameter
+    modules: list[LayeredModule]
+    targets: list[str]
+    """Hugging Face names of the linears."""
+    names: dict[tuple[str, str, str], str]
+    """Names in PEFT by module, linear and parameter of `Lora`, also of other pipeline stages."""
 
 
-def save_adapters(model: MultimodalModel, directory: Path, gather: Gather = gather_whole) -> None:
-    """Writes every adapter to a directory of its name, below `directory`; collective, rank 0
-    writes.
+def save_adapters(model: MultimodalModel, directory: Path, weights: Weights = RANK_WEIGHTS) -> None:
+    """Write every adapter to a directory of its name in `directory`.
+
+    Collective; rank 0 writes.
 
     Args:
-        gather: where values come from, see `export_hf`.
+        model: Model with the adapters.
+        directory: Directory of all adapters.
+        weights: Source of the values.
     """
     if not any(module.adapters for module in model.modality_modules()):
         return
-    values = gather_adapters(model, gather)
-    prefixes = hf_prefixes(model)
+    values = gather_adapters(model, weights)
     for files in _files(model):
-        tensors: dict[str, Tensor] = {}
-        targets = []
-        for module in files.modules:
-            for linear in files.linears(module):
-                path = _hf_path(prefixes, module, linear)
-                targets.append(path)
-                for part, value in values[module.name].get(linear, {}).items():
-                    tensors[_peft_name(path, part)] = value.contiguous()
-        if tensors:
-            target = directory / files.directory
-            target.mkdir(parents=True, exist_ok=True)
-            config = _config(files.spec, targets, files.modules[0].weights.source)
-            (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-            save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
+        tensors = {
+            name: values[module][linear][part].contiguous()
+            for (module, linear, part), name in files.names.items()
+            if part in values[module].get(linear, {})
+        }
+        if not tensors:  # not on rank 0
+            continue
+        config = {
+            "peft_type": "LORA",
+            "base_model_name_or_path": files.modules[0].weights.source,
+            "task_type": None,
+            "inference_mode": True,
+            "target_modules": sorted(files.targets),
+            "bias": "none",
+            **_settings(files.spec),
+        }
+        target = directory / files.directory
+        target.mkdir(parents=True, exist_ok=True)
+        (target / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, target / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str]:
-    """Fills adapters from directories as `save_adapters` or PEFT write them.
+    """Fill adapters from directories that `save_adapters` or PEFT wrote.
 
     Args:
-        model: materialized; parameters are plain tensors or DTensors.
-        sources: directory by name of the adapter.
+        model: Materialized model. Parameters are plain tensors or DTensors.
+        sources: Directories by name of the adapter.
 
     Returns:
-        Names of the parameters that now hold their values.
+        Names of the parameters that were filled.
 
     Raises:
-        CheckpointError: files are missing, or of another adapter.
+        CheckpointError: Files are missing, or belong to another adapter.
     """
-    modules = {module.name: prefix for prefix, module in model.named_modality_modules()}
-    prefixes = hf_prefixes(model)
+    prefixes = {module.name: prefix for prefix, module in model.named_modality_modules()}
     problems: list[str] = []
     filled: set[str] = set()
     for files in _files(model):
-        if files.adapter not in sources:
+        adapter = files.spec.adapter
+        if adapter not in sources:
             continue
-        source = Path(sources[files.adapter]) / files.directory.relative_to(files.adapter)
-        expected = {
-            _peft_name(_hf_path(prefixes, module, linear), part)
-            for module in files.modules
-            for linear in files.linears(module)
-            for part in _parts(files.spec)
-        }
-        if found := list(_problems(source, files.spec, expected)):
+        source = Path(sources[adapter]) / files.directory.relative_to(adapter)
+        if found := list(_problems(source, files.spec, set(files.names.values()))):
             problems += found
             continue
         with safe_open(source / WEIGHTS_FILE, "pt") as opened:
-            for module, linear, part, parameter in files.parameters():
-                path = _hf_path(prefixes, module, linear)
-                value = opened.get_tensor(name := _peft_name(path, part))
+            parameters = (
+                (module.name, linear, part, parameter)
+                for module in files.modules
+                for linear, _, lora in adapted_linears(module)
+                if lora.spec.adapter == adapter
+                for part, parameter in lora.named_parameters()
+            )
+            for module, linear, part, parameter in parameters:
+                name = files.names[module, linear, part]
+                value = opened.get_tensor(name)
                 if value.shape != parameter.shape:
                     problems.append(
                         f"{source}: {name} has shape {list(value.shape)}, but the model needs "
@@ -167,58 +171,44 @@ def load_adapters(model: MultimodalModel, sources: Mapping[str, str]) -> set[str
                     )
                     continue
                 copy_slice(parameter, value)
-                filled.add(f"{modules[module.name]}.{linear}.{CHILD}.{part}")
+                filled.add(f"{prefixes[module]}.{linear}.{CHILD}.{part}")
     if problems:
         raise CheckpointError("adapters do not fit:\n  - " + "\n  - ".join(problems))
     return filled
 
 
 def _files(model: MultimodalModel) -> Iterator[_Files]:
-    """The directories of all adapters, on all ranks alike."""
+    """Yield the directories of all adapters."""
+    prefixes = hf_prefixes(model)
     by_adapter: dict[str, dict[LayeredModule, LoraSpec]] = {}
     for module in model.modality_modules():
         for spec in module.adapters.values():
             by_adapter.setdefault(spec.adapter, {})[module] = spec
-    for name, found in by_adapter.items():
+    for adapter, found in by_adapter.items():
         spec = next(iter(found.values()))
-        if model.composite is not None or len(found) == 1:
-            yield _Files(Path(name), name, list(found), spec)
-            continue
-        for module in found:
-            yield _Files(Path(name) / module.name, name, [module], spec)
-
-
-def _hf_path(prefixes: Any, module: LayeredModule, linear: str) -> str:
-    """Hugging Face's name of a linear."""
-    theirs = hf_name(prefixes, module.name, f"{linear}.weight")
-    assert theirs is not None, linear
-    return theirs.removesuffix(".weight")
-
-
-def _peft_name(path: str, part: str) -> str:
-    """Of a parameter of a linear's adapter, in PEFT's files."""
-    return f"base_model.model.{path}.{_PEFT_NAMES[part]}"
-
-
-def _parts(spec: LoraSpec) -> list[str]:
-    """Names in `Lora` of an adapter's parameters."""
-    return [part for part in _PEFT_NAMES if part != "magnitude" or spec.method == "dora"]
-
-
-def _config(spec: LoraSpec, targets: list[str], source: str | None) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "base_model_name_or_path": source,
-        "task_type": None,
-        "inference_mode": True,
-        "target_modules": sorted(targets),
-        "bias": "none",
-        **_settings(spec),
-    }
+        parts = [part for part in _PEFT_NAMES if part != "magnitude" or spec.method == "dora"]
+        folders = {Path(adapter): list(found)}
+        if model.composite is None and len(found) > 1:
+            folders = {Path(adapter) / module.name: [module] for module in found}
+        for folder, modules in folders.items():
+            targets: list[str] = []
+            names: dict[tuple[str, str, str], str] = {}
+            for module in modules:
+                for linear, own in module.adapters.items():
+                    if own.adapter != adapter:
+                        continue
+                    theirs = hf_name(prefixes, module.name, f"{linear}.weight")
+                    assert theirs is not None, linear
+                    path = theirs.removesuffix(".weight")
+                    targets.append(path)
+                    for part in parts:
+                        name = f"base_model.model.{path}.{_PEFT_NAMES[part]}"
+                        names[module.name, linear, part] = name
+            yield _Files(folder, spec, modules, targets, names)
 
 
 def _settings(spec: LoraSpec) -> dict[str, Any]:
-    """What decides the numbers."""
+    """Return the settings of PEFT that change what an adapter computes."""
     return {
         "r": spec.rank,
         "lora_alpha": spec.alpha,

@@ -106,7 +106,10 @@ def _read_config(key: str, source: str) -> PreTrainedConfig:
             f"local directory or a model of the hub ({describe_refusal(error)})"
         ) from error
     if not Path(name).is_dir():
-        _tell_commit(key, name, revision)
+        file = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)
+        commit = Path(file).parent.name if isinstance(file, str) else None
+        if commit is not None and commit != revision:
+            logger.info('[%s] is not pinned: revision = "%s" is what was found now', key, commit)
     return config
 
 
@@ -126,14 +129,6 @@ def _check_generation(key: str, directory: Path) -> None:
             f"[{key}] source: {directory / GENERATION_CONFIG_NAME} has a value of a wrong type "
             f"({describe_error(error)}); correct or remove the file"
         ) from error
-
-
-def _tell_commit(key: str, name: str, revision: str | None) -> None:
-    """Logs which commit of a hub's model was found, unless the recipe names it."""
-    file = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)
-    commit = Path(file).parent.name if isinstance(file, str) else None
-    if commit is not None and commit != revision:
-        logger.info('[%s] is not pinned: revision = "%s" is what was found now', key, commit)
 
 
 def _make_config(key: str, settings: dict[str, Any], written: dict[str, Any]) -> PreTrainedConfig:

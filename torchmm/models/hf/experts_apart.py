@@ -1,9 +1,8 @@
-"""Experts as Hugging Face's files have them, a matrix for each, made layer after layer.
+"""Split stacked experts into one matrix per expert, as in the files of Hugging Face, by layer.
 
-In the model the experts of a layer are one tensor with gate and up projection side by side. Hugging
-Face's `save_pretrained` takes all layers apart at once, into memory of its own, which for a model
-of experts is most of its weights. Here its own conversion works on a layer at a time, and what it
-makes goes to where the weights came from: to files, if they did; what it was made of is let go.
+In the model the experts of a layer are one tensor, with gate and up projection side by side.
+`save_pretrained` splits all layers at once, in memory, which takes most of the weights again. Here
+the conversion of Hugging Face runs for one layer at a time, and the stacked tensors are released.
 """
 
 from __future__ import annotations
@@ -18,68 +17,52 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-Keep = Callable[[list[Tensor]], list[Tensor]]
-"""Copies of tensors, each by itself, in memory or in files."""
 _LAYER = re.compile(r".*?\.layers\.\d+\.")
 _STACKED = re.compile(r"\.experts\.\w+$")
 
 
-def in_memory(values: list[Tensor]) -> list[Tensor]:
-    """`Keep` for weights that are there."""
-    return [value.clone() for value in values]
-
-
 def has_stacked_experts(names: Iterable[str]) -> bool:
-    """Whether some of a model's tensors hold all experts of a layer."""
+    """Return True if a tensor has all experts of a layer."""
     return any(_STACKED.search(name) for name in names)
 
 
-def taken_apart(hf: Any, tensors: dict[str, Tensor], keep: Keep) -> dict[str, Tensor]:
-    """Tensors by their names in Hugging Face's files, in the order of these.
+def taken_apart(
+    hf: Any, tensors: dict[str, Tensor], keep: Callable[[list[Tensor]], list[Tensor]]
+) -> dict[str, Tensor]:
+    """Return tensors by their names in Hugging Face files, in the order of the files.
 
     Args:
-        hf: Hugging Face's model; experts that were taken apart are left without values.
-        tensors: its state, by the names that it is to be saved with. Emptied.
-        keep: for what was made of several parts of a tensor.
+        hf: Model of Hugging Face. Its stacked experts move to the meta device.
+        tensors: State of the model by names in the files. Emptied.
+        keep: Function that returns a copy of each tensor, for tensors that the conversion computes.
     """
     left = remove_tied_weights_from_state_dict(tensors, hf)
-    names = sorted(left, key=_natural)
+
+    def natural(name: str) -> list[tuple[int, Any]]:
+        # Hugging Face sorts numbers by value.
+        return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+
+    def layer_of(name: str) -> str:
+        match = _LAYER.match(name)
+        return match.group() if match else ""
+
     found: dict[str, Tensor] = {}
-    for _, layer in groupby(names, key=_layer_of):
+    for _, layer in groupby(sorted(left, key=natural), key=layer_of):
         group = {name: left.pop(name) for name in layer}
         if not has_stacked_experts(group):
             found |= revert_weight_conversion(hf, group)
             continue
-        given = {value.untyped_storage().data_ptr(): name for name, value in group.items()}
+        # Tensors that are only renamed share memory with the model and need no copy.
+        shapes = {value.untyped_storage().data_ptr(): value.shape for value in group.values()}
         files = revert_weight_conversion(hf, group)
-        whole = {n: v for n, v in files.items() if _same(group, given, v)}
-        made = [name for name in files if name not in whole]
+        made = [
+            n for n, v in files.items() if shapes.get(v.untyped_storage().data_ptr()) != v.shape
+        ]
         kept = dict(zip(made, keep([files[name] for name in made]), strict=True))
-        found |= {name: whole[name] if name in whole else kept[name] for name in files}
-        for name in group:
-            if _STACKED.search(name):
-                _let_go(hf, name)
+        found |= {name: kept.get(name, value) for name, value in files.items()}
+        for name in filter(_STACKED.search, group):
+            module = hf.get_submodule(name.rpartition(".")[0])
+            leaf = name.rpartition(".")[2]
+            empty = torch.empty_like(getattr(module, leaf), device="meta")
+            setattr(module, leaf, nn.Parameter(empty, False))
     return found
-
-
-def _same(group: dict[str, Tensor], given: dict[int, str], value: Tensor) -> bool:
-    """Whether a tensor was not changed but for its name."""
-    name = given.get(value.untyped_storage().data_ptr())
-    return name is not None and value.shape == group[name].shape
-
-
-def _let_go(hf: nn.Module, name: str) -> None:
-    owner, _, leaf = name.rpartition(".")
-    module = hf.get_submodule(owner)
-    shape = getattr(module, leaf)
-    setattr(module, leaf, nn.Parameter(torch.empty_like(shape, device="meta"), False))
-
-
-def _layer_of(name: str) -> str:
-    found = _LAYER.match(name)
-    return found.group() if found else ""
-
-
-def _natural(name: str) -> list[tuple[int, Any]]:
-    """Numbers by value, as Hugging Face sorts."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -1,19 +1,17 @@
 """A trained model as a Hugging Face directory.
 
-Composites keep their class; an encoder and an LLM from separate sources get the class that they
-are (`torchmm.models.hf.pairs`), LLaVA's most often; an LLM alone becomes a causal LM. Hugging
-Face's own `save_pretrained` writes the files, so names, shards and configs are its. Other pairs
-have no Hugging Face class: their parts are written side by side with `torchmm.json`, the `[model]`
-that puts them together again where a recipe's `source` is such a directory. Diffusers writes a
-generator, if there is one, to `generator/`: its connector is what diffusers calls its caption
-projection.
+Composites keep their class. An encoder and an LLM from separate sources get a class that computes
+the same (`torchmm.models.hf.pairs`), usually LLaVA. An LLM alone becomes a causal LM. Hugging
+Face's `save_pretrained` writes the files, so it decides on names, shards and configs. Other pairs
+have no Hugging Face class: their parts are written to separate folders, next to `torchmm.json`. It
+has the `[model]` section that joins them if the `source` of a recipe is such a directory. Diffusers
+writes a generator to `generator/`; the connector is the caption projection of diffusers.
 
-Low-rank adapters are added to the weights that they belong to (`torchmm.models.hf.adapter_files`
-writes them apart).
+Low-rank adapters are merged into their weights (`torchmm.models.hf.adapter_files` writes them
+separately).
 
-Parameters are gathered one by one to rank 0's CPU memory; no other rank holds more than one. Those
-of pipeline stages that rank 0 does not run are sent by the first rank that has them. Or they come
-from files (`torchmm.training.exports.checkpoint`), for a model that nobody runs.
+`Weights` provides the tensors one by one: from the ranks that train the model, or from a checkpoint
+(`torchmm.training.exports.checkpoint`).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,10 +43,10 @@ from torchmm.common.module_names import GENERATOR
 from torchmm.models.encoders import EncoderModule
 from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.composites.table import COMPOSITES
-from torchmm.models.hf.experts_apart import Keep, has_stacked_experts, in_memory, taken_apart
+from torchmm.models.hf.experts_apart import has_stacked_experts, taken_apart
 from torchmm.models.hf.legacy_keys import add_legacy_keys
 from torchmm.models.hf.load import CONNECTOR_FILE, names_in_files, open_files
-from torchmm.models.hf.pairs import CONNECTORS, PairClass, pair_class
+from torchmm.models.hf.pairs import CONNECTORS, pair_class
 from torchmm.models.hf.processors import image_processor, save_processor
 from torchmm.models.initialize import named_tensors, random_copy
 from torchmm.models.layered import LayeredModule, WeightFiles, units
@@ -59,11 +57,73 @@ from torchmm.recipe.model_section import PARTS_FILE, split_place
 _logger = logging.getLogger(__name__)
 _TOWER = "model.vision_tower."
 Prefixes = tuple[tuple[str, str], ...]
-Gather = Callable[
-    [MultimodalModel, Callable[[str], bool]], Iterator[tuple[LayeredModule, str, Tensor | None]]
-]
-"""(module, name in it, values) of parameters and buffers with wanted names, one by one. Values are
-in rank 0's CPU memory, None on other ranks. Collective: to be used up by all."""
+
+
+class Weights(Protocol):
+    """Source of the weights of an export."""
+
+    def __call__(
+        self, model: MultimodalModel, wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
+        """Yield (module, name in the module, values) of parameters and buffers with wanted names.
+
+        Values are in the CPU memory of rank 0, and None on other ranks. All ranks must exhaust the
+        iterator.
+        """
+        ...
+
+    def keep(self, values: list[Tensor]) -> list[Tensor]:
+        """Return a copy of each tensor, in the kind of memory that the weights have."""
+        ...
+
+
+class RankWeights:
+    """`Weights` of the ranks that train a model.
+
+    No rank but rank 0 has more than one complete tensor at a time. The first rank with a part of a
+    tensor sends it if rank 0 has no part.
+    """
+
+    @torch.no_grad()
+    def __call__(
+        self, model: MultimodalModel, wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
+        """Gather tensors with wanted names. Collective; see `Weights`."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        local = model.state_dict()
+        device = next((tensor.device for tensor in local.values()), torch.device("cpu"))
+        by_rank: list[Any] = [list(local)]
+        if dist.is_initialized():
+            by_rank = [None] * dist.get_world_size()
+            dist.all_gather_object(by_rank, list(local))
+        first_with = {name: r for r in reversed(range(len(by_rank))) for name in by_rank[r]}
+        for prefix, module, name, like in whole_tensors(model):
+            if not wanted(name):
+                continue
+            # All ranks with a part take part in the collective of a DTensor.
+            tensor = local.get(f"{prefix}.{name}")
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            first = first_with[f"{prefix}.{name}"]
+            if first > 0 and rank == first:
+                assert whole is not None
+                dist.send(whole.detach().contiguous(), dst=0)
+            value = None
+            if rank == 0:
+                if first > 0:
+                    whole = torch.empty_like(like, device=device)
+                    dist.recv(whole, src=first)
+                assert whole is not None
+                value = whole.detach().cpu()
+            del whole  # frees device memory before the next tensor is gathered
+            yield module, name, value
+
+    def keep(self, values: list[Tensor]) -> list[Tensor]:
+        """Return copies in memory."""
+        return [value.clone() for value in values]
+
+
+RANK_WEIGHTS = RankWeights()
+"""`Weights` without state."""
 
 
 @dataclass
@@ -74,29 +134,19 @@ class _Export:
     hf: Any
     """Model of transformers or diffusers on the meta device, which receives the weights."""
     prefixes: dict[str, Prefixes]
-    """By module name: our parameter names -> Hugging Face's."""
+    """Pairs of our and Hugging Face's prefixes, by module."""
     generation_source: str | None = None
     """Source whose generation settings are copied, if the LLM has one."""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-@torch.no_grad()
-def gather_whole(
-    model: MultimodalModel, wanted: Callable[[str], bool]
-) -> Iterator[tuple[LayeredModule, str, Tensor | None]]:
-    """`Gather` from the ranks that run a model."""
-    first_with = _first_ranks_with(model)
-    device = next((t.device for t in model.state_dict().values()), torch.device("cpu"))
-    parts = {name: module.state_dict() for name, module in model.named_modality_modules()}
-    for prefix, module, name, like in whole_tensors(model):
-        if wanted(name):
-            first = first_with[f"{prefix}.{name}"]
-            yield module, name, _to_rank_0(parts[prefix].get(name), like, first, device)
-
-
 def whole_tensors(model: MultimodalModel) -> Iterator[tuple[str, LayeredModule, str, Tensor]]:
-    """(its module's prefix, module, name in it, like) of every parameter and buffer of all ranks,
-    but for tied ones; `like` is on the meta device and has its shape and dtype."""
+    """Yield the parameters and buffers of all ranks, except tied ones.
+
+    Yields:
+        Prefix of the module, module, name in the module, and a tensor on the meta device with the
+        shape and dtype of the complete tensor.
+    """
     for prefix, module in model.named_modality_modules():
         with torch.device("meta"):
             whole = module.rebuild()
@@ -110,20 +160,18 @@ def export_hf(
     model: MultimodalModel,
     directory: str | Path,
     tokenizer: PreTrainedTokenizerBase,
-    gather: Gather = gather_whole,
+    weights: Weights = RANK_WEIGHTS,
     shard_bytes: int | None = None,
-    keep: Keep = in_memory,
     ends: Collection[int] = (),
 ) -> None:
     """Write `model` in Hugging Face format. Collective; rank 0 writes.
 
     Args:
-        model: Model to export. Its structure is enough if `gather` provides the weights.
+        model: Model to export. Its structure is enough if `weights` reads a checkpoint.
         directory: Directory to create.
         tokenizer: Tokenizer to save with the model.
-        gather: Source of the weights.
+        weights: Source of the weights.
         shard_bytes: Maximum size of a weight file. If None, use the default of Hugging Face.
-        keep: Storage for experts that files store separately.
         ends: Ids of tokens that end a text, in addition to the EOS token of the tokenizer.
 
     Raises:
@@ -133,16 +181,16 @@ def export_hf(
     writes = not dist.is_initialized() or dist.get_rank() == 0
     # Other ranks only send weights. They need no class.
     exports = _choose_exports(model, directory, tokenizer) if writes else []
-    connectors = _gather(model, exports, gather, writes)
+    connectors = _collect_weights(model, exports, weights, writes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
         for export in exports:
             _set_end_tokens(export, tokenizer, ends)
-            _save(model, export, shard_bytes, keep)
+            _save(model, export, shard_bytes, weights)
         if model.generator is not None:
             model.generator.save_settings(directory / GENERATOR)
-        for name, weights in connectors.items():
-            save_file(weights, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
+        for name, tensors in connectors.items():
+            save_file(tensors, directory / name / CONNECTOR_FILE, metadata={"format": "pt"})
         as_one = exports[0].directory == directory
         tokenizer.save_pretrained(directory if as_one else directory / "llm")
         if as_one:
@@ -159,13 +207,35 @@ def _choose_exports(
     model: MultimodalModel, directory: Path, tokenizer: PreTrainedTokenizerBase
 ) -> list[_Export]:
     """Return the Hugging Face models to write: the full model, or its parts if no class fits."""
-    pair = _pair(model)
+    prefixes = hf_prefixes(model)
+    llm = model.llm
+    hf: Any
+    is_pair = model.composite is None and bool(model.encoders)
+    pair = pair_class(model) if is_pair else None
     with torch.device("meta"):
         if isinstance(pair, str):
             _logger.warning("exporting encoders and LLM separately: %s", pair)
-            exports = _separately(model, directory)
+            hf = llm.family.build(llm.config, llm.dtype)
+            source = llm.weights.source
+            exports = [_Export(directory / "llm", hf, {"llm": prefixes["llm"]}, source)]
+            for module in model.encoder_modules():
+                tower = {module.name: prefixes[module.name]}
+                exports.append(_Export(directory / module.name, module.uncut_tower(), tower))
         else:
-            exports = [_whole(model, pair, directory, tokenizer)]
+            if pair is not None:
+                placeholder = model.image_token_id(tokenizer)
+                assert placeholder is not None
+                (encoder,) = model.encoder_modules()
+                files = pair.encoder_files
+                prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: files.hf_prefixes}
+                hf = pair.kind._from_config(pair.config(placeholder), dtype=llm.dtype)
+            elif model.composite is not None:
+                kind: Any = COMPOSITES[model.composite.model_type].kind
+                hf = kind._from_config(model.composite, dtype=llm.dtype)
+            else:
+                hf = llm.family.build(llm.config, llm.dtype)
+            prefixes.pop(GENERATOR, None)
+            exports = [_Export(directory, hf, prefixes, llm.weights.source)]
         if model.generator is not None:
             exports += [
                 _Export(directory / GENERATOR / folder, hf, {GENERATOR: files.hf_prefixes})
@@ -174,49 +244,8 @@ def _choose_exports(
     return exports
 
 
-def _pair(model: MultimodalModel) -> PairClass | str | None:
-    """Return the class of a model from separate sources, or the reason why it has none.
-
-    Returns None for composites and for LLMs without an encoder.
-    """
-    return None if model.composite is not None or not model.encoders else pair_class(model)
-
-
-def _whole(
-    model: MultimodalModel,
-    pair: PairClass | None,
-    directory: Path,
-    tokenizer: PreTrainedTokenizerBase,
-) -> _Export:
-    dtype = model.llm.dtype
-    prefixes = {name: p for name, p in hf_prefixes(model).items() if name != GENERATOR}
-    if pair is not None:
-        placeholder = model.image_token_id(tokenizer)
-        assert placeholder is not None
-        (encoder,) = model.encoder_modules()
-        prefixes = {"llm": LLAVA_LLM.hf_prefixes, encoder.name: pair.encoder_files.hf_prefixes}
-        hf = pair.kind._from_config(pair.config(placeholder), dtype=dtype)
-    elif model.composite is not None:
-        kind: Any = COMPOSITES[model.composite.model_type].kind
-        hf = kind._from_config(model.composite, dtype=dtype)
-    else:
-        hf = model.llm.family.build(model.llm.config, dtype)
-    return _Export(directory, hf, prefixes, model.llm.weights.source)
-
-
-def _separately(model: MultimodalModel, directory: Path) -> list[_Export]:
-    prefixes = hf_prefixes(model)
-    llm = model.llm.family.build(model.llm.config, model.llm.dtype)
-    source = model.llm.weights.source
-    exports = [_Export(directory / "llm", llm, {"llm": prefixes["llm"]}, source)]
-    for module in model.encoder_modules():
-        tower = {module.name: prefixes[module.name]}
-        exports.append(_Export(directory / module.name, module.uncut_tower(), tower))
-    return exports
-
-
 def hf_prefixes(model: MultimodalModel) -> dict[str, Prefixes]:
-    """By module name: (our prefix, Hugging Face's) in the class the module came from."""
+    """Return pairs of our and Hugging Face's prefixes in the class of the source, by module."""
     return {m.name: m.weights.hf_prefixes for m in model.modality_modules()}
 
 
@@ -226,13 +255,16 @@ def hf_name(prefixes: dict[str, Prefixes], module: str, name: str) -> str | None
 
 
 @torch.no_grad()
-def _gather(
-    model: MultimodalModel, exports: list[_Export], gather: Gather, writes: bool
+def _collect_weights(
+    model: MultimodalModel, exports: list[_Export], weights: Weights, writes: bool
 ) -> dict[str, dict[str, Tensor]]:
-    """Fill the exports' weights on the writing rank; returns connectors that are part of none."""
+    """Fill the weights of exports on the writing rank, and return connectors of no export.
+
+    Collective.
+    """
     connectors: dict[str, dict[str, Tensor]] = {}
-    adapters = gather_adapters(model, gather)
-    gathered = gather(model, lambda name: not of_adapter(name))
+    adapters = gather_adapters(model, weights)
+    gathered = weights(model, lambda name: not of_adapter(name))
     for module, name, value in worked("gathering weights to export", gathered, unit="tensors"):
         if not writes:
             continue
@@ -278,50 +310,18 @@ def check_range(values: Tensor, before: Tensor, name: str) -> None:
 
 
 def gather_adapters(
-    model: MultimodalModel, gather: Gather = gather_whole
+    model: MultimodalModel, weights: Weights
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
-    """Parameters of adapters by module, linear and name in `Lora`, on rank 0; collective."""
+    """Return parameters of adapters by module, linear and name in `Lora`. Collective.
+
+    Ranks other than rank 0 receive none.
+    """
     found: dict[str, dict[str, dict[str, Tensor]]] = {m: {} for m in hf_prefixes(model)}
-    for module, name, value in gather(model, of_adapter):
+    for module, name, value in weights(model, of_adapter):
         linear, _, part = name.rpartition(f".{CHILD}.")
         if value is not None:
             found[module.name].setdefault(linear, {})[part] = value
     return found
-
-
-def _first_ranks_with(model: MultimodalModel) -> dict[str, int]:
-    """Lowest rank that has a part of each parameter or buffer, by name; collective."""
-    own = list(model.state_dict())
-    by_rank: list[Any] = [own]
-    if dist.is_initialized():
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, own)
-    return {name: rank for rank in reversed(range(len(by_rank))) for name in by_rank[rank]}
-
-
-def _to_rank_0(
-    ours: Tensor | None, like: Tensor, first: int, device: torch.device
-) -> Tensor | None:
-    """The whole of a tensor in rank 0's CPU memory; None on other ranks.
-
-    Args:
-        ours: this rank's part, if any; all ranks that have one must call.
-        like: on the meta device, with the shape and dtype of the whole.
-        first: the rank that sends it, if that is not rank 0.
-        device: where the ranks' parts are.
-    """
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    whole = ours.full_tensor() if isinstance(ours, DTensor) else ours
-    if first == 0:
-        return whole.detach().cpu() if rank == 0 and whole is not None else None
-    if rank == first:
-        assert whole is not None
-        dist.send(whole.detach().contiguous(), dst=0)
-    if rank != 0:
-        return None
-    received = torch.empty_like(like, device=device)
-    dist.recv(received, src=first)
-    return received.cpu()
 
 
 def _set_end_tokens(
@@ -355,7 +355,10 @@ def _set_end_tokens(
         hf.generation_config.eos_token_id = tokens[0] if len(tokens) == 1 else tokens
 
 
-def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None, keep: Keep) -> None:
+def _save(
+    model: MultimodalModel, export: _Export, shard_bytes: int | None, weights: Weights
+) -> None:
+    """Write one Hugging Face model with `save_pretrained`, and release its weights."""
     for module in model.encoder_modules():
         if module.unused and module.name in export.prefixes:
             for name, value in _unused_weights(module).items():
@@ -372,7 +375,7 @@ def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None, keep
     tower = f"{_TOWER}vision_model." if _names_clip_twice(model, export) else _TOWER
     named = {name.replace(_TOWER, tower, 1): x for name, x in export.hf.state_dict().items()}
     if has_stacked_experts(named):
-        settings |= {"state_dict": taken_apart(export.hf, named, keep)}
+        settings |= {"state_dict": taken_apart(export.hf, named, weights.keep)}
         settings |= {"save_original_format": False}
     elif isinstance(export.hf, PreTrainedModel):
         settings["state_dict"] = named
@@ -384,9 +387,10 @@ def _save(model: MultimodalModel, export: _Export, shard_bytes: int | None, keep
 
 
 def _names_clip_twice(model: MultimodalModel, export: _Export) -> bool:
-    """Whether a tower of CLIP or SigLIP is `vision_tower.vision_model` in the files: as in all that
-    were published, which transformers 4 and vLLM want; transformers 5 reads that and leaves it out.
-    What began as files is saved as it was.
+    """Return True if the tower of CLIP or SigLIP is `vision_tower.vision_model` in the files.
+
+    Published files have such names, and transformers 4 and vLLM require them. Transformers 5 reads
+    both kinds of names and writes the short ones. Models with a source keep the names of its files.
     """
     tower = getattr(getattr(export.hf, "model", None), "vision_tower", None)
     if type(tower).__name__ not in ("CLIPVisionModel", "SiglipVisionModel"):
@@ -400,9 +404,9 @@ def _names_clip_twice(model: MultimodalModel, export: _Export) -> bool:
 
 
 def _unused_weights(module: EncoderModule) -> dict[str, Tensor]:
-    """Weights that the Hugging Face class has although no output depends on them.
+    """Return weights of the Hugging Face class that no output depends on.
 
-    They are the source's, so that a loaded checkpoint is saved as it was; otherwise random.
+    Values come from the source, so that its files are saved unchanged, or are random.
     """
     values: dict[str, Tensor] = {}
     if module.weights.source is not None:

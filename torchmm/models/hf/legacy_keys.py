@@ -30,7 +30,12 @@ def add_legacy_keys(directory: Path) -> None:
             _write(config, legacy)
     tokenizer = directory / TOKENIZER_FILE
     if tokenizer.is_file():
-        _write(tokenizer, _with_tokenizer_keys(json.loads(tokenizer.read_text())))
+        settings = json.loads(tokenizer.read_text())
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+        _write(tokenizer, settings)
 
 
 def _reads_same(settings: dict[str, Any], legacy: dict[str, Any]) -> bool:
@@ -72,16 +77,6 @@ def _with_rope_keys(settings: dict[str, Any]) -> dict[str, Any]:
     legacy["rope_theta"] = rope["rope_theta"]
     legacy["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
     return legacy
-
-
-def _with_tokenizer_keys(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer config with a class and special tokens that both versions read."""
-    if settings.get("tokenizer_class") == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    extra = settings.get("extra_special_tokens")
-    if isinstance(extra, list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    return settings
 
 
 def _write(file: Path, settings: dict[str, Any]) -> None:

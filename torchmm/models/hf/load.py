@@ -1,18 +1,19 @@
-"""Pretrained weights from safetensors files straight into (sharded) parameters.
+"""Pretrained weights from safetensors files directly into (sharded) parameters.
 
-Every rank maps the files and reads only the slices it owns, so no rank holds a whole model.
-Missing, unexpected and misshapen tensors are listed and refused before anything is read, for the
-whole model, so that ranks with different stages of it all raise the same error; only
-modules that did not exist before (a new connector) may be missing. Pickled weight files are never
-opened. Rejected: `from_pretrained` and a broadcast, which needs the whole model on a rank; and
-torch's `HuggingFaceStorageReader`, which also reads only a rank's slices, but looks tensors up by
-the model's own names, one file tensor for each (files have other names, and a tensor per expert),
-takes every safetensors file of the directory whatever the index says, ignores what the model does
-not have, and stops at the first missing tensor instead of listing all.
+Every rank maps the files and reads only the slices of its parameters, so no rank stores a complete
+model. Missing, unexpected and misshapen tensors are listed and rejected before anything is read,
+for the complete model, so that ranks with different stages raise the same error. Only new modules
+(a new connector) may be missing. Pickled weight files are never opened.
 
-Parameters are filled piece by piece, as the files have them. Most are one tensor in the files. The
-experts of a layer are one parameter in the model, (experts, rows, columns) with the rows of gate
-and up projection concatenated, and two or three matrices per expert in most families' files.
+Rejected: `from_pretrained` and a broadcast, which requires the complete model on a rank. Also
+rejected: `HuggingFaceStorageReader` of torch. It reads only the slices of a rank, too, but looks up
+tensors by the names of the model, one per parameter. Files have other names, and one tensor per
+expert. It reads every safetensors file of the directory regardless of the index, ignores unexpected
+tensors, and stops at the first missing tensor.
+
+Parameters are filled in pieces, as they are in the files. Most are one tensor there. The experts of
+a layer are one parameter in the model, (experts, rows, columns) with the rows of gate and up
+projection concatenated, and two or three matrices per expert in the files of most families.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Private, and not behind `parallel.torch_private`, which models cannot import: nothing public says
-# where a DTensor's local part is in the whole, and uneven shards make that worth not writing again.
+# Private, and not in `parallel.torch_private`, which models cannot import. No public function
+# returns the offset of the local part of a DTensor, which is not trivial for uneven shards.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchmm.common.errors import CheckpointError
@@ -47,7 +48,7 @@ T = TypeVar("T")
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds, one slice per dimension."""
+    """Return the part of the complete tensor on this rank, as one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(
@@ -57,13 +58,13 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The memory of this rank's part."""
+    """Return the part of a tensor on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def copy_slice(target: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of `whole` into `target`."""
+    """Copy the part of `whole` that is on this rank into `target`."""
     local_tensor(target).copy_(whole[local_slices(target)])
 
 
@@ -71,24 +72,24 @@ _PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 
 
 class Piece(NamedTuple):
-    """A tensor in the files, and where its values go."""
+    """The part of a parameter that one tensor in the files fills."""
 
     owner: str
-    """Name of the parameter it is part of."""
+    """Name of the parameter."""
     tensor: Tensor
-    """That parameter."""
+    """The parameter."""
     expert: int | None = None
-    """Which expert's; None: it is the whole parameter."""
+    """Index of the expert; None for parameters without experts."""
     rows: slice = slice(0, 0)
-    """Rows of the expert's matrix, if it is one."""
+    """Rows of the matrix of the expert."""
     stacked: bool = False
-    """Whether it is all experts' matrices, whose rows may be the columns of those in the files."""
+    """Whether the tensor has all experts. Their matrices may be transposed in the files."""
     share: tuple[int, int] = (0, 1)
-    """Which of how many equal parts it is if the files hold several parameters in one tensor."""
+    """Index and number of equal parts, if a tensor in the files has several parameters."""
 
     @property
     def shapes(self) -> list[list[int]]:
-        """Those it may have in the files."""
+        """Return the shapes that the tensor may have in the files."""
         whole = list(self.tensor.shape)
         if self.share[1] > 1:
             return [[self.share[1] * whole[0], *whole[1:]], whole]
@@ -99,7 +100,7 @@ class Piece(NamedTuple):
         return [[self.rows.stop - self.rows.start, self.tensor.shape[2]]]
 
     def fill(self, stored: Any) -> None:
-        """Copies this rank's part from a tensor in the files, of which only that is read."""
+        """Read the part on this rank from a tensor in the files."""
         local = local_tensor(self.tensor)
         own = local_slices(self.tensor)
         if not local.numel():
@@ -123,7 +124,7 @@ class Piece(NamedTuple):
 
 
 def pieces(module: LayeredModule) -> dict[str, Piece]:
-    """Parameters and buffers of a module: pieces by the name they would have on their own."""
+    """Return the pieces of the parameters and buffers of a module, by names as in the files."""
     tensors = module.state_dict().items()
     return {name: p for owner, x in tensors for name, p in _of(owner, x, module.weights)}
 
@@ -146,16 +147,15 @@ def _of(owner: str, tensor: Tensor, files: WeightFiles) -> Iterator[tuple[str, P
 
 
 WEIGHTS_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
-"""What transformers and diffusers call them; if there are several, NAME.index.json lists them."""
+"""Names in transformers and diffusers. If there are several files, NAME.index.json lists them."""
 CONNECTOR_FILE = "connector.safetensors"
 LISTED = 8
-"""Names of one kind that an error message lists."""
+"""Maximum number of names of one kind in an error message."""
 COMPARED_ROWS = 64
-"""Of a head and the embeddings that it is tied to."""
+"""Number of compared rows of a head and its tied embeddings."""
 
 _LEFT_OUT = re.compile(r"^(mtp|talker|token2wav|code2wav)\.")
-"""Layers that predict several tokens at once, which Hugging Face's classes leave out too, and those
-that speak for an Omni model's thinker."""
+"""Layers for multi-token prediction and for the speech of Omni models, which are omitted."""
 _COMPUTED = re.compile(r"(position_ids|rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq)$")
 """Buffers that old files contain and that are computed today."""
 
@@ -172,20 +172,25 @@ def load_weights(model: MultimodalModel) -> set[str]:
     """Fill the parameters of all modules that have a source.
 
     Args:
-        model: materialized; parameters are plain tensors or DTensors.
+        model: Materialized model. Parameters are plain tensors or DTensors.
 
     Returns:
-        Names of the parameters that now hold pretrained values; the others (new connectors,
-        modules without a source) and computed buffers are `init_weights`'s.
+        Names of the parameters with pretrained values. `init_weights` fills the others (new
+        connectors, modules without a source) and computed buffers.
 
     Raises:
-        CheckpointError: the files do not fit the model.
+        CheckpointError: The files do not fit the model.
     """
     problems: list[str] = []
     filled: set[str] = set()
     expected: dict[str, tuple[list[list[int]], FileTensor]] = {}
     found: dict[str, tuple[Piece, FileTensor]] = {}
-    for source, modules in _by_source(model).items():
+    by_source: dict[str, list[tuple[str, LayeredModule, WeightFiles]]] = defaultdict(list)
+    for prefix, module in model.named_modality_modules():
+        for weights in (module.weights, *module.given_weights):
+            if weights.source is not None:
+                by_source[weights.source].append((prefix, module, weights))
+    for source, modules in by_source.items():
         files = open_files(source)
         claimed: set[str] = set()
         for prefix, module, weights in modules:
@@ -209,20 +214,11 @@ def load_weights(model: MultimodalModel) -> set[str]:
     return filled
 
 
-def _by_source(model: MultimodalModel) -> dict[str, list[tuple[str, LayeredModule, WeightFiles]]]:
-    groups: dict[str, list[tuple[str, LayeredModule, WeightFiles]]] = defaultdict(list)
-    for prefix, module in model.named_modality_modules():
-        for weights in (module.weights, *module.given_weights):
-            if weights.source is not None:
-                groups[weights.source].append((prefix, module, weights))
-    return groups
-
-
 def open_files(source: str) -> dict[str, FileTensor]:
-    """Tensors of a directory or hub id, by their name in the files.
+    """Return the tensors of a directory or a repository of the Hub, by their names in the files.
 
     Raises:
-        CheckpointError: there are no safetensors files, or one of them is damaged.
+        CheckpointError: There are no safetensors files, or a file is damaged.
     """
     directory = _directory(source)
     files = _weight_files(directory)
@@ -286,13 +282,22 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _directory(source: str) -> Path:
+    """Return the local directory of a source, after downloading it if it is on the Hub."""
     if Path(source).is_dir():
         return Path(source)
     try:
         name, revision = split_place(source)
         patterns = ["*.safetensors", "*.json"]
-        kept = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
-        with working(f"fetching {source}", unit="MB", measured=lambda: _megabytes_in(kept)):
+        cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "blobs"
+
+        def downloaded_megabytes() -> int:
+            size_bytes = 0
+            for file in cached.glob("*"):
+                with suppress(OSError):  # a finished file is renamed
+                    size_bytes += file.stat().st_size
+            return size_bytes // 10**6
+
+        with working(f"fetching {source}", unit="MB", measured=downloaded_megabytes):
             return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError, LocalEntryNotFoundError) as error:
         raise CheckpointError(
@@ -300,22 +305,15 @@ def _directory(source: str) -> Path:
         ) from error
 
 
-def _megabytes_in(folder: Path) -> int:
-    """Of a folder that others write to."""
-    found = 0
-    for file in folder.glob("*"):
-        with suppress(OSError):  # it has its final name by now
-            found += file.stat().st_size
-    return found // 10**6
-
-
 def names_in_files(
     module: LayeredModule, files: dict[str, FileTensor], weights: WeightFiles | None = None
 ) -> dict[str, str]:
-    """Name within `module` -> name in the files, for all names the whole module knows.
+    """Return names in the files by names in the module, for all stages of the module.
 
     Args:
-        weights: what the files are; None: the module's own.
+        module: The module.
+        files: Tensors of the files.
+        weights: Names of the files. If None, use those of the module.
     """
     weights = weights or module.weights
     with torch.device("meta"):
@@ -334,32 +332,28 @@ def names_in_files(
 
 
 def _parts(name: str, files: WeightFiles) -> list[str]:
-    """Parameters that a tensor in the files holds, if it is for several."""
+    """Return the parameters of which a tensor in the files has the values."""
     for joined, parts in files.joined:
         if joined in name:
             return [name.replace(joined, part) for part in parts]
     return [name]
 
 
-def _files_of(module: LayeredModule, name: str) -> WeightFiles:
-    """Where a parameter's weights come from."""
-    for given in module.given_weights:
-        if name.startswith(tuple(ours for ours, _ in given.hf_prefixes)):
-            return given
-    return module.weights
-
-
 def _match(
     module: LayeredModule, names: dict[str, str], weights: WeightFiles
 ) -> tuple[dict[str, tuple[list[list[int]], str]], list[str]]:
-    """What the *whole* module needs of these files, {name: (shapes, name in the files)}, and what
-    is missing."""
+    """Return {name: (shapes, name in the files)} for all stages of a module, and missing names."""
     with torch.device("meta"):
         whole = module.bare()
     tied = whole.tied_parameters()
     stored, missing = {}, []
     for name, piece in pieces(whole).items():
-        if name in tied or _files_of(module, name) is not weights:
+        own = module.weights
+        for given in module.given_weights:
+            if name.startswith(tuple(ours for ours, _ in given.hf_prefixes)):
+                own = given
+                break
+        if name in tied or own is not weights:
             continue
         if name in names:
             stored[name] = (piece.shapes, names[name])
@@ -373,11 +367,11 @@ def _match(
 def _tie_problems(
     module: LayeredModule, names: dict[str, str], files: dict[str, FileTensor]
 ) -> list[str]:
-    """A head of its own in the files, whose values would be lost where the config ties it.
+    """Return problems of a head whose values in the files would be lost because it is tied.
 
     Hugging Face unties such a head and warns. The published config of Mistral Small 3.1, for
-    example, leaves out `tie_word_embeddings`, whose default is now true. Rows in the middle are
-    compared, which are of ordinary tokens: the first ones may be of markers never trained on.
+    example, omits `tie_word_embeddings`, whose default is now true. Rows in the middle are
+    compared, because the first rows may belong to untrained special tokens.
     """
     with torch.device("meta"):
         tied = module.rebuild().tied_parameters()
@@ -401,7 +395,7 @@ def _middle_rows(stored: FileTensor) -> Tensor:
 def _targets(
     module: LayeredModule, stored: dict[str, tuple[list[list[int]], str]]
 ) -> dict[str, tuple[Piece, str]]:
-    """What this rank reads, {name: (what to fill, name in the files)}."""
+    """Return {name: (piece, name in the files)} of this rank."""
     here_once = module.tied_parameters()
     copies = module.tied_copies()
     targets = {}
@@ -445,7 +439,7 @@ def _read(found: dict[str, tuple[Piece, FileTensor]]) -> None:
 
 
 def _by_file(entries: Iterable[tuple[FileTensor, T]]) -> dict[Path, list[tuple[str, T]]]:
-    """What belongs to tensors in files: by file, with the tensor's name there."""
+    """Return entries of tensors by file, with the name of the tensor in the file."""
     found: dict[Path, list[tuple[str, T]]] = defaultdict(list)
     for stored, content in entries:
         found[stored.path].append((stored.name, content))

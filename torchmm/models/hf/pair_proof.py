@@ -12,7 +12,7 @@ they build the same encoder and connector as torchmm, with the config of the tra
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -28,7 +28,7 @@ from torchmm.models.families.composites.parts import LLAVA_LLM
 from torchmm.models.families.forms import TOLERANCE, randomize, run_foreign
 from torchmm.models.families.llms.family import LlmFamily
 from torchmm.models.families.small_copies import shrunk_encoder_settings, small_llm_config
-from torchmm.models.layered import LayeredModule, WeightFiles
+from torchmm.models.layered import WeightFiles
 from torchmm.models.llm import LlmModule
 
 _PLACEHOLDER = 63
@@ -95,14 +95,35 @@ def _difference(pair: _Pair) -> float:
     """Return the relative difference of the logits of both copies."""
     family = pair.llm_family
     llm_config = small_llm_config(pair.llm_config, f"{family.text_model}.{family.layers}")
-    spec = _small_spec(pair.spec, llm_config.hidden_size)
+    # An encoder with few layers and features and the same connector.
+    layers = max(_LAYERS, -pair.spec.feature_layer)
+    settings = shrunk_encoder_settings(
+        pair.spec.config, layers, patches_per_row=2 * pair.spec.shuffle
+    )
+    spec = replace(
+        pair.spec,
+        config=type(pair.spec.config)(**settings),
+        llm_hidden_size=llm_config.hidden_size,
+        dtype=torch.float32,
+    )
     plain = pair.build_hf(spec, llm_config, _PLACEHOLDER).eval()
     randomize(plain)
     llm = LlmModule(llm_config, pair.llm_family, torch.float32, LLAVA_LLM).eval()
     encoder = EncoderModule(spec, pair.encoder_files).eval()
+
+    # Copy the weights of the Hugging Face model by their names in the export.
     weights = plain.state_dict()
     for module in (llm, encoder):
-        _copy_weights(module, weights)
+        values: dict[str, Any] = {}
+        tied = module.tied_parameters()
+        for name in module.state_dict():
+            theirs = module.weights.hf_name(name)
+            if theirs is not None and theirs in weights:
+                values[name] = weights[theirs]
+            elif name not in tied:
+                raise ConfigError(f"it has no weight for {module.name}.{name}")
+        module.load_state_dict(values, strict=False)
+
     features: dict[str, Tensor] = {}
     given: dict[str, Tensor] = {}
     count = 0
@@ -126,28 +147,3 @@ def _difference(pair: _Pair) -> float:
     found = llm.logits(batch, features, everywhere)
     expected = plain(input_ids=ids[None], use_cache=False, **given).logits[0]
     return ((found - expected).norm() / expected.norm()).item()
-
-
-def _small_spec(spec: EncoderSpec, llm_hidden_size: int) -> EncoderSpec:
-    """Return an encoder with few layers and features and the same connector."""
-    layers = max(_LAYERS, -spec.feature_layer)
-    settings = shrunk_encoder_settings(spec.config, layers, patches_per_row=2 * spec.shuffle)
-    return replace(
-        spec,
-        config=type(spec.config)(**settings),
-        llm_hidden_size=llm_hidden_size,
-        dtype=torch.float32,
-    )
-
-
-def _copy_weights(module: LayeredModule, weights: Mapping[str, Tensor]) -> None:
-    """Copy the weights of the Hugging Face model by their names in the export."""
-    values: dict[str, Any] = {}
-    tied = module.tied_parameters()
-    for name in module.state_dict():
-        theirs = module.weights.hf_name(name)
-        if theirs is not None and theirs in weights:
-            values[name] = weights[theirs]
-        elif name not in tied:
-            raise ConfigError(f"it has no weight for {module.name}.{name}")
-    module.load_state_dict(values, strict=False)

@@ -1,18 +1,17 @@
-"""An encoder and an LLM from separate sources: which Hugging Face class they are together.
+"""Hugging Face classes of an encoder and an LLM from separate sources.
 
-A class is theirs if it computes what our model computes, to the last tensor: LLaVA's, whose tower
-and LLM are whatever `AutoModel` builds, with two linears between them; Audio Flamingo 3's, with its
-own tower and any LLM. Nothing is trained further, converted or left out, so an export is read back
-as the model that it is of. Where there is no such class the reason is said before the run, and
-the parts are exported side by side.
+A class fits if it computes exactly what the torchmm model computes: LLaVA, whose tower and LLM are
+built by `AutoModel`, with two linears between them; or Audio Flamingo 3, with its own tower and any
+LLM. No weight is converted or omitted, so an export is read back as the same model. If no class
+fits, the reason is reported before the run, and the parts are exported to separate folders.
 
-With InternViT, and a norm between folded patches and linears, a pair is an InternVL. Its images
-have one size, and in the text placeholders alone; its processor is LLaVA's, which counts the same,
-and by which it is known when it is read again.
+A pair with InternViT, and a norm between folded patches and linears, is an InternVL. Its images
+have one size, and only placeholders in the text. Its processor is that of LLaVA, which counts
+placeholders in the same way. The processor identifies such an export when it is read again.
 
-Rejected: classes that come near. Idefics3's has one linear behind the tower's last norm, Lfm2-VL's
-takes SigLIP2's features behind that norm; a norm cannot be set to do nothing. A class of our own,
-which others would have to trust as remote code.
+Rejected: classes that almost fit. Idefics3 has one linear after the last norm of the tower, and
+Lfm2-VL uses SigLIP2 features after that norm; a norm cannot be disabled. Also rejected: a class of
+torchmm, which others would have to trust as remote code.
 """
 
 from __future__ import annotations
@@ -50,19 +49,19 @@ CONNECTORS = {
     (True, "mlp"): "pixel_shuffle_mlp",
     (True, "norm_mlp"): "pixel_shuffle_norm_mlp",
 }
-"""As recipes call them: (whether neighbours are folded, `EncoderSpec.connector`)."""
+"""Names in recipes by (whether neighboring patches are folded, `EncoderSpec.connector`)."""
 HEARING = "audioflamingo3_encoder"
-"""Tower of the only class for any LLM whose connector is two linears behind a tower for sounds."""
+"""Tower of the only audio class for any LLM whose connector is two linears."""
 
 
 class PairClass(NamedTuple):
-    """A Hugging Face class that an encoder and an LLM are."""
+    """The Hugging Face class of an encoder and an LLM."""
 
     kind: type[PreTrainedModel]
     config: Callable[[int], PreTrainedConfig]
-    """From the id of the placeholder."""
+    """Function that returns the config for the id of the placeholder token."""
     encoder_files: WeightFiles
-    """What it calls the encoder's tensors; the LLM's are LLaVA's."""
+    """Names of the encoder weights. Those of the LLM are LLaVA's."""
 
 
 def pair_class(model: MultimodalModel) -> PairClass | str:
@@ -80,18 +79,8 @@ def pair_class(model: MultimodalModel) -> PairClass | str:
     (encoder,) = encoders
     spec = encoder.spec
     llm = model.llm
-    if reason := _llm_problem(llm) or _connector_problem(spec):
+    if reason := _llm_problem(llm) or _encoder_problem(spec, llm):
         return reason
-    if spec.config.model_type == HEARING:
-        if llm.text_config.tie_word_embeddings:
-            return "Audio Flamingo 3 does not tie the LLM's head to its embeddings"
-    else:
-        reason = "" if becomes_llava(spec.family) else _tower_problem(spec)
-        reason = reason or _tile_problem(spec)
-        if spec.connector == "norm_mlp":
-            reason = reason or _intern_problem(spec, llm)
-        if reason:
-            return reason
     found = _class_of(spec, llm.config)
 
     def build_hf(spec: EncoderSpec, config: PreTrainedConfig, token_id: int) -> PreTrainedModel:
@@ -115,7 +104,7 @@ def _class_of(spec: EncoderSpec, llm_config: PreTrainedConfig) -> PairClass:
 
 
 def exported_as(model: MultimodalModel) -> str:
-    """Hugging Face's class of an export, for the reader; or that it is in parts, and why."""
+    """Return the Hugging Face class of an export, or why the model is exported in parts."""
     if model.composite is not None:
         return COMPOSITES[model.composite.model_type].kind.__name__
     if not model.encoders:
@@ -127,12 +116,15 @@ def exported_as(model: MultimodalModel) -> str:
 
 
 def becomes_llava(family: EncoderFamily) -> bool:
-    """Whether an encoder of `family` in front of an LLM is exported as LLaVA, if their connector is
-    LLaVA's and logits are plain."""
+    """Return True if an encoder with the connector of LLaVA is exported as LLaVA.
+
+    The logits of the LLM must be plain.
+    """
     return family.inputs == "fixed" and (family.in_composites or family.same_as_clip)
 
 
 def _llm_problem(llm: LlmModule) -> str:
+    """Return why no class has this LLM after an encoder, or ""."""
     family = llm.family
     model_type = llm.config.model_type
     if change := own_logits(llm.text_config, family):
@@ -145,17 +137,34 @@ def _llm_problem(llm: LlmModule) -> str:
     return ""
 
 
-def _connector_problem(spec: EncoderSpec) -> str:
-    if spec.shuffle == 1 or (spec.connector == "norm_mlp" and spec.family.modality == "image"):
-        return ""
-    return (
-        f"no class folds {spec.shuffle} x {spec.shuffle} outputs of such a tower into two linears, "
-        f'as connector = "{CONNECTORS[True, spec.connector]}" does; "mlp" does not fold, and with '
-        'InternViT "pixel_shuffle_norm_mlp" is InternVL\'s'
-    )
+def _encoder_problem(spec: EncoderSpec, llm: LlmModule) -> str:
+    """Return why no class has this encoder and connector before the LLM, or ""."""
+    kind = spec.config.model_type
+    has_norm = spec.connector == "norm_mlp"
+    if spec.shuffle != 1 and not (has_norm and spec.family.modality == "image"):
+        return (
+            f"no class folds {spec.shuffle} x {spec.shuffle} outputs of such a tower into two "
+            f'linears, as connector = "{CONNECTORS[True, spec.connector]}" does; "mlp" does not '
+            'fold, and with InternViT "pixel_shuffle_norm_mlp" is InternVL\'s'
+        )
+    if kind == HEARING:
+        tied = llm.text_config.tie_word_embeddings
+        return "Audio Flamingo 3 does not tie the LLM's head to its embeddings" if tied else ""
+    if not becomes_llava(spec.family):
+        return _tower_problem(spec)
+    reason = ""
+    if spec.tiles is not None:
+        reason = "pictures are cut into tiles, which classes for any tower do not know as they are "
+        reason += "here"
+    elif has_norm and kind != "internvl_vision":
+        reason = f"Hugging Face's InternVL builds no tower but its own, not {kind}"
+    elif has_norm and not llm.family.listed:
+        reason = f"InternVL with {llm.config.model_type}, which no table lists, is not read again"
+    return reason
 
 
 def _tower_problem(spec: EncoderSpec) -> str:
+    """Return why LLaVA does not have the tower of an encoder."""
     kind = spec.config.model_type
     family = spec.family
     if family.modality == "audio":
@@ -165,20 +174,6 @@ def _tower_problem(spec: EncoderSpec) -> str:
     if family.inputs != "fixed":
         return f"no class takes {kind}'s features, of images of any size, as they are here"
     return f"LLaVA cannot build {kind}, or would take tokens that are no patch's for patches"
-
-
-def _intern_problem(spec: EncoderSpec, llm: LlmModule) -> str:
-    if spec.config.model_type != "internvl_vision":
-        return f"Hugging Face's InternVL builds no tower but its own, not {spec.config.model_type}"
-    if not llm.family.listed:
-        return f"InternVL with {llm.config.model_type}, which no table lists, is not read again"
-    return ""
-
-
-def _tile_problem(spec: EncoderSpec) -> str:
-    if spec.tiles is None:
-        return ""
-    return "pictures are cut into tiles, which classes for any tower do not know as they are here"
 
 
 def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:
@@ -197,25 +192,22 @@ def _intern_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrain
 
 
 def _llava_config(spec: EncoderSpec, llm: Any, image_token_id: int) -> PreTrainedConfig:
+    vision = spec.config
+    if spec.family.same_as_clip:
+        # The same tower under the name that `AutoModel` supports.
+        settings = spec.config.to_dict()
+        known = [k for k in CLIPVisionConfig().to_dict() if k in settings and k != "model_type"]
+        vision = CLIPVisionConfig(**{key: settings[key] for key in known})
     return LlavaConfig(
-        vision_config=_as_clip(spec.config) if spec.family.same_as_clip else spec.config,
+        vision_config=vision,
         text_config=llm,
         image_token_index=image_token_id,
         image_seq_length=patches_per_row(spec.config) ** 2,
         projector_hidden_act=spec.connector_act,
         vision_feature_layer=spec.feature_layer,
-        # "default" drops the first output, which is a patch where there is no class token.
+        # "default" drops the first output, which is a patch if the tower has no class token.
         vision_feature_select_strategy="default" if spec.family.has_class_token else "full",
         tie_word_embeddings=llm.tie_word_embeddings,
-    )
-
-
-def _as_clip(config: PreTrainedConfig) -> CLIPVisionConfig:
-    """The same tower under the name that `AutoModel` knows."""
-    settings = config.to_dict()
-    known = CLIPVisionConfig().to_dict()
-    return CLIPVisionConfig(
-        **{key: settings[key] for key in known if key in settings and key != "model_type"}
     )
 
 

@@ -18,8 +18,11 @@ from torchmm.models.families.encoders.family import patches_per_row, side
 Settings = Callable[[Any, Sequence[EncoderModule]], dict[str, Any]]
 
 
-def _none(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
-    return {}
+def _constant(**settings: Any) -> Settings:
+    return lambda config, encoders: dict(settings)
+
+
+_NO_SETTINGS = _constant()
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,11 @@ class Written:
     the placeholder's."""
     token_settings: tuple[str, ...] = ()
     """Those of them that are settings of the processor as well."""
-    settings: Settings = _none
+    settings: Settings = _NO_SETTINGS
     """Its own, from the composite's config (None: encoder and LLM are from separate sources)."""
     video: str = ""
     """Class for clips, if it has one."""
-    whole: Settings = _none
+    whole: Settings = _NO_SETTINGS
     """Of its own image processor, so that it does to a picture what the tower's does: no tiles."""
     adds_marks: bool = False
     """Whether the processor adds the tokens around a placeholder."""
@@ -91,11 +94,6 @@ def _per_tile(key: str) -> Settings:
     return settings
 
 
-def _gemma4(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
-    # Its processor wants one for sounds, which its models without a tower for them never use.
-    return {"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}}
-
-
 def _split(name: str) -> Settings:
     def settings(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
         (encoder,) = encoders
@@ -106,10 +104,6 @@ def _split(name: str) -> Settings:
         }
 
     return settings
-
-
-def _pan_and_scan(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
-    return {"image_processor_type": "Gemma3ImageProcessor", "do_pan_and_scan": False}
 
 
 def _pixtral(config: Any, encoders: Sequence[EncoderModule]) -> dict[str, Any]:
@@ -215,14 +209,17 @@ WRITTEN: dict[str, Written] = {
         "Gemma3Processor",
         _GEMMA,
         settings=lambda config, encoders: {"image_seq_length": config.mm_tokens_per_image},
-        whole=_pan_and_scan,
+        whole=_constant(image_processor_type="Gemma3ImageProcessor", do_pan_and_scan=False),
         adds_marks=True,
         in_text="boi_token",
     ),
     "gemma4": Written(
         "Gemma4Processor",
         _GEMMA4,
-        settings=_gemma4,
+        # The processor requires one for audio, also for models without an audio encoder.
+        settings=_constant(
+            feature_extractor={"feature_extractor_type": "Gemma4AudioFeatureExtractor"}
+        ),
         video="Gemma4VideoProcessor",
         adds_marks=True,
         packages=_VIDEO,

@@ -57,7 +57,20 @@ def save_processor(
     if model.composite is not None and model.llm.weights.source is not None:
         _copy(model.llm.weights.source, directory)
         return
-    _save_settings(encoders, directory, whole=model.composite is None)
+    # Published Omni models have the image processor and the feature extractor in one file.
+    for encoder in encoders:
+        before = directory / PREPROCESSOR_FILE
+        settings = json.loads(before.read_text()) if before.is_file() else {}
+        processor = image_processor(encoder)
+        if model.composite is None and hasattr(processor, "crop_to_patches"):
+            # The class does not support tiles and rejects outputs that count them. This processor
+            # does the same to a full image. vLLM reads a crop size from the one of LLaVA.
+            of_tiles = processor.to_dict()
+            kept = {key: of_tiles[key] for key in _OF_WHOLE}
+            processor = _processor_class(_WHOLE)(**kept, crop_size=of_tiles["size"])
+        processor.save_pretrained(directory)
+        if settings:
+            _put(before, {**settings, **json.loads(before.read_text())})
     placeholder = model.image_token_id(tokenizer)
     written = choose_processor(model)
     settings = written.settings(model.composite, encoders)
@@ -94,16 +107,6 @@ def _processor_class(name: str) -> Any:
     return getattr(transformers, f"{plain}Pil", None) or getattr(transformers, plain)
 
 
-def _whole_pictures(processor: Any) -> Any:
-    """One that does the same to a picture that is not cut, and does not count tiles: a model that
-    knows none refuses to write with their number. vLLM asks LLaVA's for a size to crop to."""
-    if not hasattr(processor, "crop_to_patches"):
-        return processor
-    settings = processor.to_dict()
-    kept = {key: settings[key] for key in _OF_WHOLE}
-    return _processor_class(_WHOLE)(**kept, crop_size=settings["size"])
-
-
 def _copy(source: str, directory: Path) -> None:
     """The files of a composite's directory or hub id."""
     for name in (PREPROCESSOR_FILE, PROCESSOR_FILE, VIDEO_FILE, *_TEMPLATE_FILES):
@@ -116,22 +119,6 @@ def _copy(source: str, directory: Path) -> None:
                 continue  # there is none
         if file.is_file():
             shutil.copyfile(file, directory / name)
-
-
-def _save_settings(encoders: list[EncoderModule], directory: Path, whole: bool) -> None:
-    """Of image processor and feature extractor, in one file if a model has both, as published Omni
-    models do.
-
-    Args:
-        whole: whether the class knows no tiles.
-    """
-    for encoder in encoders:
-        before = directory / PREPROCESSOR_FILE
-        settings = json.loads(before.read_text()) if before.is_file() else {}
-        processor = image_processor(encoder)
-        (_whole_pictures(processor) if whole else processor).save_pretrained(directory)
-        if settings:
-            _put(before, {**settings, **json.loads(before.read_text())})
 
 
 def choose_processor(model: MultimodalModel) -> Written:

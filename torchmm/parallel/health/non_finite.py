@@ -12,8 +12,8 @@ what changes from one run to the next is dropout, races and broken hardware.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,17 +53,6 @@ class _Watch:
         return look
 
 
-@contextmanager
-def _watching(model: nn.Module) -> Iterator[_Watch]:
-    watch = _Watch()
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name:
-                handle = module.register_forward_hook(watch.hook(name), with_kwargs=True)
-                stack.callback(handle.remove)
-        yield watch
-
-
 def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
     """Where the numbers of a failed step stopped being finite; collective.
 
@@ -74,8 +63,17 @@ def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
     Returns:
         What is known of it, the same on all ranks.
     """
-    gradients = gather_texts(_bad_gradients(model))
-    with torch.compiler.set_stance("force_eager"), _watching(model) as watch:
+    # Backward goes from the last layer to the first, so the last one listed is the first bad one.
+    named = [(name, own.grad) for name, own in model.named_parameters() if own.grad is not None]
+    bad = [name for name, gradient in named if _is_bad(gradient)]
+    text = f"those of {len(bad)} of {len(named)} parameters, last {bad[-1]}" if bad else ""
+    gradients = gather_texts(text)
+    watch = _Watch()
+    with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                handle = module.register_forward_hook(watch.hook(name), with_kwargs=True)
+                stack.callback(handle.remove)
         run_again()
     found = gather_texts(watch.found)
     begins = [began for [began] in gather_floats([float(watch.begins)])]
@@ -85,21 +83,14 @@ def where_non_finite(model: nn.Module, run_again: Callable[[], object]) -> str:
         return (
             f"run again, the first output not to be finite is that of {_listed(first or modules)}"
         )
-    bad = [f"{text} on rank {rank}" for rank, text in enumerate(gradients) if text]
-    if bad:
-        return f"outputs of all modules are finite, gradients are not: {_listed(bad)}"
+    of_ranks = [f"{text} on rank {rank}" for rank, text in enumerate(gradients) if text]
+    if of_ranks:
+        return f"outputs of all modules are finite, gradients are not: {_listed(of_ranks)}"
     return "run again, the same step is finite: look for dropout, races and broken hardware"
 
 
 def _listed(texts: list[str]) -> str:
     return "; ".join(texts[:SHOWN]) + ("; ..." if len(texts) > SHOWN else "")
-
-
-def _bad_gradients(model: nn.Module) -> str:
-    """Backward goes from the last layer to the first: where it began is listed last."""
-    named = [(name, own.grad) for name, own in model.named_parameters() if own.grad is not None]
-    bad = [name for name, gradient in named if _is_bad(gradient)]
-    return f"those of {len(bad)} of {len(named)} parameters, last {bad[-1]}" if bad else ""
 
 
 def _any(is_bad: Callable[[Tensor], bool], values: Any) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torchmm.common.errors import PeerError
@@ -79,9 +80,15 @@ class PeerWatch:
             phase: what this rank is doing, since `phase_s` seconds.
             of_device: whether that is waiting for its device.
         """
-        word = self._left_word()
+        word: str | None = None
+        with suppress(FileNotFoundError):  # no other rank has left word
+            word = str(json.loads(self._word.read_bytes())["word"])
         if word is None and self._is_silent():
-            word = f"{self._who()} has been silent for more than {self._silent_s:.0f} s"
+            who = f"rank {self._next}"
+            if self._seen is not None:
+                beat = json.loads(self._seen)
+                who += f" (process {beat['process']} on {beat['host']})"
+            word = f"{who} has been silent for more than {self._silent_s:.0f} s"
             replace_atomically(self._word, canonical_json({"by": self._rank, "word": word}))
         if word is None and of_device and phase_s >= self._timeout_s:
             word = (
@@ -91,19 +98,6 @@ class PeerWatch:
         if word is None or phase_s < min(self._grace_s, self._timeout_s):
             return None
         return PeerError(f"rank {self._rank} lost a peer at step {step} in {phase}: {word}")
-
-    def _who(self) -> str:
-        """The next rank, and its process if it has ever written a heartbeat."""
-        if self._seen is None:
-            return f"rank {self._next}"
-        beat = json.loads(self._seen)
-        return f"rank {self._next} (process {beat['process']} on {beat['host']})"
-
-    def _left_word(self) -> str | None:
-        try:
-            return str(json.loads(self._word.read_bytes())["word"])
-        except FileNotFoundError:
-            return None
 
     def _is_silent(self) -> bool:
         if self._file is None:

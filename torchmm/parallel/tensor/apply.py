@@ -22,7 +22,7 @@ activations everywhere, which HF forwards mix with plain tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,9 +129,9 @@ def apply_tensor_parallel(
         split_lora(linear, lora, mesh)
     for pattern in module.tensor_parallel_scopes():
         in_layers = pattern.startswith(f"{module.layers_fqn}.")
-        inside, left_alone = (slices, exchange) if in_layers else (None, None)
+        inside = (slices, exchange) if in_layers else (None, None)
         for part in module.matching(pattern):
-            parallelize_module(part, mesh, _scope(inside, left_alone))
+            parallelize_module(part, mesh, _scope(*inside))
     if slices is not None:
         slices.attach(module)
     module.tie_parameters()
@@ -149,12 +149,11 @@ def _apply_styles(
     every = module.layer_sizes()
     sizes = {part: every[i] for i, layer in module.indexed_layers() for part in layer.modules()}
     for pattern, name in plan.items():
-        communication = _Communication(module.name, mesh.size())
-        if pattern.startswith(f"{module.layers_fqn}."):
-            communication = communication._replace(slices=slices, exchange=exchange)
+        in_layers = pattern.startswith(f"{module.layers_fqn}.")
+        inside = (slices, exchange) if in_layers else (None, None)
         for part in module.matching(pattern):
             own = sizes.get(part, every[0])
-            style = _style(pattern, name, own, communication)
+            style = _style(f"{module.name}.{pattern}", name, own, mesh.size(), *inside)
             if style is not None:
                 parallelize_module(part, mesh, style)
 
@@ -206,26 +205,31 @@ def tensor_problems(module: LayeredModule, size: int, overlaps: bool = False) ->
     return list(dict.fromkeys(problems))
 
 
-class _Communication(NamedTuple):
-    """What styles have to know besides a part's own sizes."""
-
-    module: str
-    ranks: int
-    slices: SequenceSlices | None = None
-    exchange: Exchange | None = None
-
-
 def _style(
-    pattern: str, name: str, sizes: LayerDescription, communication: _Communication
+    pattern: str,
+    name: str,
+    sizes: LayerDescription,
+    size: int,
+    slices: SequenceSlices | None,
+    exchange: Exchange | None,
 ) -> ParallelStyle | None:
-    """What a style's name means for a part of a layer of these sizes; None: nothing."""
-    module_name, size, slices, exchange = communication
+    """Return the parallel style of a part of a layer, or None if the part stays as it is.
+
+    Args:
+        pattern: Pattern of the part's name, with the name of the module before it.
+        name: Style in the plan.
+        sizes: Sizes of the layer.
+        size: Number of tensor-parallel ranks.
+    """
     overlap = None if slices is None else slices.overlap
+    rowwise: ParallelStyle = LocalRow(slices, exchange)
+    if slices is not None and slices.overlap is not None:
+        rowwise = slices.overlap.row(slices)
     if pattern.endswith(("k_proj", "v_proj")) and sizes.kv_heads < size:
         return _ReplicatedKeyValue(sizes.kv_heads, sizes.head_dim, overlap)
     styles: dict[str, ParallelStyle | None] = {
         "colwise": LocalColumn(overlap),
-        "rowwise": _rowwise(slices, exchange),
+        "rowwise": rowwise,
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "replicated_with_grad_allreduce": LocalNorm(),
         "embedding": _Embedding(),
@@ -242,6 +246,7 @@ def _style(
         "sequence": None if slices is None else LocalNorm(),
     }
     if name not in styles:
+        module_name, _, pattern = pattern.partition(".")
         raise ConfigError(
             f"tensor parallelism of {module_name!r}: style {name!r} of {pattern!r} is not "
             "supported; set [parallel] tensor = 1"
@@ -249,13 +254,8 @@ def _style(
     return styles[name]
 
 
-def _rowwise(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
-    if slices is not None and slices.overlap is not None:
-        return slices.overlap.row(slices)
-    return LocalRow(slices, exchange)
-
-
 def _scope(slices: SequenceSlices | None, exchange: Exchange | None) -> ParallelStyle:
+    """Return the style of a submodule whose input is gathered once for all linears inside."""
     if slices is None or slices.overlap is None:
         return _GatherInput(slices, exchange)
     return slices.overlap.scope(slices)

@@ -120,7 +120,9 @@ class Scan:
             needs, gives, _, _, raises, awaits, pair = rule  # far quicker than by name
             for fact in needs:
                 if not established[fact]:
-                    self._report(rank, position, self._unmet(fact))
+                    giver = self.book.name(fact)
+                    text = f"{giver} has not run before it"
+                    self._report(rank, position, ("dependency", text, f"put {giver} before it"))
             for fact in gives:
                 if established[fact]:
                     self._report(rank, position, self._again(rank, position, fact))
@@ -186,10 +188,6 @@ class Scan:
         kind, text, remedy = finding
         action = self.plan.actions[rank][position]
         self.problems.append(PlanProblem(kind, rank, position, action, text, remedy))
-
-    def _unmet(self, fact: int) -> Finding:
-        giver = self.book.name(fact)
-        return "dependency", f"{giver} has not run before it", f"put {giver} before it"
 
     def _again(self, rank: int, position: int, fact: int) -> Finding:
         rules = self.book.rules[rank]

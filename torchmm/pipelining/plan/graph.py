@@ -341,16 +341,14 @@ class StageGraph:
         """
         if not self.differentiates(message):
             return False
-        return not self._ends_in_another_mirror(message) or self.parts_mirrors(message)
+        stages = self.layout.stages
+        mirror = stages[message.destination].mirror
+        ends_in_another = mirror > 0 and stages[message.source].mirror != mirror
+        return not ends_in_another or self.parts_mirrors(message)
 
     def differentiates(self, message: Message) -> bool:
         """Whether the consumer computes a gradient for a message."""
         return (message.source, message.microbatch) in self._backward
-
-    def _ends_in_another_mirror(self, message: Message) -> bool:
-        stages = self.layout.stages
-        mirror = stages[message.destination].mirror
-        return mirror > 0 and stages[message.source].mirror != mirror
 
     def slices(self, message: Message) -> MessageSlices:
         """Which part of a message every tensor-parallel rank sends and gets."""

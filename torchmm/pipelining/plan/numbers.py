@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from typing import get_args, overload
 
 import numpy as np
@@ -32,10 +32,12 @@ _FIELDS = len(Action._fields)
 
 
 def encode_plan(plan: PipelinePlan) -> Int32s:
-    """All of a training plan but its graph's tasks and specs.
+    """Encode a training plan without the tasks and specs of its graph.
 
-    Numbers of actions by rank; the actions; which replica of a module runs which task; the
-    launches (`_launches`); for each task that recomputes, its place and the modes of its layers.
+    The numbers are: the number of actions of each rank; the actions; the replica that runs each
+    task of replicated modules; the launches; each task that recomputes, with the modes of its
+    layers. A launch is its rank and position, the number of actions that begin and of collectives,
+    the positions of these actions, and the pieces by collective.
     """
     numbers = [len(plan.actions), *map(len, plan.actions)]
     for program in plan.actions:
@@ -47,8 +49,15 @@ def encode_plan(plan: PipelinePlan) -> Int32s:
     numbers.append(len(replicas))
     for replica in replicas:
         numbers += replica
-    launches = _launches(plan)
-    numbers += (len(launches), *launches)
+    launches: list[list[int]] = []
+    for rank, program in enumerate(plan.actions if plan.launches else ()):
+        at = {action: position for position, action in enumerate(program)}
+        for action in program:
+            if (launch := plan.launches.get(action)) is not None:
+                sizes = [rank, at[action], len(launch.begins), len(launch.pieces)]
+                begins = [at[begun] for begun in launch.begins]
+                launches.append([*sizes, *begins, *launch.pieces])
+    numbers += (len(launches), *chain(*launches))
     for task, modes in plan.recompute.items():
         numbers += task
         numbers += map(_MODES.index, modes)
@@ -75,13 +84,23 @@ def decode_plan(
     if end >= len(numbers):
         raise ValueError(f"a plan of {sum(counts)} actions in {len(numbers)} numbers")
     rows = _Programs(numbers[begin:end], counts)
-    values = numbers[end:].tolist()
-    found = _Reader(values, 0)
+    values = iter(numbers[end:].tolist())
     modules = _modules(graph)
-    replica = {(modules[m], microbatch, part): n for m, microbatch, part, n in found.rows(4)}
+    replica: dict[tuple[str, int, int], int] = {}
+    for _ in range(next(values)):
+        module, microbatch, part, number = islice(values, 4)
+        replica[modules[module], microbatch, part] = number
     graph = replace(graph, replica=replica) if replica or graph.replica else graph
-    launches = _read_launches([n for row in found.rows(1) for n in row], rows)
-    recompute = _recompute(values, found.at, graph)
+    launches: dict[Action, Launch] = {}
+    for _ in range(next(values)):
+        rank, position, begins, collectives = islice(values, 4)
+        begun = tuple(rows[rank][place] for place in islice(values, begins))
+        launches[rows[rank][position]] = Launch(begun, tuple(islice(values, collectives)))
+    recompute: dict[Task, tuple[LayerMode, ...]] = {}
+    for index in values:  # the stage of a task, until no numbers are left
+        stage = graph.layout.stages[index]
+        task = Task(index, *islice(values, 2))
+        recompute[task] = tuple(_MODES[n] for n in islice(values, stage.stop - stage.start))
     return PipelinePlan(graph, rows, specs(graph), True, recompute, launches)
 
 
@@ -121,58 +140,5 @@ class _Programs(Sequence[tuple[Action, ...]]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _launches(plan: PipelinePlan) -> list[int]:
-    """Return for each launch: rank, place, the number of actions that begin and of collectives,
-    the places of these actions, and the pieces by collective."""
-    numbers: list[int] = []
-    for rank, program in enumerate(plan.actions if plan.launches else ()):
-        at = {action: position for position, action in enumerate(program)}
-        for action in program:
-            if (launch := plan.launches.get(action)) is not None:
-                numbers += (rank, at[action], len(launch.begins), len(launch.pieces))
-                numbers += [at[begun] for begun in launch.begins]
-                numbers += launch.pieces
-    return numbers
-
-
-def _read_launches(
-    numbers: Sequence[int], rows: Sequence[Sequence[Action]]
-) -> dict[Action, Launch]:
-    found: dict[Action, Launch] = {}
-    at = 0
-    while at < len(numbers):
-        rank, position, begins, collectives = numbers[at : at + 4]
-        first = at + 4 + begins
-        end = first + collectives
-        begun = tuple(rows[rank][place] for place in numbers[at + 4 : first])
-        found[rows[rank][position]] = Launch(begun, tuple(numbers[first:end]))
-        at = end
-    return found
-
-
-class _Reader:
-    """Rows of numbers, behind how many there are."""
-
-    def __init__(self, values: list[int], at: int) -> None:
-        self.values, self.at = values, at
-
-    def rows(self, width: int) -> list[list[int]]:
-        count = self.values[self.at]
-        begin = self.at + 1
-        self.at = begin + count * width
-        return [self.values[i : i + width] for i in range(begin, self.at, width)]
-
-
 def _modules(graph: StageGraph) -> list[str]:
     return [*dict.fromkeys(stage.module for stage in graph.layout.stages)]
-
-
-def _recompute(values: list[int], at: int, graph: StageGraph) -> dict[Task, tuple[LayerMode, ...]]:
-    stages, found = graph.layout.stages, {}
-    while at < len(values):
-        stage = values[at]
-        layers = stages[stage].stop - stages[stage].start
-        modes = values[at + 3 : at + 3 + layers]
-        found[Task(*values[at : at + 3])] = tuple(_MODES[number] for number in modes)
-        at += 3 + layers
-    return found

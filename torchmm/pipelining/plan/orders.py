@@ -96,9 +96,8 @@ def order_problems(graph: StageGraph, order: ComputeOrder) -> list[str]:
             else:
                 seen[task].append(action.type)
     for task, types in seen.items():
-        problems += (
-            f"rank {graph.rank(task)}: {text}" for text in _task_problems(graph, task, types)
-        )
+        rank = graph.rank(task)
+        problems += (f"rank {rank}: {text}" for text in _task_problems(graph, task, types))
     return problems
 
 

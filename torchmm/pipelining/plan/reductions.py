@@ -24,7 +24,7 @@ Rejected: all reductions behind all computation, which hides none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from torchmm.pipelining.plan.actions import COMPUTE, Action
 from torchmm.pipelining.plan.graph import StageGraph, StageLayout
@@ -81,11 +81,11 @@ def _mirrors(order: ComputeOrder, layout: StageLayout) -> dict[Action, list[Plac
         return {}
     at = {a: (rank, index) for rank, row in enumerate(order) for index, a in enumerate(row)}
     return {
-        action: [at[twin] for twin in _twins(action, layout.mirrored[action.stage]) if twin in at]
+        action: [
+            at[twin]
+            for stage in layout.mirrored[action.stage]
+            if stage != action.stage and (twin := action._replace(stage=stage)) in at
+        ]
         for action in at
         if action.type in COMPUTE
     }
-
-
-def _twins(action: Action, mirrored: Sequence[int]) -> Iterable[Action]:
-    return (action._replace(stage=stage) for stage in mirrored if stage != action.stage)

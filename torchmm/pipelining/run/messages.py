@@ -154,7 +154,12 @@ def _shapes(
         own = _part(every, graph, message, message.source) or [source.dummy]
         stop = graph.layout.stages[message.source].stop
         tapped = 0 if leaves else sum(tap < stop for tap in source.taps)
-        return [_encoder_shape(source, own, leaves)] * (1 + tapped)
+        if leaves:
+            shape: tuple[int, ...] = sum(image.tokens for image in own), source.llm_hidden_size
+        else:
+            assert source.hidden_shape is not None
+            shape = source.hidden_shape([image.patches for image in own])
+        return [shape] * (1 + tapped)
     if source.kind == "llm" and not leaves:
         stop = graph.layout.stages[message.source].stop
         blocks = sum(tap >= stop for tap in source.taps)
@@ -172,13 +177,3 @@ def _part(every: list[T], graph: StageGraph, message: Message, stage: int) -> li
     """The images of a message's sub-microbatch, which a stage at one of its ends has."""
     parts = graph.parts(stage, message.microbatch)
     return [every[i] for i in task_images(len(every), parts, message.sub_microbatch, graph.context)]
-
-
-def _encoder_shape(
-    sizes: MessageSizes, images: Sequence[ImageMeta], leaves: bool
-) -> tuple[int, ...]:
-    """Of what goes to the LLM (`leaves`) or to another stage of the encoder."""
-    if leaves:
-        return sum(image.tokens for image in images), sizes.llm_hidden_size
-    assert sizes.hidden_shape is not None
-    return sizes.hidden_shape([image.patches for image in images])

@@ -78,7 +78,8 @@ class PixelRanks:
             shares[module] = Share(mine.index(mesh.rank), len(mine))
             process_group = made.get(key)
             if process_group is not None:
-                own_places = [_place(mesh, rank) for rank in mine]
+                ranks = mesh.plan_ranks
+                own_places = [next(p for p in range(len(ranks)) if r in ranks[p]) for r in mine]
                 self._readers[module] = Readers(process_group, own_places, shares[module].part)
         self.reads = Reads(shares, self._context)
         """What this rank decodes."""
@@ -94,14 +95,19 @@ class PixelRanks:
         found = list(microbatches)
         metas = [slice_meta(microbatch.meta, *self._context) for microbatch in found]
         for module, readers in self._readers.items():
-            numbers = [n for n, m in enumerate(found) if _inputs(m, module) is not None]
-            inputs = [_found(found[number], module) for number in numbers]
+            every = [m.generator if module == GENERATOR else m.encoders.get(module) for m in found]
+            inputs = [each for each in every if each is not None]
+            numbers = [number for number, each in enumerate(every) if each is not None]
             if all(each.held is None for each in inputs):
                 continue
             routes = pixel_routes(graph, module, readers.places, metas)
             own = [[[images[n] for n in numbers] for images in to] for to in routes]
             for number, each in zip(numbers, self._exchange(readers, own, inputs), strict=True):
-                found[number] = _with_inputs(found[number], module, each)
+                if isinstance(each, GeneratorInputs):
+                    found[number] = replace(found[number], generator=each)
+                else:
+                    encoders = {**found[number].encoders, module: each}
+                    found[number] = replace(found[number], encoders=encoders)
         return found
 
     def _exchange(
@@ -116,8 +122,16 @@ class PixelRanks:
         ranks = range(len(routes))
         pixels = [_pixels(each, self._device) for each in inputs]
         parts = {rank: _cut(inputs, pixels, routes[own][rank]) for rank in ranks}
-        sizes = {rank: _row_counts(inputs, routes[rank][own]) for rank in ranks}
-        if _crosses(routes):  # which all readers know
+        pixel_rows = [each.pixel_rows for each in inputs]
+        sizes = {
+            rank: [
+                sum(rows[image] for image in images)
+                for rows, images in zip(pixel_rows, routes[rank][own], strict=True)
+            ]
+            for rank in ranks
+        }
+        # All readers have the same routes, so either all of them exchange pixels or none.
+        if any(any(routes[a][b]) for a in ranks for b in ranks if a != b):
             sent = [0 if rank == own else sum(map(len, parts[rank])) for rank in ranks]
             received = [0 if rank == own else sum(sizes[rank]) for rank in ranks]
             packed = [part for rank in ranks if rank != own for part in parts[rank]]
@@ -217,27 +231,6 @@ def _process_group(
     return own if mine is not None else None
 
 
-def _place(mesh: ParallelMesh, rank: int) -> int:
-    """Rank of the plan of a rank with the same samples."""
-    return next(place for place, alike in enumerate(mesh.plan_ranks) if rank in alike)
-
-
-def _inputs(microbatch: Microbatch, module: str) -> Inputs | None:
-    return microbatch.generator if module == GENERATOR else microbatch.encoders.get(module)
-
-
-def _found(microbatch: Microbatch, module: str) -> Inputs:
-    inputs = _inputs(microbatch, module)
-    assert inputs is not None
-    return inputs
-
-
-def _with_inputs(microbatch: Microbatch, module: str, inputs: Inputs) -> Microbatch:
-    if isinstance(inputs, GeneratorInputs):
-        return replace(microbatch, generator=inputs)
-    return replace(microbatch, encoders={**microbatch.encoders, module: inputs})
-
-
 def _pixels(inputs: Inputs, device: torch.device) -> Tensor:
     """What this rank has decoded, on the device; of drawings the bytes of pixels and, beside them,
     of noise."""
@@ -272,25 +265,6 @@ def _cut(inputs: Sequence[Inputs], pixels: Sequence[Tensor], images: Images) -> 
         slices = [own[ends[run[0]] - rows[run[0]] : ends[run[-1]]] for run in _runs(wanted)]
         found.append(torch.cat([own[:0], *slices]) if len(slices) != 1 else slices[0])
     return found
-
-
-def _row_counts(inputs: Sequence[Inputs], images: Images) -> list[int]:
-    """Of every microbatch: how many rows these are."""
-    return [
-        sum(rows[image] for image in wanted)
-        for rows, wanted in zip((each.pixel_rows for each in inputs), images, strict=True)
-    ]
-
-
-def _crosses(routes: Sequence[Sequence[Images]]) -> bool:
-    """Whether anything goes from one rank to another."""
-    return any(
-        images
-        for source, to in enumerate(routes)
-        for destination, of_microbatches in enumerate(to)
-        for images in of_microbatches
-        if source != destination
-    )
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[list[int]]:

@@ -166,7 +166,7 @@ class StepState:
             kind.RECV_B: partial(self._receive, True),
             kind.WAIT_B: partial(self._wait, True),
             kind.WAIT_SEND_B: partial(self._wait_send, True),
-            kind.UNSHARD: self._unshard,
+            kind.UNSHARD: partial(self._drive, StepSharding.unshard),
             kind.RESHARD: partial(self._drive, StepSharding.reshard),
             kind.REDUCE_GRAD: self._reduce,
             kind.REDUCE_TIED: self._reduce_tied,
@@ -363,7 +363,8 @@ class StepState:
         """Passes the gradients of a task's inputs to where the inputs came from."""
         found = iter(gradients)
         for message, leaves in kept.leaves:
-            own = tuple(_zeros_if_none(next(found), leaf) for leaf in leaves)
+            given = [(next(found), leaf) for leaf in leaves]
+            own = tuple(torch.zeros_like(leaf) if g is None else g for g, leaf in given)
             stays = message.source in self._here or self._runs_here(self._graph.producer(message))
             lane = self._backward_lane
             if self._graph.carries_gradient(message):  # if not, that of another mirror goes back
@@ -416,9 +417,6 @@ class StepState:
         return own, [cut[::-1] for cut in cuts] if backward else cuts
 
     # Sharded parameters.
-
-    def _unshard(self, action: Action) -> None:
-        self._drive(StepSharding.unshard, action)
 
     def _drive(
         self, collective: Callable[[StepSharding], torch.cuda.Event | None], action: Action
@@ -495,7 +493,3 @@ def _take(box: dict[K, V], key: K, action: Action) -> V:
             f"action {action} needs {key}, which is not there; validate_plan tells which action "
             "is missing or comes too late"
         ) from None
-
-
-def _zeros_if_none(gradient: Tensor | None, leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if gradient is None else gradient

@@ -92,7 +92,11 @@ def colocated_layout(
                 f"{encoder.name}: {len(encoder.costs)} layers for {size} ranks x {pieces} slices; "
                 "use fewer of either"
             )
-        together = _divisor(encoder.name, (encoder_mirrors or {}).get(encoder.name, 1), mirrors)
+        together = (encoder_mirrors or {}).get(encoder.name, 1)
+        if together < 1 or mirrors % together:
+            raise ValueError(
+                f"{encoder.name}: {together} mirrors where the LLM has {mirrors}; give a divisor"
+            )
         for index, layers in enumerate(balanced_cuts(encoder.costs_with_ends, size * pieces)):
             blocks = range(index // pieces, ranks, size)
             groups = range(0, mirrors, together)
@@ -107,13 +111,6 @@ def colocated_layout(
         cuts.setdefault(stage.module, []).append(cut)
     counts = {module.name: mirrors for module in backbone}
     return _mirrored(build_layout(modules, cuts), counts | dict(encoder_mirrors or {}))
-
-
-def _divisor(name: str, together: int, mirrors: int) -> int:
-    """An encoder's mirrors, which divide those of the LLM."""
-    if together < 1 or mirrors % together:
-        raise ValueError(f"{name}: {together} mirrors where the LLM has {mirrors}; give a divisor")
-    return together
 
 
 def _mirrored(layout: StageLayout, counts: Mapping[str, int]) -> StageLayout:

@@ -65,18 +65,13 @@ def balanced_cuts(
     starts = []
     for load in before[1:]:
         total = best[:, None] + (allowed + load) ** 2
-        starts.append(_first_least(total))
         best = total.min(axis=0)
+        starts.append((total <= best * (1 + _TIE)).argmax(axis=0))  # first minimum up to rounding
     sizes, stop = [], layers
     for start in reversed(starts):
         sizes.append(stop - int(start[stop]))
         stop = int(start[stop])
     return [stop, *reversed(sizes)]
-
-
-def _first_least(total: np.ndarray) -> np.ndarray:
-    """By column: the first row that is the least up to rounding."""
-    return np.asarray((total <= total.min(axis=0) * (1 + _TIE)).argmax(axis=0))
 
 
 @dataclass(frozen=True)
@@ -201,7 +196,17 @@ def _stages(module: ModuleLayers, cuts: Sequence[Cut], first: int) -> list[Stage
             f"up to {len(module.costs)}"
         )
     last = first + len(cuts) - 1
-    ties = _ties(module, cuts, first, last)
+    ties: dict[int, int] = {}
+    if module.tied and first != last:
+        shared = set(cuts[0].ranks) & set(cuts[-1].ranks)
+        if shared:
+            raise ValueError(
+                f"{module.name}: its input and output embeddings are tied, and stages {first} and "
+                f"{last}, which hold them, are different stages on rank {min(shared)}; use more "
+                "pipeline ranks, one stage per rank, or untie them"
+            )
+        if module.pre_trainable or module.post_trainable:  # else no gradients are added up
+            ties = {first: last, last: first}
     stages, start = [], 0
     for index, cut in enumerate(cuts, start=first):
         stop = start + cut.layers
@@ -220,21 +225,6 @@ def _stages(module: ModuleLayers, cuts: Sequence[Cut], first: int) -> list[Stage
         )
         start = stop
     return stages
-
-
-def _ties(module: ModuleLayers, cuts: Sequence[Cut], first: int, last: int) -> dict[int, int]:
-    """Stages with copies of the tied weight; none if it is frozen: nothing is to be added up."""
-    if not module.tied or first == last:
-        return {}
-    shared = set(cuts[0].ranks) & set(cuts[-1].ranks)
-    if shared:
-        raise ValueError(
-            f"{module.name}: its input and output embeddings are tied, and stages {first} and "
-            f"{last}, which hold them, are different stages on rank {min(shared)}; use more "
-            "pipeline ranks, one stage per rank, or untie them"
-        )
-    trained = module.pre_trainable or module.post_trainable
-    return {first: last, last: first} if trained else {}
 
 
 def separated_layout(

@@ -97,12 +97,24 @@ def timelines_svg(
         body += _axis(span_ms, scale, top + 26, _ROW * panel.layout.rank_count)
         body += _rows(panel, timeline, colours, scale, top + 26)
         top += 26 + _ROW * panel.layout.rank_count + 40
+    fills = "".join(
+        f".{_class(index, kind)}{{fill:#{bytes(_shade(index, kind)).hex()}}}"
+        for index in colours.values()
+        for kind in COMPUTE
+    )
+    patterns = "".join(
+        f'<pattern id="{kind}" width="{distance:g}" height="{distance:g}" '
+        f'patternUnits="userSpaceOnUse" patternTransform="rotate({angle})">'
+        f'<rect width="{distance:g}" height="{distance:g}" fill="#f6f6f6"/>'
+        f'<path d="M0 0H{distance:g}" stroke="{colour}" stroke-width="1.6"/></pattern>'
+        for kind, (angle, distance, colour) in _HATCHES.items()
+    )
     size = f'width="{width_px}" height="{top:g}" viewBox="0 0 {width_px} {top:g}"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
-            f"<style>{_STYLE}{''.join(_fills(colours))}</style>",
-            f"<defs>{''.join(_patterns())}</defs>",
+            f"<style>{_STYLE}{fills}</style>",
+            f"<defs>{patterns}</defs>",
             '<rect width="100%" height="100%" fill="#fff"/>',
             *body,
             "</svg>\n",
@@ -177,30 +189,8 @@ def _shade(module_index: int, kind: ActionType) -> tuple[int, ...]:
     return tuple(round(c + (goal - c) * abs(share)) for c in rgb)
 
 
-def _is_dark(rgb: Sequence[int]) -> bool:
-    """Whether white text reads better on a colour than black."""
-    return 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] < 140
-
-
 def _class(module_index: int, kind: ActionType) -> str:
     return f"{kind.value}{module_index}"
-
-
-def _fills(colours: dict[str, int]) -> Iterator[str]:
-    for index in colours.values():
-        for kind in COMPUTE:
-            red, green, blue = _shade(index, kind)
-            yield f".{_class(index, kind)}{{fill:#{red:02x}{green:02x}{blue:02x}}}"
-
-
-def _patterns() -> Iterator[str]:
-    for kind, (angle, distance, colour) in _HATCHES.items():
-        yield (
-            f'<pattern id="{kind}" width="{distance:g}" height="{distance:g}" '
-            f'patternUnits="userSpaceOnUse" patternTransform="rotate({angle})">'
-            f'<rect width="{distance:g}" height="{distance:g}" fill="#f6f6f6"/>'
-            f'<path d="M0 0H{distance:g}" stroke="{colour}" stroke-width="1.6"/></pattern>'
-        )
 
 
 def _legend(
@@ -295,7 +285,12 @@ def _rows(
             ranks[record.rank].append(_box(record, colours[stage.module], inset, scale))
     for record in panel.records:
         if record.action.type is ActionType.REDUCE_GRAD:  # above the boxes
-            ranks[record.rank].append(_strip(record, scale))
+            width = (record.end_ms - record.start_ms) * scale
+            ranks[record.rank].append(
+                f'<rect fill="{_REDUCING}" x="{_LEFT + record.start_ms * scale:.1f}" '
+                f'y="{_BOX - _STRIP}" width="{width:.1f}" height="{_STRIP}"><title>{record.action} '
+                f"{record.start_ms:.6g}-{record.end_ms:.6g} ms</title></rect>"
+            )
     end_x = _LEFT + timeline.makespan_ms * scale + 6
     for rank, boxes in enumerate(ranks):
         y = top + rank * _ROW + (_ROW - _BOX) / 2
@@ -305,16 +300,6 @@ def _rows(
         yield f'<g class="n" transform="translate(0 {y:g})">'
         yield from boxes
         yield "</g>"
-
-
-def _strip(record: ActionRecord, scale: float) -> str:
-    """A reduction, from its begin to its end, at the bottom of its row."""
-    width = (record.end_ms - record.start_ms) * scale
-    return (
-        f'<rect fill="{_REDUCING}" x="{_LEFT + record.start_ms * scale:.1f}" y="{_BOX - _STRIP}" '
-        f'width="{width:.1f}" height="{_STRIP}"><title>{record.action} '
-        f"{record.start_ms:.6g}-{record.end_ms:.6g} ms</title></rect>"
-    )
 
 
 def _box(record: ActionRecord, module_index: int, inset: int, scale: float) -> str:
@@ -331,5 +316,7 @@ def _box(record: ActionRecord, module_index: int, inset: int, scale: float) -> s
     label = f"{action.microbatch}" + (f".{action.sub_microbatch}" if action.sub_microbatch else "")
     if width < 5.2 * len(label) + 2:
         return box
-    light = ' class="w"' if _is_dark(_shade(module_index, action.type)) else ""
+    red, green, blue = _shade(module_index, action.type)
+    is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140  # white text is easier to read
+    light = ' class="w"' if is_dark else ""
     return f'{box}<text{light} x="{x + width / 2:.1f}" y="{14.5 + inset / 2:g}">{label}</text>'

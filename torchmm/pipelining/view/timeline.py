@@ -215,7 +215,9 @@ def uniform_timeline(
                 start_ms = max(start_ms, free_ms[rank])
                 free_ms[rank] = start_ms + duration_ms(action)
                 records.append(ActionRecord(rank, action, start_ms, free_ms[rank]))
-                finished[_result(action)] = (rank, free_ms[rank])
+                # I gives the same gradients to the stages before it as B.
+                kind = ActionType.B if action.type is ActionType.I else action.type
+                finished[kind, action.task] = (rank, free_ms[rank])
                 position[rank] += 1
         if len(records) == before:
             waiting = [
@@ -228,12 +230,6 @@ def uniform_timeline(
                 "later in the order or is missing from it"
             )
     return sorted(records, key=lambda r: (r.rank, r.start_ms))
-
-
-def _result(action: Action) -> tuple[ActionType, Task]:
-    """Return the result of an action: I gives the same gradients to the stages before it as B."""
-    kind = ActionType.B if action.type is ActionType.I else action.type
-    return kind, action.task
 
 
 def _earliest_start(

@@ -121,8 +121,7 @@ def folder_of(manifest: dict[str, Any]) -> str:
 
 def is_in_store(address: str) -> bool:
     """Return True if `checkpoint.resume` names a copy in a store, also one in a local directory."""
-    name = address.rstrip("/").rpartition("/")[2]
-    return is_address(address) or is_folder(name)
+    return is_address(address) or is_folder(address.rstrip("/").rpartition("/")[2])
 
 
 def is_folder(name: str) -> bool:

@@ -1,7 +1,8 @@
-"""The `checkpoints` directory of a run: who may write to it, and what stays in it.
+"""The `checkpoints` directory of a run: its lock, commits and retention.
 
-Names: "step-N" is a committed checkpoint, "step-N.tmp-ID" one being written, "step-N.set-aside-ID"
-one of a course of training that was given up. Only rank 0 writes here. No torch.
+Names: "step-N" is a committed checkpoint, "step-N.tmp-ID" one that is being written, and
+"step-N.set-aside-ID" one of a course of training that was given up. Only rank 0 writes to the
+directory. No torch.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ _CLAIM_RETRY_S = 0.2
 
 
 class InUseError(CheckpointError):
-    """Another run, which is alive, has the run directory; all in it is that run's."""
+    """Another live run uses the run directory."""
 
 
 class CheckpointDirectory:
-    """Rank 0's view of `path`, or that of one rank of each node on whose own disk it is.
+    """A directory of checkpoints on rank 0, or on one rank of each node that has its own disk.
 
     Args:
-        partial: it has what one node's ranks have written; the whole is elsewhere.
+        path: The directory.
+        logger: Logger of the run.
+        partial: Whether the directory has only the files of one node.
     """
 
     def __init__(self, path: Path, logger: logging.Logger, partial: bool = False) -> None:
@@ -48,10 +51,11 @@ class CheckpointDirectory:
         self._logger = logger
         self._partial = partial
         self._lock: int | None = None
+        self._lock_file = path / ".lock"
         self._known_valid: set[Path] = set()
 
     def try_claim(self) -> bool:
-        """Makes this process the only writer, unless another one is; whether it is now.
+        """Make this process the only writer; return False if another process is.
 
         A POSIX record lock vanishes with its process, however that ends, also on a network file
         system, and is not inherited by forked data workers.
@@ -59,24 +63,25 @@ class CheckpointDirectory:
         if self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
-            if not self._try_lock(lock):
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 os.close(lock)
                 return False
             self._lock = lock
             holder = f"process {os.getpid()} on {os.uname().nodename}{_meeting_place()}\n"
-            with suppress(OSError):  # no room for it on a full disk, and the lock is what counts
+            with suppress(OSError):  # a full disk has no room for the text, but the lock holds
                 os.truncate(lock, 0)
                 os.pwrite(lock, holder.encode(), 0)
         return True
 
     def claim(self) -> None:
-        """`try_claim` that waits briefly for a predecessor that is just dying.
+        """Claim the directory, and wait briefly for a previous run that is exiting.
 
-        Then removes what dead writers left half done: holding the lock proves that no temporary
-        directory belongs to a live run.
+        Then remove unfinished saves: with the lock, no temporary directory belongs to a live run.
 
         Raises:
-            InUseError: another process holds the lock.
+            InUseError: Another process holds the lock.
         """
         deadline = time.monotonic() + _CLAIM_WAIT_S
         while not self.try_claim():
@@ -91,21 +96,21 @@ class CheckpointDirectory:
             shutil.rmtree(stale)
 
     def is_of_this_run(self) -> bool:
-        """Whether this process has claimed it, or one that it meets, going by the lock file.
+        """Return True if a rank of this run has claimed the directory, by the lock file.
 
-        No two live runs meet at the same address.
+        Two live runs never have the same rendezvous address.
         """
         place = _meeting_place()
         return self._lock is not None or (bool(place) and self._holder().endswith(place))
 
     def release(self) -> None:
-        """Lets other processes claim the directory."""
+        """Let other processes claim the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def commit(self, temporary: Path) -> Path:
-        """Gives a finished temporary directory its name, in one step and durably."""
+        """Rename a finished temporary directory, atomically and durably; return its path."""
         final = temporary.with_name(temporary.name.partition(".tmp-")[0])
         temporary.rename(final)
         sync_directory(self.path)
@@ -113,15 +118,17 @@ class CheckpointDirectory:
         return final
 
     def replace(self, temporary: Path) -> Path:
-        """`commit`; what has that name already is set aside."""
+        """Commit a temporary directory, and set an existing checkpoint of its name aside."""
         final = temporary.with_name(temporary.name.partition(".tmp-")[0])
         if final.exists():
             self._set_aside(final, "a whole copy came in its place")
         return self.commit(temporary)
 
     def best(self, of: BestConfig | None) -> list[int]:
-        """Steps of the best valid checkpoints, by the figures in their manifests; the earlier of
-        two that are equally good."""
+        """Return steps of the best valid checkpoints, by the metrics in their manifests.
+
+        Of two equally good checkpoints the earlier one is better.
+        """
         if of is None:
             return []
         found = []
@@ -133,15 +140,16 @@ class CheckpointDirectory:
         return [step for _, step in sorted(found)[: of.count]]
 
     def retain(self, keep: int, in_use: Path | None = None, best: Collection[int] = ()) -> None:
-        """Removes checkpoints older than the `keep` newest valid ones.
+        """Remove checkpoints older than the `keep` newest valid ones.
 
-        Damaged ones count for nothing: they cannot push out the last good one. A checkpoint that
-        this process did not write is hashed once. What a newer version wrote neither counts nor
-        goes.
+        Damaged checkpoints are not counted, so they cannot displace the last good one. A checkpoint
+        that another process wrote is hashed once. Checkpoints of newer versions are neither counted
+        nor removed.
 
         Args:
-            in_use: is being copied, and goes another time.
-            best: steps of those that stay.
+            keep: Number of checkpoints to retain.
+            in_use: Checkpoint that is being copied, which is removed later.
+            best: Steps of further checkpoints to retain.
         """
         valid = 0
         for path in list_steps(self.path):
@@ -153,8 +161,7 @@ class CheckpointDirectory:
                 valid += 1
 
     def set_aside_after(self, step: int) -> None:
-        """Renames checkpoints of later steps, so that they are neither resumed nor counted, and
-        what else has their names."""
+        """Rename checkpoints of later steps, so that they are neither resumed nor counted."""
         for path in self.path.glob("step-*"):
             if (found := step_of(path)) is not None and found > step:
                 self._set_aside(path, "training goes on before it")
@@ -167,59 +174,48 @@ class CheckpointDirectory:
         self._logger.warning("renamed %s to %s: %s", path, aside, why)
 
     def _is_valid(self, path: Path) -> bool:
-        if path not in self._known_valid:
-            problems = _manifest_problems(path) if self._partial else find_problems(path)
-            if problems:
-                self._logger.error("damaged checkpoint %s: %s", path, "; ".join(problems))
-                return False
-            self._known_valid.add(path)
+        if path in self._known_valid:
+            return True
+        problems = [] if self._partial else find_problems(path)
+        if self._partial:
+            try:
+                read_manifest(path)
+            except CheckpointError as error:
+                problems = [str(error)]
+        if problems:
+            self._logger.error("damaged checkpoint %s: %s", path, "; ".join(problems))
+            return False
+        self._known_valid.add(path)
         return True
 
     def _remove(self, path: Path) -> None:
-        # Renamed first: a removal cut short must not leave a damaged "step-N".
+        # Renamed first: an interrupted removal must not leave a damaged "step-N".
         doomed = path.with_name(f"{path.name}.tmp-{uuid4().hex}")
         try:
             path.rename(doomed)
             shutil.rmtree(doomed)
         except OSError as error:
-            # The new checkpoint is safe; one too many is no reason to end a run.
+            # The new checkpoint is safe, and an extra old one does not matter.
             self._logger.error("cannot remove the old checkpoint %s: %s", path, error)
         self._known_valid.discard(path)
 
-    @property
-    def _lock_file(self) -> Path:
-        return self.path / ".lock"
-
     def _holder(self) -> str:
-        """Who has the lock, or had it last. Not for who has it: closing the file gives it up."""
+        """Return the process that has or had the lock.
+
+        This process may not have it: closing the file would release it.
+        """
         assert self._lock is None
         try:
             return self._lock_file.read_text(errors="replace").strip()
         except OSError:
             return "unknown"
 
-    @staticmethod
-    def _try_lock(descriptor: int) -> bool:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
 
 def _meeting_place() -> str:
-    """Where the ranks of this run meet, if there are several."""
+    """Return the rendezvous address of this run, if there are several ranks."""
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     return f", ranks meet at {address}:{port}" if address and port else ""
-
-
-def _manifest_problems(path: Path) -> list[str]:
-    try:
-        read_manifest(path)
-    except CheckpointError as error:
-        return [str(error)]
-    return []
 
 
 def _is_of_newer_format(path: Path) -> bool:

@@ -1,7 +1,7 @@
-"""Loading a checkpoint whose bytes have been compared with its manifest: into any layout.
+"""Loading a checkpoint whose bytes match its manifest, into any layout.
 
-Everything is compared before anything is loaded: names, shapes and dtypes of all ranks' tensors,
-and what of them is trained. What does not fit is listed as a whole.
+Everything is compared before anything is loaded: names, shapes and dtypes of the tensors of all
+ranks, and which parameters are trained. All differences are reported together.
 """
 
 from __future__ import annotations
@@ -27,11 +27,9 @@ from torchmm.training.checkpoint.manifest import read_json, read_manifest
 from torchmm.training.checkpoint.state import (
     AVERAGE_PREFIX,
     OptimizerState,
-    Wish,
     average_tensors,
     empty_optimizer_state,
     find_misfits,
-    find_mismatches,
     model_tensors,
     optimizer_tensors,
     trainable_names,
@@ -51,17 +49,17 @@ _BEGUN = "no averages of weights; they begin as the weights after the next step"
 
 @dataclass(frozen=True)
 class Restored:
-    """What a load found besides the tensors it put in place."""
+    """Values of a loaded checkpoint besides the tensors of model and optimizer."""
 
     path: Path
     step: int
     state: dict[str, Any]
-    """The JSON given to `save`."""
+    """The JSON that `save` received."""
     rng: dict[str, Tensor] | None
-    """This rank's random state for `restore_rng`, to be put back after the data loader's
-    iterator exists (creating it draws random numbers). None if the checkpoint was saved by
-    another number of ranks or in another layout, in which ranks that must draw alike were others;
-    seed again, with `step` as a coordinate."""
+    """Random state of this rank for `restore_rng`, to be restored after the iterator of the data
+    loader exists (its creation draws random numbers). None if the checkpoint is from another number
+    of ranks or another layout, in which other ranks draw equal numbers. Then seed again, with
+    `step` as a coordinate."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The recipe of the run that saved the checkpoint. Empty in checkpoints of old versions."""
 
@@ -75,20 +73,29 @@ def load_verified(
     logger: logging.Logger,
     average: WeightAverage | None = None,
 ) -> Restored:
-    """Loads a checkpoint in place; collective.
+    """Load a checkpoint in place. Collective.
 
     Args:
-        optimizer: its state is replaced; None loads the model only.
-        facts: what a manifest of this run would say, to tell what is another.
-        average: is replaced; begins anew if the checkpoint has none.
+        path: The checkpoint.
+        model: Part of the model on this rank.
+        optimizer: Optimizer whose state is replaced. If None, load the model only.
+        group: All ranks.
+        facts: Facts of a manifest of this run. Differences are logged.
+        logger: Logger of the run.
+        average: Averages to replace. They start again if the checkpoint has none.
 
     Raises:
-        CheckpointError: it does not fit; nothing was loaded.
+        CheckpointError: The checkpoint does not fit. Nothing was loaded.
     """
     prefix = rng_prefix(group)
     manifest = read_manifest(path)
     index = read_index(path)
-    saved = _read_state(path)
+    saved = read_json(path / STATE_NAME)
+    kinds = {"state": dict, "trainable": list}
+    if not isinstance(saved, dict) or any(
+        not isinstance(saved.get(key), kind) for key, kind in kinds.items()
+    ):
+        raise CheckpointError(f"{path / STATE_NAME} is not the state of a run")
     tensors = model_tensors(model)
     optimizer_state: OptimizerState = {}
     trainable: list[str] | None = None
@@ -99,9 +106,8 @@ def load_verified(
     has_averages = any(name.startswith(AVERAGE_PREFIX) for name in index)
     averages = average.zeros() if average is not None and has_averages else None
     tensors |= average_tensors(model, averages or {})
-    mismatches = find_mismatches(index, tensors)
-    wish = Wish(mismatches, list(tensors), trainable, averages is not None)
-    problems = find_misfits(index, saved["trainable"], group.gather(wish))
+    with_averages = averages is not None
+    problems = find_misfits(index, saved["trainable"], tensors, trainable, with_averages, group)
     if problems:
         raise CheckpointError(
             f"{path} does not fit the model or what of it is trained:\n{bullets(problems)}\n"
@@ -114,7 +120,16 @@ def load_verified(
         for name, entry in index.items()
         if name.startswith(prefix) and same_layout
     }
-    _read(path, tensors | rng, group)
+    try:
+        dcp.load(
+            tensors | rng,
+            storage_reader=SafetensorsReader(path),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group.group,
+            no_dist=group.group is None,
+        )
+    except CheckpointException as error:
+        raise as_checkpoint_error(f"cannot load {path}", error) from error
     if optimizer is not None:
         optimizer.state.clear()
         optimizer.state.update(optimizer_state)
@@ -122,14 +137,7 @@ def load_verified(
         average.restore(averages or {})
     if has_averages != (average is not None):
         logger.warning("%s has %s", path, _LEFT_OUT if has_averages else _BEGUN)
-    _tell_what_is_another(path, manifest, facts, bool(rng), logger)
-    if others := find_other_versions(manifest, saved["state"]):
-        logger.warning(
-            "%s was saved with other versions of packages (%s): samples and results may differ "
-            "from those of an uninterrupted run. Install the saved versions to get the same bits",
-            path,
-            ", ".join(others),
-        )
+    _log_differences(path, manifest, facts, saved["state"], bool(rng), logger)
     rng = {name.removeprefix(prefix): value for name, value in rng.items()}
     return Restored(
         path, manifest["step"], saved["state"], rng or None, manifest.get("recipe") or {}
@@ -147,49 +155,19 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def find_other_versions(manifest: dict[str, Any], state: dict[str, Any]) -> list[str]:
-    """Return "NAME SAVED -> NOW" for packages whose version differs from that of a checkpoint.
-
-    Args:
-        state: State of the run. Checkpoints of older versions of torchmm have the version of
-            transformers in their data position, and no other but that of torch.
-    """
-    now = {"torch": str(torch.__version__), **installed_versions()}
-    if "versions" in manifest:
-        saved = {name: manifest["versions"].get(name, "not installed") for name in PACKAGES}
-        if IMAGE_KERNELS in now and IMAGE_KERNELS in manifest["versions"]:
-            saved[IMAGE_KERNELS] = manifest["versions"][IMAGE_KERNELS]
-    else:
-        saved = {}
-        with suppress(KeyError, TypeError):
-            saved["transformers"] = str(state["data"]["content"]["settings"]["transformers"])
-    saved["torch"] = manifest["torch"]
-    pairs = ((name, saved[name], now.get(name, "not installed")) for name in sorted(saved))
-    return [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    """Return state.json; raise CheckpointError if it is not that of a checkpoint."""
-    saved = read_json(path / STATE_NAME)
-    kinds = {"state": dict, "trainable": list}
-    if not isinstance(saved, dict) or any(
-        not isinstance(saved.get(key), kind) for key, kind in kinds.items()
-    ):
-        raise CheckpointError(f"{path / STATE_NAME} is not the state of a run")
-    return saved
-
-
-def _tell_what_is_another(
+def _log_differences(
     path: Path,
     manifest: dict[str, Any],
     facts: dict[str, Any],
+    state: dict[str, Any],
     has_rng: bool,
     logger: logging.Logger,
 ) -> None:
+    """Log that recipe, layout or packages of a checkpoint differ from those of this run."""
     if manifest["recipe_sha256"] != facts["recipe_sha256"]:
-        saved = manifest.get("recipe")  # checkpoints of older versions have only the digest
-        changed = changes(saved or {}, facts["recipe"])
-        if not saved:
+        recipe = manifest.get("recipe")  # checkpoints of older versions have only the digest
+        changed = changes(recipe or {}, facts["recipe"])
+        if not recipe:
             logger.warning("%s was saved under another recipe, which it does not hold", path)
         elif changed:  # otherwise only the order of keys is different
             logger.warning("%s was saved under another recipe: %s", path, "; ".join(changed))
@@ -203,44 +181,48 @@ def _tell_what_is_another(
             facts["world_size"],
             _sizes(facts["layout"]),
         )
-
-
-def _read(path: Path, tensors: dict[str, Tensor], group: SideGroup) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
-        dcp.load(
-            tensors,
-            storage_reader=SafetensorsReader(path),
-            planner=planner,
-            process_group=group.group,
-            no_dist=group.group is None,
+    now = {"torch": str(torch.__version__), **installed_versions()}
+    saved = {}
+    if "versions" in manifest:
+        saved = {name: manifest["versions"].get(name, "not installed") for name in PACKAGES}
+        if IMAGE_KERNELS in now and IMAGE_KERNELS in manifest["versions"]:
+            saved[IMAGE_KERNELS] = manifest["versions"][IMAGE_KERNELS]
+    else:
+        # Older checkpoints have the version of transformers in their data position.
+        with suppress(KeyError, TypeError):
+            saved["transformers"] = str(state["data"]["content"]["settings"]["transformers"])
+    saved["torch"] = manifest["torch"]
+    pairs = ((name, saved[name], now.get(name, "not installed")) for name in sorted(saved))
+    if others := [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]:
+        logger.warning(
+            "%s was saved with other versions of packages (%s): samples and results may differ "
+            "from those of an uninterrupted run. Install the saved versions to get the same bits",
+            path,
+            ", ".join(others),
         )
-    except CheckpointException as error:
-        raise as_checkpoint_error(f"cannot load {path}", error) from error
 
 
 def rng_prefix(group: SideGroup) -> str:
-    """Of the names of this rank's random states."""
+    """Return the prefix of the random states of this rank."""
     return f"rng.rank-{group.rank}-of-{group.size}."
 
 
 def _sizes(layout: dict[str, int]) -> dict[str, int]:
-    """The dimensions that a layout has: size 1 is none."""
+    """Return the dimensions of a layout with a size above 1."""
     return {name: size for name, size in layout.items() if size != 1}
 
 
 def as_checkpoint_error(what: str, error: CheckpointException) -> CheckpointError:
-    """One line per failed rank; DCP's own text is a page of tracebacks."""
-    lines = [f"rank {rank}: {_describe(e)}" for rank, (e, _) in sorted(error.failures.items())]
+    """Return an error with one line per failed rank instead of the tracebacks of DCP."""
+    lines = []
+    for rank, (cause, _) in sorted(error.failures.items()):
+        plain = isinstance(cause, OSError | CheckpointError)
+        lines.append(f"rank {rank}: {cause if plain else repr(cause)}")
     return CheckpointError(f"{what}:\n{bullets(lines)}")
 
 
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, OSError | CheckpointError) else repr(error)
-
-
 def bullets(lines: list[str]) -> str:
-    """The first lines, as a list."""
+    """Return the first lines as a list."""
     shown = [f"  - {line}" for line in lines[:_SHOWN_PROBLEMS]]
     if len(lines) > _SHOWN_PROBLEMS:
         shown.append(f"  - and {len(lines) - _SHOWN_PROBLEMS} more")

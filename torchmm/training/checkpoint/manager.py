@@ -1,18 +1,17 @@
-"""Saving and resuming: any layout to any layout, and never half a checkpoint.
+"""Saving and resuming: from any layout to any layout, with atomic checkpoints.
 
-A save copies all tensors to CPU memory (asynchronous) or takes them as they are, lets DCP decide
-which rank writes which chunk, and commits in one rename (see `storage`). Everything
-the ranks say to each other meanwhile goes over a gloo group of this module's own: a background
-thread that shared the training group would interleave its collectives with the step's. Where
-`checkpoint.upload` says so, committed checkpoints are copied to a store (`copies`), and a start
-finds them there, on machines that share nothing with those that saved them.
+A save copies all tensors to CPU memory (asynchronous) or uses them directly, lets DCP decide which
+rank writes which chunk, and commits with one rename (see `storage`). Ranks communicate over a
+separate gloo group during a save: a background thread on the training group would interleave its
+collectives with those of the step. With `checkpoint.upload`, committed checkpoints are copied to a
+store (`copies`), and a start finds them there, on machines that share nothing with the earlier run.
 
-Names are layout-free: "model.FQN" for parameters and persistent buffers, "optimizer.FQN.NAME" for
-optimizer state, "ema.FQN" for averages of parameters, "rng.rank-R-of-W.NAME" for random state.
-Optimizer hyperparameters are not saved; they are the recipe's. Rejected: DCP's
-get_optimizer_state_dict, which runs an optimizer step to invent state that a frozen or not yet
-stepped parameter does not have; `dcp.async_save`, which leaves hashing and the commit to the caller
-anyway.
+Names are independent of the layout: "model.FQN" for parameters and persistent buffers,
+"optimizer.FQN.NAME" for optimizer state, "ema.FQN" for averages of parameters,
+"rng.rank-R-of-W.NAME" for random state. Optimizer hyperparameters come from the recipe and are not
+saved. Rejected: DCP's get_optimizer_state_dict, which runs an optimizer step to create state that a
+frozen or new parameter does not have; `dcp.async_save`, which leaves hashing and the commit to the
+caller.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -84,21 +83,23 @@ _LEAVE_WAIT_S = 60.0
 
 
 class CheckpointManager:
-    """The checkpoints of one run directory; a context manager.
+    """The checkpoints of one run directory. A context manager.
 
-    All methods but `failed` and `wait` communicate: every rank must call them in the same order.
+    All methods but `failed` and `wait` communicate: all ranks call them in the same order.
 
     Args:
-        run_dir: checkpoints are in `run_dir`/checkpoints/step-N.
-        layout: sizes of the parallel dimensions; recorded.
-        recipe_sha256: recorded; a resume under another recipe is logged.
-        recipe: recorded, so that the log can name what changed.
-        directory: that of `run_dir`, where rank 0 claims it earlier and releases it later.
+        config: Section of the recipe.
+        run_dir: Directory of the run. Checkpoints are in `run_dir`/checkpoints/step-N.
+        logger: Logger of the run.
+        layout: Sizes of the parallel dimensions, for the manifest.
+        recipe_sha256: Digest of the recipe, for the manifest. A resume logs if it differs.
+        recipe: Recipe for the manifest. A resume logs the keys that differ.
+        directory: Checkpoints of `run_dir`, if rank 0 claims and releases them elsewhere.
         data: Section with the settings of stores. Default: the defaults of the section.
 
     Raises:
         ConfigError: `config.upload` or `config.staging` cannot be used.
-        InUseError: another live process writes to the same run directory.
+        InUseError: Another live process writes to the same run directory.
     """
 
     def __init__(
@@ -140,32 +141,32 @@ class CheckpointManager:
         self._directory = run
         self._site = Site.of_all(self._group)
         self._uploads: Uploads | None = None
-        if config.upload is not None:
-            self._find_places(config.upload, run, run_dir.name)
-
-    def _find_places(self, upload: str, run: CheckpointDirectory, name: str) -> None:
-        """Where checkpoints are written, which need not be one place for all ranks, and where they
-        are copied to."""
-        path = run.path if self._config.staging is None else local_path(self._config.staging) / name
+        if config.upload is None:
+            return
+        # With copies in a store, ranks may write to the disks of their nodes.
+        name = run_dir.name
+        path = run.path if config.staging is None else local_path(config.staging) / name
         self._site = Site.find(self._group, path)
-        partial = self._site.size < self._group.size
-        if partial or path != run.path:
-            self._directory = CheckpointDirectory(path, self._logger, partial)
+        is_partial = self._site.size < self._group.size
+        if is_partial or path != run.path:
+            self._directory = CheckpointDirectory(path, logger, is_partial)
             self._claimed.append(self._directory)
             self._site.on_leaders(self._directory.claim)
-        self._remote = open_store(f"{upload}/{name}", self._data, self._logger)
-        self._uploads = self._remote.start_uploads(self._config.keep, self._best, self._meter)
+        self._remote = open_store(f"{config.upload}/{name}", self._data, logger)
+        self._uploads = self._remote.start_uploads(config.keep, self._best, self._meter)
 
     def _best(self) -> list[int]:
-        """Steps that are kept however old."""
+        """Return the steps to retain regardless of their age."""
         return self._directory.best(self._config.keep_best)
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Closes; on the way out with an error only gives a save under way time to finish, as it
-        is then the one to resume from. With a lost peer it cannot."""
+        """Close the manager. After an error, only give a running save time to finish.
+
+        The run would resume from that save. With a lost peer it cannot finish.
+        """
         if error is None:
             self.close()
         elif not isinstance(error, PeerError):
@@ -178,13 +179,13 @@ class CheckpointManager:
     def failed(self) -> bool:
         """Whether a background save of this rank has failed; `wait` raises the reason.
 
-        Not collective: agree on it in the step's reduction, then let all ranks call `wait`.
+        Not collective: ranks agree on it in the reduction of a step, then all call `wait`.
         """
         return self._failure is not None
 
     @property
     def complaint(self) -> str:
-        """Which checkpoint is not in the store though it should be, and why; empty: none."""
+        """Checkpoint that could not be copied to the store, and the reason; empty if none."""
         return "" if self._uploads is None else self._uploads.complaint
 
     def take_figures(self) -> dict[str, Any]:
@@ -200,19 +201,22 @@ class CheckpointManager:
         figures: Mapping[str, float | None] = MappingProxyType({}),
         average: WeightAverage | None = None,
     ) -> None:
-        """Saves step `step`; returns when the values are copied (asynchronous) or committed.
+        """Save a step. Return when the values are copied (asynchronous) or committed.
 
         A step that has a checkpoint already is not saved again.
 
         Args:
-            state: JSON, the same on all ranks (data position and the like).
-            figures: of metrics.jsonl, by which the best checkpoints are found.
-            average: of the weights.
+            step: Step to save.
+            model: Part of the model on this rank.
+            optimizer: Optimizer of that part.
+            state: JSON, equal on all ranks (data position and so on).
+            figures: Metrics of the step, by which the best checkpoints are found.
+            average: Averages of the weights.
 
         Raises:
-            CheckpointError: this save, or the one before it, failed; nothing committed is harmed
+            CheckpointError: This save or the previous one failed. Committed checkpoints are intact,
                 and the next save may succeed.
-            PeerError: a rank was lost while saving.
+            PeerError: A rank was lost while saving.
         """
         began_s = time.perf_counter()
         self.wait()
@@ -224,8 +228,8 @@ class CheckpointManager:
             self._logger.info("%s exists already, not saved again", target)
             return
         if torch.cuda.is_available():
-            # States that rest on the host may still be on their way there from the update; the
-            # stream that computes waits for them (`optimizers/host.py`), the host until here not.
+            # Optimizer states in host memory may still be copied there after the update. Only the
+            # compute stream waits for the copies (`optimizers/host.py`).
             torch.cuda.current_stream().synchronize()
         tensors = model_tensors(model) | optimizer_tensors(model, optimizer.state)
         if average is not None:
@@ -243,16 +247,21 @@ class CheckpointManager:
         )
         if self._config.asynchronous:
             staged = cast(dict[str, Tensor], self._stager.stage(tensors))
-            self._thread = threading.Thread(
-                target=self._write_in_background, args=(write, staged), daemon=True
-            )
+
+            def write_in_background() -> None:
+                try:
+                    write(staged)
+                except BaseException as error:  # `wait` raises it
+                    self._failure = error
+
+            self._thread = threading.Thread(target=write_in_background, daemon=True)
             self._thread.start()
         else:
             write(tensors)
         self._meter.note(save_wait_ms=(time.perf_counter() - began_s) * 1e3)
 
     def wait(self) -> None:
-        """Waits for a save under way and raises its failure, if any, once."""
+        """Wait for a running save, and raise its failure, if any, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -261,8 +270,7 @@ class CheckpointManager:
             raise failure
 
     def close(self) -> None:
-        """Finishes a save and a copy under way, copies the newest checkpoint, and lets other
-        processes use the directory."""
+        """Finish saves and copies, copy the newest checkpoint, and release the directory."""
         try:
             self.wait()
             if self._uploads is not None:
@@ -280,50 +288,73 @@ class CheckpointManager:
         restarted: bool = False,
         average: WeightAverage | None = None,
     ) -> Restored | None:
-        """Loads what `config.resume` says; None to start afresh.
+        """Load the checkpoint that `config.resume` selects; return None for a new run.
 
-        Checkpoints of later steps than the one resumed belong to a course of training that is
-        given up now. They are renamed, not removed: otherwise the next resume would prefer them
-        and retention would count them.
+        Checkpoints of later steps belong to a course of training that is given up. They are
+        renamed. Otherwise the next resume would prefer them, and retention would count them.
 
         Args:
-            restarted: this process replaces one that died (torchrun's restart count is > 0).
-                "none" or a path did their part then, if that is so of any rank, and mean "auto"
-                now. Nodes count for themselves: those that others made restart may know nothing.
-            average: of the weights; is replaced, or begins anew if the checkpoint has none.
+            model: Part of the model on this rank.
+            optimizer: Optimizer of that part.
+            restarted: Whether torchrun has restarted this process. If it has restarted any rank,
+                `config.resume` has had its effect, and "auto" applies. Nodes have separate restart
+                counts.
+            average: Averages to replace. They start again if the checkpoint has none.
 
         Raises:
-            CheckpointError: the named checkpoint, or with "auto" every one, is unusable.
+            CheckpointError: The named checkpoint, or with "auto" every checkpoint, is unusable.
         """
         choice = "auto" if any(self._group.gather(restarted)) else self._config.resume
         restored = None
+        path: Path | None
         if choice == "auto":
             path = self.latest_valid()
             if path is not None:
                 restored = self._load_verified(path, model, optimizer, average)
         elif choice != "none" and is_in_store(choice):
-            restored = self._load_verified(self._fetch_named(choice), model, optimizer, average)
+            where, _, folder = choice.rstrip("/").rpartition("/")
+            step_of_folder(folder)  # raises CheckpointError
+            path, problems = self._fetch(open_store(where, self._data, self._logger), folder)
+            if problems:
+                raise CheckpointError(f"{choice} is not usable:\n{bullets(problems)}")
+            restored = self._load_verified(path, model, optimizer, average)
         elif choice != "none":
             restored = self.load(local_path(choice), model, optimizer, average)
         step = -1 if restored is None else restored.step
         self._site.on_leaders(lambda: self._directory.set_aside_after(step))
         if self._uploads is not None:
-            self._set_aside_copies(restored)
+            own = None
+            if restored is not None:
+                saved = restored.path
+                own = self._group.on_rank_0(lambda: folder_of(read_manifest(saved)))
+            self._group.on_rank_0(lambda: self._remote.set_aside_after(step, own))
             if restored is not None and restored.path.parent == self._directory.path:
                 self._uploads.resumed(restored.path)
         return restored
 
     def latest_valid(self) -> Path | None:
-        """The newest checkpoint whose every byte is as written; None if there is none at all.
+        """Return the newest intact checkpoint, or None if there is no checkpoint.
 
-        Where checkpoints are copied to a store, those there count too, and come here if they are
-        newer than what is here, or the same and that is damaged.
+        Copies in a store are candidates, too. They are fetched if they are newer than all local
+        checkpoints, or if the local checkpoint of the same step is damaged.
 
         Raises:
-            CheckpointError: a newer version wrote one, there are some and all are damaged, or the
-                store does not answer.
+            CheckpointError: A newer version wrote a checkpoint, all checkpoints are damaged, or the
+                store does not respond.
         """
-        candidates = self._group.on_rank_0(self._candidates)
+
+        def find_candidates() -> list[Path | str]:
+            # Newest first; of the same step, the local checkpoint first.
+            found: list[tuple[int, bool, Path | str]] = [
+                (step_of(path) or 0, True, path) for path in list_steps(self._directory.path)
+            ]
+            if self._uploads is not None:
+                stored = self._remote.committed()
+                found += [(step_of_folder(folder), False, folder) for folder in stored]
+            found.sort(key=lambda entry: entry[:2], reverse=True)
+            return [candidate for _, _, candidate in found]
+
+        candidates = self._group.on_rank_0(find_candidates)
         for candidate in candidates:
             if isinstance(candidate, Path):
                 path = candidate
@@ -342,31 +373,8 @@ class CheckpointManager:
             )
         return None
 
-    def _candidates(self) -> list[Path | str]:
-        """Checkpoints here and folders in the store, newest first; of the same step, here first."""
-        here: list[Path | str] = [*list_steps(self._directory.path)]
-        there = [] if self._uploads is None else self._remote.committed()
-        return sorted([*here, *there], key=_step_and_nearness, reverse=True)
-
     def _fetch(self, store: CheckpointStore, folder: str) -> tuple[Path, list[str]]:
         return store.fetch_checkpoint(folder, self._directory, self._site, self._group)
-
-    def _fetch_named(self, address: str) -> Path:
-        """The checkpoint of `resume`, brought here."""
-        where, _, folder = address.rstrip("/").rpartition("/")
-        step_of_folder(folder)
-        path, problems = self._fetch(open_store(where, self._data, self._logger), folder)
-        if problems:
-            raise CheckpointError(f"{address} is not usable:\n{bullets(problems)}")
-        return path
-
-    def _set_aside_copies(self, restored: Restored | None) -> None:
-        """What training does not go on from must not be what the next start finds."""
-        step, own = -1, None
-        if restored is not None:
-            step = restored.step
-            own = self._group.on_rank_0(lambda: folder_of(read_manifest(restored.path)))
-        self._group.on_rank_0(lambda: self._remote.set_aside_after(step, own))
 
     def load(
         self,
@@ -375,15 +383,17 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer | None,
         average: WeightAverage | None = None,
     ) -> Restored:
-        """Verifies `path` and loads it in place, whatever layout it was saved from.
+        """Verify a checkpoint of any layout and load it in place.
 
         Args:
-            optimizer: its state is replaced; None loads the model only.
-            average: as with `resume`.
+            path: The checkpoint.
+            model: Part of the model on this rank.
+            optimizer: Optimizer whose state is replaced. If None, load the model only.
+            average: Averages to replace. They start again if the checkpoint has none.
 
         Raises:
-            CheckpointError: damaged, or names, shapes or dtypes do not fit exactly. Nothing was
-                loaded; all problems are listed.
+            CheckpointError: The checkpoint is damaged, or names, shapes or dtypes differ. All
+                problems are listed, and nothing is loaded.
         """
         problems = self._find_problems(path)
         if problems:
@@ -391,7 +401,7 @@ class CheckpointManager:
         return self._load_verified(path, model, optimizer, average)
 
     def _find_problems(self, path: Path) -> list[str]:
-        """Every rank hashes its share of the files that its site has to have."""
+        """Return the problems of a checkpoint. Ranks divide the files of their site. Collective."""
         mine = find_problems(path, self._site.rank, self._site.size)
         return sorted({problem for of_rank in self._group.gather(mine) for problem in of_rank})
 
@@ -406,14 +416,6 @@ class CheckpointManager:
             path, model, optimizer, self._group, self._facts, self._logger, average
         )
 
-    def _write_in_background(
-        self, write: Callable[[dict[str, Tensor]], None], tensors: dict[str, Tensor]
-    ) -> None:
-        try:
-            write(tensors)
-        except BaseException as error:  # kept for `wait`, which raises it
-            self._failure = error
-
     def _write(
         self,
         target: Path,
@@ -422,7 +424,7 @@ class CheckpointManager:
         began_s: float,
         copy: bool,
     ) -> None:
-        """Writes and commits; `copy`: and starts to copy it to the store."""
+        """Write and commit a checkpoint, and start to copy it to the store if `copy` is true."""
         writer = SafetensorsWriter(target, self._group.rank, note, self._commit)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
@@ -445,32 +447,28 @@ class CheckpointManager:
             raise PeerError(f"a rank was lost while saving {target}: {error}") from error
         self._meter.note(save_ms=(time.perf_counter() - began_s) * 1e3)
         if self._site.size < self._group.size:
-            self._commit_on_other_nodes(writer.temporary)
+            # Rank 0 has committed the files of its node. Other nodes do so with the same manifest.
+            temporary = writer.temporary
+            assert temporary is not None
+            manifest = self._group.on_rank_0((target / MANIFEST_NAME).read_bytes)
+
+            def commit() -> None:
+                if self._group.rank > 0:
+                    write_synced(temporary / MANIFEST_NAME, manifest)
+                    sync_directory(temporary)
+                    self._directory.replace(temporary)
+
+            self._site.on_leaders(commit)
         if self._site.is_leader:
             in_use = None if self._uploads is None else self._uploads.in_use
             self._directory.retain(self._config.keep, in_use, self._best())
         if self._uploads is not None:
             self._uploads.committed(target, copy)
 
-    def _commit_on_other_nodes(self, temporary: Path | None) -> None:
-        """Each node names what its ranks have written as rank 0 has done, with the same manifest;
-        collective."""
-        assert temporary is not None
-        target = temporary.with_name(temporary.name.partition(".tmp-")[0])
-        manifest = self._group.on_rank_0((target / MANIFEST_NAME).read_bytes)
-
-        def commit() -> None:
-            if self._group.rank > 0:
-                write_synced(temporary / MANIFEST_NAME, manifest)
-                sync_directory(temporary)
-                self._directory.replace(temporary)
-
-        self._site.on_leaders(commit)
-
     def _commit(
         self, temporary: Path, notes: list[dict[str, Any]], files: list[WrittenFile]
     ) -> None:
-        """Rank 0, after all ranks have written and synced their files."""
+        """Commit a checkpoint on rank 0, after all ranks have written and synced their files."""
         if len({note["state_sha256"] for note in notes}) > 1:
             raise CheckpointError("`state` differs between ranks; only rank 0's would be kept")
         trainable = sorted({name for note in notes for name in note["trainable"]})
@@ -484,9 +482,3 @@ class CheckpointManager:
         size_bytes = sum(f.size_bytes for f in files)
         self._meter.note(save_bytes=size_bytes)
         self._logger.info("saved %s (%d bytes)", final, size_bytes)
-
-
-def _step_and_nearness(candidate: Path | str) -> tuple[int, bool]:
-    if isinstance(candidate, Path):
-        return step_of(candidate) or 0, True
-    return step_of_folder(candidate), False

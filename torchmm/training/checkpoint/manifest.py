@@ -1,13 +1,13 @@
-"""MANIFEST.json: what a complete checkpoint consists of, and the check that it still does.
+"""MANIFEST.json: the content of a complete checkpoint, and the check that it is intact.
 
-The manifest holds the size and SHA-256 of every other file, as computed from memory while
-writing, and a SHA-256 of itself. A directory without one is a torn save; a directory whose files
-differ from it was damaged later. Rejected: trusting file sizes or DCP's own metadata, which let
-flipped bits, zeroed pages and swapped shards load without a word. No torch in here, so that
+The manifest has the size and SHA-256 of every other file, as computed from memory while writing,
+and a SHA-256 of itself. A directory without one is an interrupted save. A directory whose files
+differ from it was damaged later. Rejected: trusting file sizes or the metadata of DCP, with which
+flipped bits, zeroed pages and swapped shards would be loaded without an error. No torch, so that
 `scripts/verify_checkpoint.py` runs anywhere.
 
-Whatever a later format changes, its manifest keeps "format" and the SHA-256 of itself: by these an
-older version can distinguish a checkpoint that it cannot read from a damaged one.
+All formats have the keys "format" and the SHA-256 of the manifest, also future ones. So an older
+version can distinguish a checkpoint that it cannot read from a damaged one.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _FACTS: dict[str, type] = {
     "torch": str,
     "world_size": int,
 }
-"""What every manifest says, besides its format."""
+"""Keys of every manifest, besides its format."""
 _STEP_DIRECTORY = re.compile(r"step-(\d+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class NewerFormatError(CheckpointError):
-    """Saved by a newer version: whole as far as this one can see, and not its to give up."""
+    """A newer version saved the checkpoint. It is not damaged, as far as this version can tell."""
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One file of a checkpoint as its writer saw it."""
+    """One file of a checkpoint, as it was written."""
 
     name: str
     size_bytes: int
@@ -60,10 +60,12 @@ class WrittenFile:
 
 
 def write_manifest(directory: Path, files: Iterable[WrittenFile], facts: dict[str, Any]) -> None:
-    """Writes MANIFEST.json and syncs the directory: from here on it may be renamed.
+    """Write MANIFEST.json and sync the directory, which may be renamed after that.
 
     Args:
-        facts: JSON kept next to the file table: layout, step and so on, see `_FACTS`.
+        directory: Directory of the checkpoint.
+        files: All other files of the checkpoint.
+        facts: JSON with layout, step and so on, see `_FACTS`.
     """
     table = {f.name: {"bytes": f.size_bytes, "sha256": f.sha256} for f in files}
     manifest = {"format": FORMAT, "files": table, **facts}
@@ -73,11 +75,11 @@ def write_manifest(directory: Path, files: Iterable[WrittenFile], facts: dict[st
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint `path`, a directory called "step-N".
+    """Return the manifest of a checkpoint, a directory named "step-N".
 
     Raises:
-        NewerFormatError: a newer version has written it.
-        CheckpointError: it is missing, altered, incomplete or of another step.
+        NewerFormatError: A newer version wrote the manifest.
+        CheckpointError: The manifest is missing, altered, incomplete or of another step.
     """
     file = path / MANIFEST_NAME
     try:
@@ -93,8 +95,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def parse_manifest(data: bytes, file: str) -> dict[str, Any]:
     """Return the manifest in `data`, in which every value has its type and every name is safe.
 
-    Everybody who reads a manifest calls this function: no file name of a manifest may be joined to
-    a path before.
+    All readers of a manifest call this function before they join a file name to a path.
 
     Args:
         data: Content of the file.
@@ -163,30 +164,28 @@ def _validate_entry(name: str, entry: Any, file: str) -> None:
 
 
 def digest_of(manifest: dict[str, Any]) -> str:
-    """What distinguishes a checkpoint from all others: the SHA-256 of all that its manifest says,
-    which has those of its files."""
+    """Return the SHA-256 of a manifest, which identifies the checkpoint and its files."""
     return hashlib.sha256(canonical_json(manifest)).hexdigest()
 
 
 def refuse_newer_format(path: Path) -> None:
-    """Nothing, unless a newer version has written the checkpoint `path`.
+    """Raise NewerFormatError if a newer version wrote the checkpoint.
 
-    Raises:
-        NewerFormatError: it has.
+    Damaged checkpoints are accepted. `find_problems` finds them.
     """
     try:
         read_manifest(path)
     except NewerFormatError:
         raise
     except CheckpointError:
-        return  # damaged, which is found where all of it is checked
+        return
 
 
 def read_json(file: Path) -> Any:
-    """The content of one of a checkpoint's JSON files.
+    """Return the content of a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: The file cannot be read.
     """
     try:
         return json.loads(file.read_bytes())
@@ -195,10 +194,12 @@ def read_json(file: Path) -> Any:
 
 
 def find_problems(path: Path, share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with a checkpoint; empty if it is valid.
+    """Return the problems of a checkpoint, or an empty list if it is intact.
 
     Args:
-        share: which share of the files to hash, of `shares` (ranks divide the work).
+        path: The checkpoint.
+        share: Index of the fraction of the files to hash. Ranks divide the files.
+        shares: Number of fractions.
     """
     try:
         files = read_manifest(path)["files"]
@@ -210,27 +211,27 @@ def find_problems(path: Path, share: int = 0, shares: int = 1) -> list[str]:
 
 
 def step_of(path: Path) -> int | None:
-    """N of a directory called "step-N"; None for every other name, temporary ones included."""
+    """Return N of a directory named "step-N", or None for other names, such as temporary ones."""
     match = _STEP_DIRECTORY.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def list_steps(directory: Path) -> list[Path]:
-    """The step directories in `directory`, newest first, valid or not."""
+    """Return the step directories in `directory`, valid or not, newest first."""
     steps = [(step_of(p), p) for p in directory.glob("step-*") if p.is_dir()]
     found = [(step, path) for step, path in steps if step is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """A checkpoint itself, or all in a directory of checkpoints or of a run, newest first."""
+    """Return a checkpoint, or all checkpoints in a directory or of a run, newest first."""
     if step_of(path.resolve()) is not None:
         return [path.resolve()]
     return list_steps(path) or list_steps(path / "checkpoints")
 
 
 def file_problem(file: Path, entry: dict[str, Any]) -> str | None:
-    """How a file differs from its entry in the manifest; None: not at all."""
+    """Return how a file differs from its entry in the manifest, or None if it does not."""
     try:
         size_bytes = file.stat().st_size
         if size_bytes != entry["bytes"]:

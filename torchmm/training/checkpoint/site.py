@@ -1,9 +1,9 @@
-"""Which ranks see the same directory: all of them where it is shared, else those of one node.
+"""Find the ranks that see the same directory: all ranks if it is shared, else those of one node.
 
-Found by looking, not from names of machines: every rank leaves a mark, and the first rank whose
-mark another one sees does for both what one rank has to do for a directory (claim it, name and
-remove checkpoints in it). Nobody lists the directory or looks for a mark before it can be there,
-so that network file systems have nothing old to answer from.
+Names of hosts do not show this. Every rank creates a marker file. The first rank whose marker a
+rank sees is the leader of both. The leader does what one rank must do for a directory: claim it,
+and rename and remove checkpoints. No rank lists the directory or looks for a marker before it can
+exist, so that network file systems have no outdated answer in their caches.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torchmm.parallel.health.peers import SideGroup
 
 
 class Site:
-    """This rank's place among those that see the same directory.
+    """The ranks that see the same directory as this rank.
 
     Args:
-        members: their ranks, the first of which acts for all.
+        group: All ranks of the run.
+        members: Ranks that see the directory. The first one is the leader.
     """
 
     def __init__(self, group: SideGroup, members: list[int]) -> None:
@@ -31,15 +32,15 @@ class Site:
 
     @classmethod
     def of_all(cls, group: SideGroup) -> Site:
-        """Of a directory that all ranks share, as the run directory."""
+        """Return the site of a directory that all ranks share, as the run directory."""
         return cls(group, list(range(group.size)))
 
     @classmethod
     def find(cls, group: SideGroup, directory: Path) -> Site:
-        """By marks in the directory, which is made where there is none; collective.
+        """Create the directory if necessary, and find its ranks by marker files. Collective.
 
         Raises:
-            ConfigError: a rank cannot write into it.
+            ConfigError: A rank cannot write to it.
         """
         name = group.on_rank_0(lambda: uuid4().hex)
         marks = [directory / f".rank-{rank:05}.{name}" for rank in range(group.rank + 1)]
@@ -53,13 +54,15 @@ class Site:
             if found is not None:
                 raise ConfigError(f"checkpoint.staging: rank {rank} {found}")
         leader = next(rank for rank, mark in enumerate(marks) if mark.exists())
-        leaders = group.gather(leader)  # after which nobody looks any more
+        leaders = group.gather(leader)  # no rank looks for markers after this
         marks[-1].unlink()
         return cls(group, [rank for rank, its in enumerate(leaders) if its == leader])
 
     def on_leaders(self, function: Callable[[], object]) -> None:
-        """Calls it on the first rank of every site; what it raises, all ranks raise. Collective,
-        and over on all ranks when it returns on one."""
+        """Call a function on the leader of every site; all ranks raise its exception.
+
+        Collective. All calls are finished when it returns on one rank.
+        """
         failure = None
         if self.is_leader:
             try:

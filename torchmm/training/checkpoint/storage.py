@@ -2,16 +2,15 @@
 
     step-N/
       rank-00000.safetensors ...  the tensor chunks each rank wrote, key "NAME[offset,offset]"
-      index.json                  tensor name -> dtype, shape and which file holds which chunk
+      index.json                  tensor name -> dtype, shape and which file has which chunk
       state.json                  everything that is not a tensor
       MANIFEST.json               size and SHA-256 of each file above; written last
 
-torch.distributed.checkpoint (DCP) plans who writes and who reads which chunk, so a checkpoint
-fits any layout; this module is its storage. Rejected: DCP's own formats. `.metadata` and its
-object entries are pickles that run code when loaded. Its Hugging Face writer avoids that but
-serializes a rank's whole share in memory before writing, hashes nothing, writes no index, so that
-every rank has to open every file, and infers a tensor's size from the chunks it finds, so that a
-missing file goes unnoticed.
+torch.distributed.checkpoint (DCP) plans which rank writes and reads which chunk, so a checkpoint
+fits any layout; this module is its storage. Rejected: the formats of DCP. `.metadata` and its
+object entries are pickles that run code when loaded. The Hugging Face writer of DCP avoids pickles,
+but serializes all chunks of a rank in memory, hashes nothing and writes no index. So every rank has
+to open every file, and infers the size of a tensor from its chunks: a missing file goes unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import math
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -77,30 +76,30 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _GivenStorage:
-    """What DCP asks of a storage that serves one save or load and is never picked by path."""
+    """Methods of DCP for a storage that serves one save or load, and is never chosen by path."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing to reset."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether a path could be one of this storage."""
+        """Return True if a path could be one of this storage."""
         return isinstance(checkpoint_id, Path)
 
 
 class SafetensorsWriter(_GivenStorage, StorageWriter):
     """DCP storage that writes one file per rank into a new directory next to `target`.
 
-    Nobody reads a directory until `commit` renames it, so a save that dies leaves nothing that
-    looks like a checkpoint. The coordinator (rank 0) picks the directory's unique name and hands
-    it out with the plan: no name is ever used twice. Where nodes write to disks of their own, each
-    of them has a directory of that name.
+    No process reads the directory until `commit` renames it, so an interrupted save leaves nothing
+    that looks like a checkpoint. The coordinator (rank 0) chooses the unique name of the directory,
+    and sends it with the plan: no name is used twice. If nodes write to their own disks, each has a
+    directory of that name.
 
     Args:
-        target: what the directory shall be called once it is complete; on this rank's node.
-        rank: this one.
-        note: JSON that the coordinator gets from every rank before anything is written.
-        commit: called on the coordinator with (temporary directory, all notes, all files)
+        target: Name of the complete directory, on the node of this rank.
+        rank: This rank.
+        note: JSON that the coordinator receives from every rank before anything is written.
+        commit: Function that the coordinator calls with (temporary directory, all notes, all files)
             when every rank has written and synced its file.
     """
 
@@ -116,25 +115,25 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
         self.note = note
         self.commit = commit
         self.temporary: Path | None = None
-        """The directory being written, once this rank knows."""
+        """Directory that is being written, once this rank has received its name."""
         self._notes: list[dict[str, Any]] = []
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Sends this rank's note to the coordinator."""
+        """Send the note of this rank to the coordinator."""
         return replace(plan, storage_data=self.note)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Creates the directory and names each rank's file."""
+        """Create the directory and send its name to all ranks."""
         self._notes = [plan.storage_data for plan in plans]
         self.temporary = self.target.with_name(f"{self.target.name}.tmp-{uuid4().hex}")
         self.temporary.mkdir(parents=True)
         return [replace(plan, storage_data=self.temporary.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's chunks; returns the written file as each chunk's storage data."""
+        """Write the chunks of this rank; the storage data of each chunk is the written file."""
         future: Future[list[WriteResult]] = Future()
         results = []
         self.temporary = self.target.with_name(plan.storage_data)
@@ -146,17 +145,34 @@ class SafetensorsWriter(_GivenStorage, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the index and commits (coordinator only, after all ranks have written)."""
+        """Write the index and commit, on the coordinator, after all ranks have written."""
         assert self.temporary is not None
         written = [result for of_rank in results for result in of_rank]
-        index = canonical_json(_index_of(metadata, written))
-        write_synced(self.temporary / INDEX_NAME, index)
+        file_of_chunk = {
+            (result.index.fqn, tuple(result.index.offset or ())): result.storage_data.name
+            for result in written
+        }
+        index = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), name
+            chunks = [
+                {
+                    "offsets": list(chunk.offsets),
+                    "sizes": list(chunk.sizes),
+                    "file": file_of_chunk[name, tuple(chunk.offsets)],
+                }
+                for chunk in tensor.chunks
+            ]
+            dtype = _DTYPE_NAMES[tensor.properties.dtype]
+            index[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
+        data = canonical_json(index)
+        write_synced(self.temporary / INDEX_NAME, data)
         files = {result.storage_data for result in written}
-        files.add(WrittenFile(INDEX_NAME, len(index), hashlib.sha256(index).hexdigest()))
+        files.add(WrittenFile(INDEX_NAME, len(data), hashlib.sha256(data).hexdigest()))
         self.commit(self.temporary, self._notes, sorted(files, key=lambda f: f.name))
 
     def discard(self) -> None:
-        """Removes the directory of a save that failed."""
+        """Remove the directory of a save that failed."""
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
@@ -169,7 +185,7 @@ class SafetensorsReader(_GivenStorage, StorageReader):
         self._files: dict[MetadataIndex, str] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Tensor sizes and chunks, from the index."""
+        """Return tensor sizes and chunks, from the index."""
         tensors = {}
         for name, entry in read_index(self.path).items():
             chunks = [
@@ -188,29 +204,37 @@ class SafetensorsReader(_GivenStorage, StorageReader):
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan stays as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans stay as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copies the requested slices into the planner's tensors; files are memory-mapped."""
+        """Copy the requested slices into the tensors of the planner; files are memory-mapped."""
         by_file: dict[str, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
             by_file[self._files[item.storage_index]].append(item)
         for name, items in by_file.items():
             with safe_open(self.path / name, framework="pt") as file:
                 for item in items:
-                    _read_item(file, item, planner)
+                    chunk = chunk_name(item.storage_index.fqn, item.storage_index.offset or ())
+                    window = zip(item.storage_offsets, item.lengths, strict=True)
+                    slices = tuple(slice(start, start + length) for start, length in window)
+                    source = file.get_slice(chunk)[slices]
+                    target = planner.resolve_tensor(item).detach()
+                    matches = source.shape == target.shape and source.dtype == target.dtype
+                    assert matches, item.storage_index
+                    target.copy_(source)
+                    planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
 
 def file_of(rank: int) -> str:
-    """What the file is called that a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05}.safetensors"
 
 
@@ -246,42 +270,44 @@ def _are_sizes(value: object) -> bool:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """By its name in safetensors' files and in the index."""
+    """Return the dtype of a name in safetensors files and in the index."""
     return _DTYPES[name]
 
 
-def _index_of(metadata: Metadata, written: list[WriteResult]) -> dict[str, Any]:
-    files = {(r.index.fqn, tuple(r.index.offset or ())): r.storage_data.name for r in written}
-    index = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), name
-        chunks = [
-            {
-                "offsets": list(chunk.offsets),
-                "sizes": list(chunk.sizes),
-                "file": files[name, tuple(chunk.offsets)],
-            }
-            for chunk in tensor.chunks
-        ]
-        dtype = _DTYPE_NAMES[tensor.properties.dtype]
-        index[name] = {"dtype": dtype, "shape": list(tensor.size), "chunks": chunks}
-    return index
-
-
 def _write_chunks(path: Path, items: list[WriteItem], planner: SavePlanner) -> WrittenFile:
-    """Streams chunks into a new safetensors file, hashing on the way, and syncs it.
+    """Write chunks into a new safetensors file, hash it while writing, and sync it.
 
-    Only one chunk at a time is copied from the device. Larger element types go first, which
-    keeps every chunk aligned.
+    Only one chunk at a time is copied from the device. Larger element types come first, which keeps
+    every chunk aligned.
     """
     items = sorted(items, key=lambda item: -_tensor(item).properties.dtype.itemsize)
-    header = _header(items)
-    digest = hashlib.sha256()
-    size_bytes = len(header) + sum(_size_bytes(item) for item in items)
+
+    # Length and JSON header, padded to 8 bytes.
+    entries: dict[str, Any] = {}
+    data_bytes = 0
+    for item in items:
+        chunk = _tensor(item).chunk
+        name = chunk_name(item.index.fqn, chunk.offsets)
+        assert name not in entries, name
+        dtype = _DTYPE_NAMES[_tensor(item).properties.dtype]
+        offsets = [data_bytes, data_bytes + _size_bytes(item)]
+        entries[name] = {"dtype": dtype, "shape": list(chunk.sizes), "data_offsets": offsets}
+        data_bytes = offsets[1]
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+
+    digest = hashlib.sha256(header)
+    size_bytes = len(header) + data_bytes
     with naming_the_file(path, size_bytes), path.open("xb") as file:
-        for block in _blocks(header, items, planner):
-            digest.update(block)
-            file.write(block)
+        file.write(header)
+        for item in items:
+            tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+            data = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+            for start in range(0, len(data), _BLOCK_BYTES):
+                block = data[start : start + _BLOCK_BYTES]
+                digest.update(block)
+                file.write(block)
         file.flush()
         os.fsync(file.fileno())
         written_bytes = file.tell()
@@ -289,45 +315,8 @@ def _write_chunks(path: Path, items: list[WriteItem], planner: SavePlanner) -> W
     return WrittenFile(path.name, size_bytes, digest.hexdigest())
 
 
-def _header(items: list[WriteItem]) -> bytes:
-    """Length and JSON header of a safetensors file, padded to 8 bytes."""
-    entries: dict[str, Any] = {}
-    start = 0
-    for item in items:
-        end = start + _size_bytes(item)
-        dtype = _DTYPE_NAMES[_tensor(item).properties.dtype]
-        shape = list(_tensor(item).chunk.sizes)
-        name = chunk_name(item.index.fqn, _tensor(item).chunk.offsets)
-        assert name not in entries, name
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _blocks(header: bytes, items: list[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:
-    yield memoryview(header)
-    for item in items:
-        tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
-        data = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
-        for start in range(0, len(data), _BLOCK_BYTES):
-            yield data[start : start + _BLOCK_BYTES]
-
-
-def _read_item(file: Any, item: ReadItem, planner: LoadPlanner) -> None:
-    offsets = item.storage_index.offset or ()
-    window = zip(item.storage_offsets, item.lengths, strict=True)
-    slices = tuple(slice(start, start + length) for start, length in window)
-    source = file.get_slice(chunk_name(item.storage_index.fqn, offsets))[slices]
-    target = planner.resolve_tensor(item).detach()
-    assert source.shape == target.shape and source.dtype == target.dtype, item.storage_index
-    target.copy_(source)
-    planner.commit_tensor(item, target)
-
-
 def chunk_name(name: str, offsets: Iterable[int]) -> str:
-    """What a piece of a tensor is called in its file."""
+    """Return the name of a chunk of a tensor in its file."""
     return f"{name}[{','.join(map(str, offsets))}]"
 
 

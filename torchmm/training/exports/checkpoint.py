@@ -1,16 +1,18 @@
-"""A checkpoint as a Hugging Face directory, without the ranks, layout or memory that it came from.
+"""A checkpoint as a Hugging Face directory, without the ranks, layout or memory of its run.
 
     export_checkpoint(Path("outputs/mine/checkpoints/step-400"), Path("exports/mine"))
 
-The recipe in the checkpoint's manifest says what model it is of.
+The manifest of a checkpoint has the recipe, from which the model is built. A checkpoint has chunks
+of tensors, by rank, in the dtype of training. Each tensor is assembled, in the requested dtype, in
+an unnamed file that is mapped into memory. The system writes and reads its pages as memory
+requires, so a model may be larger than the memory. Chunks are read in blocks.
 
-A checkpoint has the pieces of a tensor that ranks had, in the dtype that they trained in. Here each
-tensor is put together, in the dtype that is wanted, in a file without a name that is mapped into
-memory: the system writes it out and reads it back as it needs room, so that a model may be larger
-than the memory, and its tensors look like any others. Pieces are read a block at a time.
+Rejected: the loader of DCP, which requires memory for everything that it loads; a separate writer
+for Hugging Face files, which would repeat the changes of names and shapes in Hugging Face classes.
 
-Rejected: DCP's loader, which wants memory for all that it loads; a writer of our own for Hugging
-Face's files, which would have to repeat the changes of names and shapes that its classes make.
+Also rejected: exporting a run from checkpoints only, in a child process. Most runs would write a
+checkpoint for the export and need room for the weights three times, at their end. With
+`checkpoint.staging` on the disks of nodes, no process can read a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +45,6 @@ from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.recipe_model import recipe_model
 from torchmm.recipe.explain import without_removed_keys
-from torchmm.recipe.read import what_was_trained
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
@@ -52,14 +53,14 @@ from torchmm.training.exports.place import refuse_existing, scratch_directory, w
 from torchmm.training.exports.write import Trained, write_files
 
 SHARD_BYTES = 5 * 10**9
-"""Of the largest file with weights: of the order of what other tools write."""
+"""Maximum size of a weight file, similar to that of other tools."""
 BLOCK_BYTES = 16 << 20
 _ALIGNED = 64
 HUB_ERRORS: tuple[type[Exception], ...] = (
     HFValidationError,
     *(error for error in HfHubHTTPError.__mro__ if error not in (Exception, BaseException, object)),
 )
-"""With those of the HTTP library that the hub's client uses, which is another in its versions."""
+"""Errors of the Hub client and of its HTTP library, which differs between versions."""
 
 
 def export_checkpoint(
@@ -91,22 +92,19 @@ def export_checkpoint(
     if problems := find_problems(path):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems[:3])}")
     recipe = recipe_of(path)
-    wanted = dtype or DTYPES[recipe.training.parameter_dtype]
-    model = recipe_model(recipe, wanted)
+    model = recipe_model(recipe, dtype or DTYPES[recipe.training.parameter_dtype])
     tokenizer = load_tokenizer(recipe.model)
-    metrics = path.parent.parent / "metrics.jsonl"
-    told = what_was_trained(recipe)
-    trained = Trained(recipe.name, step_of(path) or 0, recipe.training, recipe.data, metrics, told)
+    trained = Trained(recipe, step_of(path) or 0, path.parent.parent / "metrics.jsonl")
     try:
         with (
             whole_directory(directory, replaces=False) as place,
             scratch_directory(directory.parent) as scratch,
         ):
-            gather = CheckpointWeights(path, scratch, averaged)
+            weights = CheckpointWeights(path, scratch, averaged)
             if apart:
-                save_adapters(model, place, gather)
+                save_adapters(model, place, weights)
             else:
-                write_files(model, place, tokenizer, trained, gather, shard_bytes, gather.keep)
+                write_files(model, place, tokenizer, trained, weights, shard_bytes)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
@@ -116,11 +114,12 @@ def export_checkpoint(
 
 
 def push(directory: Path, name: str, private: bool) -> str:
-    """Uploads an export to Hugging Face's hub; its address.
+    """Upload an export to the Hugging Face Hub, and return its address.
 
     Args:
-        name: OWNER/NAME of the repository, which is made if it is not there.
-        private: whether a new one is.
+        directory: Directory of the export.
+        name: Repository as OWNER/NAME. It is created if it does not exist.
+        private: Whether a new repository is private.
 
     Raises:
         UploadError: The Hub rejected the export or cannot be reached.
@@ -141,10 +140,10 @@ def push(directory: Path, name: str, private: bool) -> str:
 
 
 def recipe_of(path: Path) -> Recipe:
-    """The recipe that a checkpoint was saved under.
+    """Return the recipe of the run that saved a checkpoint.
 
     Raises:
-        CheckpointError: it does not hold one, or one of another version of torchmm.
+        CheckpointError: The checkpoint has no recipe, or one of another version of torchmm.
     """
     table = read_manifest(path).get("recipe")
     if not table:
@@ -161,24 +160,24 @@ def recipe_of(path: Path) -> Recipe:
 
 
 class _Place(NamedTuple):
-    """A piece of a tensor in a file of the checkpoint."""
+    """Location of a chunk of a tensor in a file of the checkpoint."""
 
     start: int
-    """Byte of the file."""
+    """Offset in bytes."""
     dtype: torch.dtype
     shape: list[int]
 
 
 class CheckpointWeights:
-    """`torchmm.models.hf.export.Gather` from a checkpoint.
+    """`torchmm.models.hf.export.Weights` of a checkpoint.
 
     Args:
-        path: of a checkpoint whose files were compared with its manifest.
-        scratch: an existing directory with room for the model's weights.
-        averaged: whether averages take the places of the weights that have one.
+        path: Checkpoint whose files match its manifest.
+        scratch: Existing directory with room for the weights of the model.
+        averaged: Whether to use averages instead of the weights that have one.
 
     Raises:
-        CheckpointError: the index cannot be read, or has no averages.
+        CheckpointError: The index cannot be read, or has no averages.
     """
 
     def __init__(self, path: Path, scratch: Path, averaged: bool = False) -> None:
@@ -195,20 +194,20 @@ class CheckpointWeights:
     def __call__(
         self, model: MultimodalModel, wanted: Callable[[str], bool]
     ) -> Iterator[tuple[LayeredModule, str, Tensor]]:
-        """Every tensor with a wanted name.
+        """Yield every tensor with a wanted name.
 
         Raises:
-            CheckpointError: one is missing, or has another shape.
+            CheckpointError: A tensor is missing, or has another shape.
         """
         for prefix, module, name, like in whole_tensors(model):
             if wanted(name):
-                yield module, name, self._whole(self._entry(f"{prefix}.{name}"), like)
-
-    def _entry(self, name: str) -> str:
-        average = f"{AVERAGE_PREFIX}{name}"
-        return average if self._averaged and average in self._index else f"{MODEL_PREFIX}{name}"
+                entry = f"{AVERAGE_PREFIX}{prefix}.{name}"
+                if not self._averaged or entry not in self._index:
+                    entry = f"{MODEL_PREFIX}{prefix}.{name}"
+                yield module, name, self._whole(entry, like)
 
     def _whole(self, name: str, like: Tensor) -> Tensor:
+        """Return a tensor in a mapped file, with all of its chunks."""
         shape = like.shape
         entry = self._index.get(name)
         if entry is None or entry["shape"] != list(shape):
@@ -227,11 +226,14 @@ class CheckpointWeights:
             with (self._path / chunk["file"]).open("rb") as file:
                 _fill(whole[window], file, place, name)
         if room is not None:
-            room.madvise(mmap.MADV_DONTNEED)  # is in its file, and read from there when saved
+            room.madvise(mmap.MADV_DONTNEED)  # `save_pretrained` reads the pages from the file
         return whole
 
     def keep(self, values: list[Tensor]) -> list[Tensor]:
-        """Copies of tensors in one file."""
+        """Return copies of tensors in one mapped file.
+
+        A process can map about 65,000 files, fewer than a model has experts.
+        """
         ends = list(accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for value in values))
         room = self._room(ends[-1]) if values else None
         kept = []
@@ -242,7 +244,7 @@ class CheckpointWeights:
         return kept
 
     def _mapped(self, shape: torch.Size, dtype: torch.dtype) -> tuple[mmap.mmap | None, Tensor]:
-        """Zeros in a file, and its bytes; removed when nothing refers to it any more."""
+        """Return the bytes of a file, which exists as long as they are used, and zeros in it."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes == 0:
             return None, torch.empty(shape, dtype=dtype)
@@ -250,9 +252,10 @@ class CheckpointWeights:
         return room, torch.frombuffer(room, dtype=dtype).view(shape)
 
     def _room(self, size_bytes: int) -> mmap.mmap:
-        """Bytes of a file without a name; a process may have some 65,000, fewer than experts."""
+        """Return the bytes of a new file without a name."""
         with tempfile.TemporaryFile(dir=self._scratch) as file:
-            os.posix_fallocate(file.fileno(), 0, size_bytes)  # a page that no disk holds kills us
+            # Writing to a page without a disk block would kill the process.
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
             return mmap.mmap(file.fileno(), size_bytes)
 
 

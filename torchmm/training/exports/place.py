@@ -1,18 +1,18 @@
 """A directory that appears when it is complete, or not at all.
 
-Its files are written to `.NAME.partial` beside it. Who writes them has a lock on the file
-`.NAME.partial.lock` meanwhile. The operating system gives up the lock of a process that dies,
-however it dies; so the next export beside it, or the next start of the run, sees what nobody writes
-any more and removes it, whatever its name. Of several exporters of one name one writes, and the
-others are told.
+Files are written to `.NAME.partial` next to the directory. The writer holds a lock on the file
+`.NAME.partial.lock`. The operating system releases the lock of a process that dies. So the next
+export in the same folder, or the next start of the run, detects directories without a writer and
+removes them. If several processes export to one name, one of them writes, and the others fail.
 
-Whoever makes, gives a name to or removes one of these directories holds its lock, and after it has
-the lock looks whether the file still has its name: the one before may just have removed it.
+A process that creates, renames or removes one of these directories holds its lock. After it has
+locked the file, it checks that the file still has its name, because the previous writer may have
+removed it.
 
-Rejected: to remove everything that looks unfinished, as a script may export a checkpoint while the
-run exports another; a name with the process's number, which another machine does not know; a lock
-on the directory itself, which comes after it is made, and which other machines do not see on NFS; a
-record lock (`lockf`), which does not keep a process from what it writes itself.
+Rejected: removing everything that looks unfinished, because a script may export a checkpoint while
+the run exports another one; a name with the process id, which another node does not know; a lock on
+the directory itself, which other nodes do not see on NFS; a record lock (`lockf`), which does not
+protect a directory from the process that holds it.
 """
 
 from __future__ import annotations
@@ -33,72 +33,82 @@ _LOCK = ".partial.lock"
 _BEFORE = ".before"
 _SCRATCH = "weights-"
 _WAIT_S = 2.0
-"""For one who is only removing what somebody left."""
+"""Time to wait for a process that only removes unfinished files."""
 _RETRY_S = 0.05
 
 
 @contextmanager
-def whole_directory(directory: Path, *, replaces: bool = True) -> Iterator[Path]:
-    """Where to write files; they then get the name of `directory`, or take that of the one before.
+def whole_directory(directory: Path, replaces: bool = True) -> Iterator[Path]:
+    """Yield a directory for files, and then rename it to `directory`.
 
     If nothing was written, nothing changes.
 
     Args:
-        replaces: whether there may be one before.
+        directory: Final name.
+        replaces: Whether to replace an existing directory.
 
     Raises:
-        ConfigError: another process writes it; it is there, and may not be replaced.
+        ConfigError: Another process writes the directory, or it exists and may not be replaced.
     """
     with _unfinished(directory) as partial:
         if not replaces:
             refuse_existing(directory)
         yield partial
-        if any(partial.iterdir()):
-            _set_file_modes(partial)
-            _take_place(partial, directory, replaces)
+        if not any(partial.iterdir()):
+            return
+        # Give all files the mode of new files. safetensors creates files that only the owner reads.
+        probe = partial / ".mode"
+        probe.touch()
+        mode = probe.stat().st_mode & 0o777
+        probe.unlink()
+        for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+        before = _beside(directory, _BEFORE)
+        is_replaced = replaces and directory.exists()
+        if is_replaced:
+            directory.rename(before)
+        partial.rename(directory)
+        if is_replaced:
+            shutil.rmtree(before, ignore_errors=True)
 
 
 @contextmanager
 def scratch_directory(parent: Path) -> Iterator[Path]:
-    """For files that nobody needs afterwards."""
+    """Yield a directory for temporary files."""
     with _unfinished(parent / f"{_SCRATCH}{uuid4().hex}") as partial:
         yield partial
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raises:
-    ConfigError: it is there.
-    """
+    """Raise ConfigError if a directory exists."""
     if directory.exists():
         raise ConfigError(f"{directory} exists; name another directory, or remove it")
 
 
 def clear_unfinished(parent: Path) -> None:
-    """Removes what processes left that were killed, and gives an export its name back that was to
-    be replaced."""
+    """Remove the files of processes that were killed, and restore exports that they replaced.
+
+    Directories with a live writer, or without permission, stay.
+    """
     left = {
         path.name.removeprefix(".").removesuffix(suffix)
         for suffix in (_PARTIAL, _LOCK, _BEFORE)
         for path in parent.glob(f".*{suffix}")
     }
     for name in left:
-        _try_to_clear(parent / name)
-
-
-def _try_to_clear(directory: Path) -> None:
-    """Leaves it to others if they write it, or if this is not allowed here."""
-    with suppress(OSError):
-        lock = _try_lock(directory)
-        if lock is not None:
-            try:
-                _clear(directory)
-            finally:
-                _release(directory, lock)
+        with suppress(OSError):
+            lock = _try_lock(parent / name)
+            if lock is not None:
+                try:
+                    _clear(parent / name)
+                finally:
+                    _release(parent / name, lock)
 
 
 @contextmanager
 def _unfinished(directory: Path) -> Iterator[Path]:
-    """An empty directory for its files, which nobody else writes; it has gone at the end."""
+    """Lock a directory, and yield an empty directory for its files, which is removed at the end."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     clear_unfinished(directory.parent)
     deadline = time.monotonic() + _WAIT_S
@@ -120,7 +130,7 @@ def _unfinished(directory: Path) -> Iterator[Path]:
 
 
 def _clear(directory: Path) -> None:
-    """With the lock: nobody writes any of these."""
+    """Remove unfinished files of a directory whose lock this process holds."""
     shutil.rmtree(_beside(directory, _PARTIAL), ignore_errors=True)
     before = _beside(directory, _BEFORE)
     if directory.exists():
@@ -129,29 +139,8 @@ def _clear(directory: Path) -> None:
         before.rename(directory)
 
 
-def _set_file_modes(directory: Path) -> None:
-    """Give all files the mode of new files. safetensors creates files that only the owner reads."""
-    probe = directory / ".mode"
-    probe.touch()
-    mode = probe.stat().st_mode & 0o777
-    probe.unlink()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
-
-
-def _take_place(partial: Path, directory: Path, replaces: bool) -> None:
-    if not replaces or not directory.exists():
-        partial.rename(directory)
-        return
-    before = _beside(directory, _BEFORE)
-    directory.rename(before)
-    partial.rename(directory)
-    shutil.rmtree(before, ignore_errors=True)
-
-
 def _try_lock(directory: Path) -> int | None:
-    """A descriptor that holds the lock; None: somebody else has it."""
+    """Return a file descriptor that holds the lock, or None if another process holds it."""
     path = _beside(directory, _LOCK)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -165,7 +154,7 @@ def _try_lock(directory: Path) -> int | None:
         except OSError:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the one before has removed it
+        os.close(descriptor)  # the previous writer has removed the file
 
 
 def _has_name(descriptor: int, path: Path) -> bool:

@@ -1,16 +1,15 @@
-"""An export: the model's files, and a card that says what it is and how to load it.
+"""An export: the files of a model, and a card that describes its training and how to load it.
 
-The card (`README.md`) has what is known for certain: parts and where they come from, data and
-their licences as far as they are recorded, settings that matter, losses that were measured. Its
-head is what Hugging Face's hub reads. Rejected: the hub's templates, which ask for much that only
-people know, and show it as missing.
+The card (`README.md`) has facts that the run recorded: modules and their sources, data and their
+licenses, important settings and measured losses. The Hub reads its metadata. Rejected: the
+templates of the Hub, which require facts that only people know, and show them as missing.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,37 +29,32 @@ from torchmm.data.media.chat import FALLBACK_TEMPLATE, ChatTemplate
 from torchmm.data.sources.open import has_chats
 from torchmm.models.families.encoders.family import patches_per_row
 from torchmm.models.hf.adapter_files import save_adapters
-from torchmm.models.hf.experts_apart import Keep, in_memory
-from torchmm.models.hf.export import Gather, export_hf, gather_whole
+from torchmm.models.hf.export import RANK_WEIGHTS, Weights, export_hf
 from torchmm.models.hf.processor_classes import Written
 from torchmm.models.hf.processors import choose_processor, name_tokens
 from torchmm.models.multimodal import MultimodalModel
-from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.model_section import PARTS_FILE, split_place
-from torchmm.recipe.training_section import TrainingConfig
+from torchmm.recipe.read import what_was_trained
+from torchmm.recipe.recipe import Recipe
 from torchmm.training.exports.place import whole_directory
 
 CARD = "README.md"
 CHAT_TAG = "conversational"
 """Tag of the Hub for models that answer chats."""
+_TASKS = {"image": "image-text-to-text", "audio": "audio-text-to-text"}
 _FILES = {"image": 'Image.open("image.jpg")', "audio": '"audio.wav"'}
 """Files in the examples of cards, as the processors read them."""
 _QUESTION = "What is this?"
-_AS_TENSORS = 'tokenize=True, return_dict=True, return_tensors="pt"'
 
 
 class Trained(NamedTuple):
-    """What a card says of the training."""
+    """Facts about the training, for the card."""
 
-    name: str
-    """Of the run."""
+    recipe: Recipe
     step: int
-    training: TrainingConfig
-    data: DataConfig
+    """Step of the weights."""
     metrics: Path
-    """metrics.jsonl; may be missing."""
-    recipe: str = ""
-    """TOML; see `torchmm.recipe.read.what_was_trained`."""
+    """File metrics.jsonl of the run. It may be missing."""
 
 
 def write_export(
@@ -68,27 +62,25 @@ def write_export(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
     trained: Trained,
-    gather: Gather = gather_whole,
     shard_bytes: int | None = None,
-    keep: Keep = in_memory,
 ) -> None:
-    """Writes the model with its card; collective, rank 0 writes.
+    """Write the model of a run with its card. Collective; rank 0 writes.
 
-    Files are written beside the directory's place, which gets its name, or takes that of the export
-    before, when all are there.
+    The directory appears, or replaces an earlier export, when all files are complete.
 
     Args:
-        directory: of the export.
-        gather: where weights come from, see `export_hf`.
-        shard_bytes: of the largest file with weights; None: Hugging Face's default.
-        keep: see `export_hf`.
+        model: Model to export.
+        directory: Directory of the export.
+        tokenizer: Tokenizer of the run.
+        trained: Facts about the training.
+        shard_bytes: Maximum size of a weight file. If None, use the default of Hugging Face.
 
     Raises:
-        ConfigError: another process writes it.
+        ConfigError: Another process writes the directory.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     with whole_directory(directory) if writes else nullcontext(directory) as place:
-        write_files(model, place, tokenizer, trained, gather, shard_bytes, keep)
+        write_files(model, place, tokenizer, trained, RANK_WEIGHTS, shard_bytes)
 
 
 def write_files(
@@ -96,18 +88,31 @@ def write_files(
     place: Path,
     tokenizer: PreTrainedTokenizerBase,
     trained: Trained,
-    gather: Gather = gather_whole,
-    shard_bytes: int | None = None,
-    keep: Keep = in_memory,
+    weights: Weights,
+    shard_bytes: int | None,
 ) -> None:
     """Write an export into an existing directory. Collective; rank 0 writes."""
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    chats = {has_chats(source, trained.data) for source in trained.data.sources if writes}
+    data = trained.recipe.data
+    chats = {has_chats(source, data) for source in data.sources if writes}
     tokenizer = _as_in_training(tokenizer, chats)
     ends = ChatTemplate(tokenizer).end_tokens() if tokenizer.chat_template else ()
-    export_hf(model, place, tokenizer, gather, shard_bytes, keep, ends)
+    export_hf(model, place, tokenizer, weights, shard_bytes, ends)
     if writes:
         (place / CARD).write_text(card(model, place, tokenizer, trained, True in chats))
+
+
+def write_adapters(model: MultimodalModel, directory: Path) -> None:
+    """Write the adapters of a run in PEFT format, or nothing if the model has none.
+
+    Collective; rank 0 writes.
+
+    Raises:
+        ConfigError: Another process writes the directory.
+    """
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    with whole_directory(directory) if writes else nullcontext(directory) as place:
+        save_adapters(model, place)
 
 
 def is_chat_model(directory: Path) -> bool:
@@ -135,30 +140,18 @@ def _as_in_training(
     if True in chats and not tokenizer.chat_template:
         tokenizer.chat_template = FALLBACK_TEMPLATE
     bos = tokenizer.bos_token_id
-    lacks_bos = bos is not None and tokenizer("a").input_ids[:1] != [bos]
-    # Programs that tokenize rendered chats would get BOS twice if the template writes it, too.
-    if lacks_bos and False in chats and not (True in chats and _writes_bos(tokenizer)):
-        tokenizer.add_bos_token = True
+    if False in chats and bos is not None and tokenizer("a").input_ids[:1] != [bos]:
+        rendered = ""
+        if True in chats:
+            message = {"role": "user", "content": "a"}
+            try:
+                rendered = str(tokenizer.apply_chat_template([message], tokenize=False))
+            except TEMPLATE_ERRORS:
+                rendered = ""
+        # Programs that tokenize rendered chats would get BOS twice if the template writes it, too.
+        if not rendered.startswith(str(tokenizer.bos_token)):
+            tokenizer.add_bos_token = True
     return tokenizer
-
-
-def _writes_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    try:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except TEMPLATE_ERRORS:
-        return False
-    return str(text).startswith(str(tokenizer.bos_token))
-
-
-def write_adapters(model: MultimodalModel, directory: Path, gather: Gather = gather_whole) -> None:
-    """Writes adapters alone, as PEFT's files, likewise; nothing if the model has none.
-
-    Raises:
-        ConfigError: as `write_export`.
-    """
-    writes = not dist.is_initialized() or dist.get_rank() == 0
-    with whole_directory(directory) if writes else nullcontext(directory) as place:
-        save_adapters(model, place, gather)
 
 
 def card(
@@ -177,20 +170,65 @@ def card(
         trained: Facts about the training.
         chats: Whether the data have chats.
     """
-    lines = [*_head(model, trained, chats), f"# {trained.name}", "", "Trained with torchmm.", ""]
-    lines += ["## Parts", ""]
-    for module in model.modality_modules():
+    recipe, step, metrics = trained
+    modules = model.modality_modules()
+    sources = recipe.data.sources
+
+    # Metadata for the Hub.
+    lines = ["---", f"tags: [torchmm, {CHAT_TAG}]" if chats else "tags: [torchmm]"]
+    if model.generator is None:
+        modalities = sorted({encoder.family.modality for encoder in model.encoder_modules()})
+        task = "any-to-any" if modalities else "text-generation"
+        if len(modalities) == 1:
+            task = _TASKS.get(modalities[0], task)
+        lines.append(f"pipeline_tag: {task}")
+    begun = {split_place(m.weights.source)[0] for m in modules if m.weights.source}
+    bases = sorted(name for name in begun if not Path(name).exists())
+    datasets = sorted({source.path for source in sources if source.format == "hub"})
+    lines += [f"base_model: {json.dumps(bases)}"] if bases else []
+    lines += [f"datasets: {json.dumps(datasets)}"] if datasets else []
+
+    lines += ["---", "", f"# {recipe.name}", "", "Trained with torchmm.", "", "## Parts", ""]
+    for module in modules:
         with torch.device("meta"):
             count = sum(p.numel() for p in module.rebuild().parameters())
         source = module.weights.source
         begin = f"began as `{source}`" if source else "began with random weights"
         lines.append(f"- `{module.name}`: {count:,} parameters, {begin}")
-    lines += ["", "## Data", "", *map(_described, trained.data.sources), ""]
-    lines += ["## Training", "", *_training(trained), ""]
-    if trained.recipe:
-        lines += ["```toml", trained.recipe.strip(), "```", ""]
-    lines += ["## Use", "", *_use(model, directory, tokenizer, trained, chats), ""]
+
+    lines += ["", "## Data", ""]
+    for data in sources:
+        # `scripts/prepare_data.py` records licenses of data sets, whose splits may be folders.
+        path = Path(data.path)
+        license = "not recorded"
+        for folder in () if "://" in data.path else (path, path.parent):
+            prepared: dict[str, Any] = read_prepared(folder.parent)
+            license = prepared.get(folder.name, {}).get("licence", license)
+        revision = f" at {data.revision}" if data.revision else ""
+        name = f"`{without_secrets(data.path)}`{revision}"
+        lines.append(f"- {name}, weight {data.weight:g}; licence: {license}")
+
+    training = recipe.training
+    lines += ["", "## Training", ""]
+    lines.append(
+        f"- step {step:,} of {training.steps:,}, {training.global_batch_size} sequences of "
+        f"up to {training.sequence_length:,} tokens a step, {training.dtype}"
+    )
+    text = metrics.read_text() if metrics.exists() else ""
+    records = [record for record in map(json.loads, text.splitlines()) if record["step"] <= step]
+    for key, name in (("loss", "loss"), ("validation_loss", "held-out loss")):
+        measured = [record for record in records if record.get(key) is not None]
+        if measured:
+            value, at = measured[-1][key], measured[-1]["step"]
+            lines.append(f"- {name} {value:.4f} nats a token at step {at:,}")
+
+    settings = what_was_trained(recipe).strip()
+    lines += ["", "```toml", settings, "```"] if settings else []
+    lines += ["", "## Use", ""]
+    prompt = next((source.prompt for source in sources if source.prompt), "")
+    lines += _use(model, directory, tokenizer, prompt, chats)
     lines += [
+        "",
         f"Written by transformers {transformers.__version__}. Use transformers 5.0 or later. Older "
         "versions are not supported: some model types compute other values there.",
         "",
@@ -198,69 +236,11 @@ def card(
     return "\n".join(lines)
 
 
-def _head(model: MultimodalModel, trained: Trained, chats: bool) -> Iterator[str]:
-    """Yield the YAML metadata that the Hub reads."""
-    modalities = {encoder.family.modality for encoder in model.encoder_modules()}
-    tasks = {
-        frozenset(): "text-generation",
-        frozenset({"image"}): "image-text-to-text",
-        frozenset({"audio"}): "audio-text-to-text",
-    }
-    yield "---"
-    yield f"tags: [torchmm, {CHAT_TAG}]" if chats else "tags: [torchmm]"
-    if model.generator is None:
-        yield f"pipeline_tag: {tasks.get(frozenset(modalities), 'any-to-any')}"
-    places = [m.weights.source for m in model.modality_modules() if m.weights.source]
-    begun = sorted({split_place(p)[0] for p in places if not Path(split_place(p)[0]).exists()})
-    for key, names in (
-        ("base_model", begun),
-        ("datasets", sorted({s.path for s in trained.data.sources if s.format == "hub"})),
-    ):
-        if names:
-            yield f"{key}: {json.dumps(names)}"
-    yield "---"
-    yield ""
-
-
-def _described(source: SourceConfig) -> str:
-    """A source, with its licence if `scripts/prepare_data.py` has recorded it."""
-    path = Path(source.path)
-    licence = "not recorded"
-    for directory in () if "://" in source.path else (path, path.parent):  # or that of a split
-        prepared: dict[str, Any] = read_prepared(directory.parent)
-        licence = prepared.get(directory.name, {}).get("licence", licence)
-    revision = f" at {source.revision}" if source.revision else ""
-    place = f"`{without_secrets(source.path)}`{revision}"
-    return f"- {place}, weight {source.weight:g}; licence: {licence}"
-
-
-def _training(trained: Trained) -> Iterator[str]:
-    training = trained.training
-    yield (
-        f"- step {trained.step:,} of {training.steps:,}, {training.global_batch_size} sequences of "
-        f"up to {training.sequence_length:,} tokens a step, {training.dtype}"
-    )
-    for key, name in (("loss", "loss"), ("validation_loss", "held-out loss")):
-        if (found := _last(trained, key)) is not None:
-            yield f"- {name} {found[1]:.4f} nats a token at step {found[0]:,}"
-
-
-def _last(trained: Trained, key: str) -> tuple[int, float] | None:
-    """Step and value of the newest figure up to the exported step."""
-    found = None
-    if trained.metrics.exists():
-        for line in trained.metrics.read_text().splitlines():
-            record = json.loads(line)
-            if record["step"] <= trained.step and record.get(key) is not None:
-                found = record["step"], record[key]
-    return found
-
-
 def _use(
     model: MultimodalModel,
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
-    trained: Trained,
+    prompt: str,
     chats: bool,
 ) -> list[str]:
     """Return the section that shows how to generate text with the files."""
@@ -271,143 +251,130 @@ def _use(
             f"`[model]` section of a recipe to this directory (`{PARTS_FILE}` lists the parts).",
         ]
     (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
-    prompt = next((source.prompt for source in trained.data.sources if source.prompt), "")
-    decoder = "tokenizer"
-    packages: tuple[str, ...] = ()
-    if not model.encoders:
-        lines = _llm_example(kind, prompt, chats)
-    else:
-        processor = choose_processor(model)
-        packages = processor.packages
-        if not processor.takes_text:
-            return [
-                f"`{kind}.from_pretrained` loads this directory. {processor.processor} does not:",
-                "it requires a tokenizer of mistral-common, and this one is in the format of",
-                "Hugging Face. Use `scripts/generate.py` of torchmm to generate text.",
-            ]
-        if processor.adds_bos:
-            decoder = "processor"
-            lines = _processor_example(model, kind, tokenizer, processor, prompt, chats)
-        else:
-            lines = _tokenizer_and_images_example(model, kind, tokenizer, prompt, chats)
-    lines = [
-        "```python",
-        *lines,
-        "tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]",
-        'answer = tokens[inputs["input_ids"].shape[1] :]',
-        f"print({decoder}.decode(answer, skip_special_tokens=True))",
-        "```",
-    ]
-    if packages:
-        names = " ".join(f"'{name}'" if "[" in name else name for name in packages)
+    processor = choose_processor(model) if model.encoders else None
+    if processor is not None and not processor.takes_text:
+        return [
+            f"`{kind}.from_pretrained` loads this directory. {processor.processor} does not:",
+            "it requires a tokenizer of mistral-common, and this one is in the format of",
+            "Hugging Face. Use `scripts/generate.py` of torchmm to generate text.",
+        ]
+    lines = ["```python", *_example(model, kind, tokenizer, processor, prompt, chats), "```"]
+    if processor is not None and processor.packages:
+        names = " ".join(f"'{name}'" if "[" in name else name for name in processor.packages)
         lines = [f"The example requires `pip install {names}`.", "", *lines]
     if model.generator is not None:
         lines += ["", f"`scripts/generate.py --draw` of torchmm draws with `{GENERATOR}/`."]
     return lines
 
 
-def _llm_example(kind: str, prompt: str, chats: bool) -> list[str]:
-    """Return code that loads an LLM and prepares a chat or a text."""
-    lines = [
-        f"from transformers import AutoTokenizer, {kind}",
-        *_model_lines(kind),
-        "tokenizer = AutoTokenizer.from_pretrained(path)",
-    ]
-    if chats:
-        return [
-            *lines,
-            f'messages = [{{"role": "user", "content": "{_QUESTION}"}}]',
-            *_chat_lines("inputs", "tokenizer", _AS_TENSORS),
-        ]
-    return [*lines, f'inputs = tokenizer({_literal(prompt or "The")}, return_tensors="pt")']
-
-
-def _processor_example(
+def _example(
     model: MultimodalModel,
     kind: str,
     tokenizer: PreTrainedTokenizerBase,
-    processor: Written,
+    processor: Written | None,
     prompt: str,
     chats: bool,
 ) -> list[str]:
-    """Return code that loads a model with its processor and prepares a chat or a file."""
-    modality = model.encoder_modules()[0].family.modality
-    lines = [
-        *(["from PIL import Image"] if modality == "image" else []),
-        f"from transformers import AutoProcessor, {kind}",
-        *_model_lines(kind),
-        "processor = AutoProcessor.from_pretrained(path)",
+    """Return code that loads a model, prepares a chat or a file with a text, and generates.
+
+    Args:
+        model: Model that is exported.
+        kind: Class of the model.
+        tokenizer: Tokenizer that is exported.
+        processor: Processor of the export; None for LLMs.
+        prompt: Text for models that were not trained on chats.
+        chats: Whether the model was trained on chats.
+    """
+    modality = None if processor is None else model.encoder_modules()[0].family.modality
+    if processor is None:
+        classes = {"tokenizer": "AutoTokenizer"}
+    elif processor.adds_bos:
+        classes = {"processor": "AutoProcessor"}
+    else:
+        classes = {"tokenizer": "AutoTokenizer", "image_processor": "AutoImageProcessor"}
+    reader = next(iter(classes))
+    lines = ["from PIL import Image"] if modality == "image" else []
+    lines += [
+        f"from transformers import {', '.join(sorted(classes.values()))}, {kind}",
+        "",
+        'path = "."  # the directory of this file',
+        f"model = {kind}.from_pretrained(path)",
     ]
+    lines += [f"{name} = {loader}.from_pretrained(path)" for name, loader in classes.items()]
+
+    question: list[str] = []
     if chats:
-        return [*lines, *_message_lines(modality), *_chat_lines("inputs", "processor", _AS_TENSORS)]
-    text = _literal(_file_text(model, tokenizer, processor, modality) + prompt)
-    argument = "images" if modality == "image" else "audio"
+        content = f'"{_QUESTION}"'
+        if modality is not None:
+            key = "image" if modality == "image" else "path"
+            question.append(f'file = {{"type": "{modality}", "{key}": {_FILES[modality]}}}')
+            question.append(f'question = {{"type": "text", "text": {content}}}')
+            content = "[file, question]"
+        question.append(f'messages = [{{"role": "user", "content": {content}}}]')
+
+    if "image_processor" in classes:
+        lines += _separate_inputs(model, tokenizer, prompt, question)
+    elif chats:
+        settings = 'tokenize=True, return_dict=True, return_tensors="pt"'
+        lines += [*question, *_rendered_chat("inputs", reader, settings)]
+    elif processor is None or modality is None:
+        lines.append(f'inputs = tokenizer({_literal(prompt or "The")}, return_tensors="pt")')
+    else:
+        text = _literal(_file_text(model, tokenizer, processor, modality) + prompt)
+        files = f"{'images' if modality == 'image' else 'audio'}={_FILES[modality]}"
+        lines.append(f'inputs = processor(text={text}, {files}, return_tensors="pt")')
     return [
         *lines,
-        f'inputs = processor(text={text}, {argument}={_FILES[modality]}, return_tensors="pt")',
+        "tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0]",
+        'answer = tokens[inputs["input_ids"].shape[1] :]',
+        f"print({reader}.decode(answer, skip_special_tokens=True))",
     ]
 
 
-def _tokenizer_and_images_example(
-    model: MultimodalModel, kind: str, tokenizer: PreTrainedTokenizerBase, prompt: str, chats: bool
+def _separate_inputs(
+    model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, prompt: str, question: list[str]
 ) -> list[str]:
-    """Return code for a class whose processor writes other tokens than training.
+    """Return code that prepares inputs with the tokenizer and the image processor.
 
     The processor of PaliGemma writes the BOS token after the image, and a newline after the text.
     Token types of 0 mark the prompt, which the model reads in both directions.
+
+    Args:
+        model: Model that is exported.
+        tokenizer: Tokenizer that is exported.
+        prompt: Text if there is no question.
+        question: Code that sets `messages`; empty for models that were not trained on chats.
     """
     (encoder,) = model.encoder_modules()
     placeholder = model.image_token_id(tokenizer)
     assert placeholder is not None
     mark = _literal(str(tokenizer.convert_ids_to_tokens(placeholder)))
-    count = patches_per_row(encoder.spec.config) ** 2
+    marks = f"{mark} * {patches_per_row(encoder.spec.config) ** 2}"
     lines = [
-        "from PIL import Image",
-        f"from transformers import AutoImageProcessor, AutoTokenizer, {kind}",
-        *_model_lines(kind),
-        "tokenizer = AutoTokenizer.from_pretrained(path)",
-        "image_processor = AutoImageProcessor.from_pretrained(path)",
         f'images = image_processor({_FILES["image"]}, return_tensors="pt")',
         "# The processor of this class writes the BOS token after the image; training wrote it "
         "first.",
     ]
-    if chats:
+    if question:
         lines += [
-            *_message_lines("image"),
-            *_chat_lines("text", "tokenizer", "tokenize=False"),
-            f"text = text.replace({mark}, {mark} * {count})",
+            *question,
+            *_rendered_chat("text", "tokenizer", "tokenize=False"),
+            f"text = text.replace({mark}, {marks})",
             "encoded = tokenizer(",
             '    text, add_special_tokens=False, return_token_type_ids=True, return_tensors="pt"',
             ")",
         ]
     else:
         lines += [
-            f"text = {mark} * {count} + {_literal(prompt)}",
+            f"text = {marks} + {_literal(prompt)}",
             'encoded = tokenizer(text, return_token_type_ids=True, return_tensors="pt")',
         ]
     return [*lines, "inputs = {**encoded, **images}"]
 
 
-def _model_lines(kind: str) -> list[str]:
+def _rendered_chat(result: str, reader: str, settings: str) -> list[str]:
     return [
-        "",
-        'path = "."  # the directory of this file',
-        f"model = {kind}.from_pretrained(path)",
-    ]
-
-
-def _message_lines(modality: str) -> list[str]:
-    key = "image" if modality == "image" else "path"
-    return [
-        f'file = {{"type": "{modality}", "{key}": {_FILES[modality]}}}',
-        f'question = {{"type": "text", "text": "{_QUESTION}"}}',
-        'messages = [{"role": "user", "content": [file, question]}]',
-    ]
-
-
-def _chat_lines(result: str, templates: str, settings: str) -> list[str]:
-    return [
-        f"{result} = {templates}.apply_chat_template(",
+        f"{result} = {reader}.apply_chat_template(",
         f"    messages, add_generation_prompt=True, {settings}",
         ")",
     ]
@@ -420,7 +387,7 @@ def _literal(text: str) -> str:
 def _file_text(
     model: MultimodalModel, tokenizer: PreTrainedTokenizerBase, processor: Written, modality: str
 ) -> str:
-    """Return the text that stands for an image or a sound in prompts of the processor."""
+    """Return the placeholder text of an image or an audio file in prompts of the processor."""
     text = model.text
     placeholder = model.image_token_id(tokenizer)
     before = text.prefix
@@ -432,9 +399,8 @@ def _file_text(
     assert placeholder is not None
     if processor.in_text:
         return name_tokens(processor, model.composite, placeholder, tokenizer)[processor.in_text]
-    marks = (placeholder,) if processor.adds_marks else (*before, placeholder, *after)
     written = ""
-    for mark in marks:
+    for mark in (placeholder,) if processor.adds_marks else (*before, placeholder, *after):
         if isinstance(mark, int):
             written += str(tokenizer.convert_ids_to_tokens(mark) or "")
         else:

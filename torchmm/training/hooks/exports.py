@@ -6,7 +6,6 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 from torchmm.parallel.gather import gather_floats
-from torchmm.recipe.read import what_was_trained
 from torchmm.training.exports.write import Trained, write_adapters, write_export
 from torchmm.training.hooks.hook import Hook, StepDone, Training
 from torchmm.training.hooks.validation import validated_weights
@@ -60,10 +59,7 @@ class ExportHook(Hook):
 def export_model(training: Training, name: str) -> None:
     """Export the model to a directory of the run; collective."""
     parts = training.parts
-    recipe = parts.run.recipe
     step = training.state.step
-    metrics = parts.run_dir / "metrics.jsonl"
-    text = what_was_trained(recipe)
-    trained = Trained(recipe.name, step, recipe.training, recipe.data, metrics, text)
+    trained = Trained(parts.run.recipe, step, parts.run_dir / "metrics.jsonl")
     with training.health.phase(step, "export"):
         write_export(parts.model, parts.run_dir / name, parts.tokenizer, trained)

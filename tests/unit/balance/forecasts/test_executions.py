@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.papers.baselines import sized_recipe
 from torch import nn
 
 from torchmm.balance.costs.profiles import load_profile
@@ -14,7 +15,6 @@ from torchmm.balance.disttrain.orchestration.search import UnitSizes
 from torchmm.balance.forecasts import forecast
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.run_costs import run_costs
-from torchmm.balance.search.disaggregated import sized_recipe
 from torchmm.common.batch import ImageMeta, MicrobatchMeta, SampleMeta
 from torchmm.common.dtypes import DTYPES
 from torchmm.common.errors import ConfigError

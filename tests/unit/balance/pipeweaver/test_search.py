@@ -13,11 +13,11 @@ from naive_dispatch import random_dispatch
 from support.strategies import STRATEGIES, DepthFirst, RandomSearch
 
 from torchmm.balance.pipeweaver.order_search.annealing import constructed_orders
-from torchmm.balance.pipeweaver.order_search.best_order import limited_like_separated, plan_searched
+from torchmm.balance.pipeweaver.order_search.best_order import StepSearch, limited_like_separated
 from torchmm.balance.pipeweaver.order_search.bounds import lower_bound_ms
 from torchmm.balance.pipeweaver.order_search.dispatcher import Dispatcher
 from torchmm.balance.pipeweaver.order_search.order_times import time_order
-from torchmm.balance.pipeweaver.order_search.search import Budget, search
+from torchmm.balance.pipeweaver.order_search.search import Budget, Settings, search
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.pipelining.checks.validate import validate_plan
@@ -185,7 +185,7 @@ def test_plans_are_legal_fit_and_are_not_slower_than_static_ones():
     searched = 0
     for seed in range(25):
         graph, costs = loaded(seed)
-        planned = plan_searched(graph, costs, Budget(evaluations=200), seed=seed)
+        planned = StepSearch(graph, costs).search(Budget(evaluations=200), Settings(seed))
         assert order_problems(graph, planned.order) == []
         plan = lower_plan(planned.order, graph, {}, receives_ahead=10**6)
         assert validate_plan(plan).problems == ()
@@ -211,7 +211,7 @@ def test_the_default_limit_is_what_the_separated_schedule_needs():
 def test_with_little_memory_fewer_microbatches_are_in_flight():
     graph, costs = loaded(3)
     tight = replace(costs, static_bytes=(), memory_limit_bytes=6)
-    planned = plan_searched(graph, tight, Budget(evaluations=1))
+    planned = StepSearch(graph, tight).search(Budget(evaluations=1), Settings())
     assert Dispatcher(graph, tight).evaluate() == inf
     assert planned.natural_ms == planned.predicted_ms
     assert planned.gain_over_natural == 0
@@ -232,7 +232,7 @@ def test_there_is_a_plan_whenever_one_microbatch_at_a_time_fits():
         for limit in {least, least + 1, (least + most) // 2, max(least, most)}:
             tight = replace(free, memory_limit_bytes=limit)
             for evaluations in (1, 20):  # the natural order, a search
-                planned = plan_searched(graph, tight, Budget(evaluations))
+                planned = StepSearch(graph, tight).search(Budget(evaluations), Settings())
                 plan = lower_plan(planned.order, graph, {}, receives_ahead=10**6)
                 assert validate_plan(plan).problems == ()
                 assert simulate(plan, tight).fits, (seed, limit, evaluations)
@@ -251,7 +251,7 @@ def test_a_chain_of_stages_is_never_slower_than_1f1b():
         kept = dict.fromkeys(graph.tasks(), 1)
         free = even_costs(graph, encoder_ms=rng.uniform(0.2, 3.0), kept_bytes=kept)
         costs = limited_like_separated(graph, free)
-        planned = plan_searched(graph, costs, Budget(evaluations=50), seed=seed)
+        planned = StepSearch(graph, costs).search(Budget(evaluations=50), Settings(seed))
         timed = time_order(Dispatcher(graph, costs), interleaved_1f1b(graph))
         assert timed.fits and planned.predicted_ms <= timed.makespan_ms
 
@@ -260,4 +260,4 @@ def test_a_step_that_does_not_fit_at_all_says_what_is_missing():
     graph, costs = loaded(3)
     tight = replace(costs, static_bytes=(), memory_limit_bytes=1)
     with pytest.raises(ValueError, match=r"not even one microbatch at a time: rank 0: .* needs 1"):
-        plan_searched(graph, tight, Budget(evaluations=5))
+        StepSearch(graph, tight).search(Budget(evaluations=5), Settings())

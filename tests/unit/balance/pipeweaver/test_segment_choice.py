@@ -12,14 +12,12 @@ from torchmm.balance.costs.profiles import load_profile
 from torchmm.balance.costs.step_costs import plan_costs
 from torchmm.balance.forecasts.forecast import Forecaster
 from torchmm.balance.pipeweaver import segments
-from torchmm.balance.pipeweaver.order_search.best_order import plan_searched
-from torchmm.balance.pipeweaver.order_search.search import Budget
+from torchmm.balance.pipeweaver.order_search.best_order import StepSearch
+from torchmm.balance.pipeweaver.order_search.search import Budget, Settings
+from torchmm.balance.pipeweaver.partition import partition
 from torchmm.balance.pipeweaver.segments import (
     MOST_PARTITIONS,
     STAGES,
-    _divided,
-    _filled,
-    _partition,
     _predicted_ms,
     leaves_segments_open,
     with_segments,
@@ -93,7 +91,9 @@ def test_stages_are_those_of_the_fastest_predicted_step():
         assert stages == "balanced" or (longest == LAYERS) == (stages == "megatron"), stages
         graph = step_graph(layout, own, metas)
         costs = replace(plan_costs(graph, modules, metas, model), memory_limit_bytes=None)
-        predicted[stages] = plan_searched(graph, costs, Budget(evaluations=200)).predicted_ms
+        predicted[stages] = (
+            StepSearch(graph, costs).search(Budget(evaluations=200), Settings()).predicted_ms
+        )
     assert predicted[found.search.stages] == min(predicted.values())
 
 
@@ -119,9 +119,16 @@ def paper() -> tuple:
     return parallel, forecaster.modules, metas, forecaster._costs(parallel)
 
 
-def test_segments_are_those_of_a_faster_simulated_step(paper, monkeypatch):
+@pytest.fixture
+def ruled(paper, monkeypatch) -> ParallelConfig:
+    """The section with the numbers of the rule, which stay if all steps take equally long."""
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "_predicted_ms", lambda *given: 1.0)
+        return with_segments(*paper)
+
+
+def test_segments_are_those_of_a_faster_simulated_step(paper, ruled, monkeypatch):
     parallel, modules, metas, costs = paper
-    ruled = _filled(parallel, _divided(_partition(*paper)))
     tried = []
     counted = segments._predicted_ms
     monkeypatch.setattr(
@@ -139,8 +146,10 @@ def test_segments_are_those_of_a_faster_simulated_step(paper, monkeypatch):
     assert tried == []  # nothing is open
 
 
-def test_slower_neighbours_are_not_taken(paper, monkeypatch):
+def test_slower_neighbours_are_not_taken(paper, ruled, monkeypatch):
     """Where every change costs time, the rule's numbers stay."""
-    ruled = _filled(paper[0], _divided(_partition(*paper)))
+    modules, metas, costs = paper[1:]
+    rule = partition(modules, metas, costs, paper[0].pipeline)
+    assert {name: ruled.segments(name) for name in rule.segments} == rule.segments
     monkeypatch.setattr(segments, "_predicted_ms", lambda tried, *_: 1.0 + (tried != ruled))
     assert with_segments(*paper) == ruled

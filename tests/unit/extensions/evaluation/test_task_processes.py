@@ -90,14 +90,16 @@ def test_one_at_a_time_and_none_longer_than_allowed(program, tmp_path, caplog):
     assert time.monotonic() - begin < 60 and benchmarks.failed == 1
 
 
-def test_the_last_one_waits_for_the_one_before(program, tmp_path):
+@pytest.mark.parametrize("polled", [False, True], ids=["running", "finished"])
+def test_the_last_one_waits_for_the_one_before(polled, program, tmp_path):
     there = tmp_path / "go"
     slow = f"while not os.path.exists({str(there)!r}): time.sleep(0.02)"
     benchmarks = started(program(f"{slow}\n{WRITES}"), tmp_path)
     benchmarks.start(5, snapshot(tmp_path, 5), last=True)
     assert benchmarks.poll() is None and (tmp_path / "benchmarks/step-5/hf").exists()
     there.touch()
-    found = finish(benchmarks)
+    found = [awaited(benchmarks)] if polled else []
+    found += finish(benchmarks)
     assert [evaluation.step for evaluation in found] == [4, 5]
     assert read_evaluations(tmp_path) == found
     assert not list(tmp_path.glob("benchmarks/*/hf")) and benchmarks.failed == 0

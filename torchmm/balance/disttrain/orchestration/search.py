@@ -17,9 +17,8 @@ weights and gradients, optimizer state divided by D_u, and activations of as man
 1F1B keeps there, which is the number of ranks from there to the end of the *whole* pipeline.
 
 The paper relaxes the numbers of devices to real ones and rounds. The optimum in whole numbers is
-found here directly (`kernels`); the relaxed one is reported as a bound. Rejected:
-P_u microbatches in flight, as printed, which overlooks that the LLM's first rank waits for the
-generator too; a convex solver, slower than the exact search.
+found here directly (`kernels`). Rejected: P_u microbatches in flight, as printed, which overlooks
+that the LLM's first rank waits for the generator too; a convex solver, which is slower.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from torchmm.balance.disttrain.orchestration.kernels import (
     unit_seconds,
 )
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
-from torchmm.balance.disttrain.orchestration.relaxed import relaxed_seconds
 from torchmm.balance.disttrain.orchestration.tables import UnitTables
 
 
@@ -117,49 +115,25 @@ class OrchestrationPlan:
         """A step."""
         return self.warmup_s + self.steady_s + self.sync_s
 
-    def mfu(self, problem: OrchestrationProblem, peak_flops: float) -> float:
-        """Model FLOPs utilization of the devices that are used, 0..1.
-
-        Args:
-            peak_flops: of a device, per second.
-        """
-        flops = problem.global_batch_size * sum(unit.flops for unit in problem.units)
-        return flops / (self.step_s * self.devices * peak_flops)
-
-
-@dataclass(frozen=True)
-class Orchestration:
-    """The result of a search.
-
-    Attributes:
-        best: the fastest plan that fits.
-        bound_s: no plan is faster, even with any real number of devices per unit.
-        alternatives: the fastest plans with other sizes of the LLM, fastest first.
-    """
-
-    best: OrchestrationPlan
-    bound_s: float
-    alternatives: tuple[OrchestrationPlan, ...]
-
 
 def orchestrate(
     problem: OrchestrationProblem,
     *,
     alternatives: int = 5,
     limits: Mapping[str, int] | None = None,
-) -> Orchestration:
-    """Find the fastest plan.
+) -> list[OrchestrationPlan]:
+    """Return the fastest plan that fits, and the next-best plans with other sizes of the LLM.
 
     Args:
-        alternatives: how many next-best ones to return as well; each has another layout of the LLM.
-        limits: devices that units may have at most, by name.
+        problem: Units with their costs, cluster and batch.
+        alternatives: Largest number of next-best plans.
+        limits: Devices that units may have at most, by name.
 
     Raises:
-        ValueError: no plan fits; the message has what each unit needs at least.
+        ValueError: No plan fits; the message has what each unit needs at least.
     """
     tables = problem.tables(limits or {})
-    setting = problem.setting()
-    seconds, sizes = fastest_plans(tables, setting, 1 + alternatives)
+    seconds, sizes = fastest_plans(tables, problem.setting(), 1 + alternatives)
     plans = [
         plan_with(problem, [UnitSizes(int(tables.tensor_T[t]), int(d), int(p)) for t, d, p in plan])
         for plan, step_s in zip(sizes, seconds, strict=True)
@@ -167,7 +141,7 @@ def orchestrate(
     ]
     if not plans:
         raise ValueError(_why_nothing_fits(problem, tables))
-    return Orchestration(plans[0], float(relaxed_seconds(tables, setting)), tuple(plans[1:]))
+    return plans
 
 
 def plan_with(problem: OrchestrationProblem, sizes: Sequence[UnitSizes]) -> OrchestrationPlan:

@@ -94,7 +94,10 @@ def reorder_microbatches(
     """
     costs_GKM = program.checked(forward_ms_GSM, backward_ms_GSM)
     effort = effort or SearchEffort.default(program)
-    rank_ms_GRM = _rank_ms(program, costs_GKM)
+    # Time of a microbatch on each rank.
+    on_rank_RS = np.arange(program.ranks)[:, None] == program.rank_S
+    both_GSM = costs_GKM[:, : program.stages] + costs_GKM[:, program.stages :]
+    rank_ms_GRM = on_rank_RS.astype(np.float64) @ both_GSM
     lanes = _lanes(program, costs_GKM)
     groups, _, slots = costs_GKM.shape
     natural = np.tile(np.arange(slots), (groups, 1))
@@ -175,13 +178,6 @@ def _first_rank(program: StepProgram, costs_GKM: Float64s) -> tuple[Float64s, Fl
     mine = program.rank_S == program.rank_S[0]
     stages = len(mine)
     return costs_GKM[:, :stages][:, mine].sum(axis=1), costs_GKM[:, stages:][:, mine].sum(axis=1)
-
-
-def _rank_ms(program: StepProgram, costs_GKM: Float64s) -> Float64s:
-    """(G, R, M): time of a microbatch on each rank."""
-    stages = len(program.rank_S)
-    on_rank_RS = np.arange(program.ranks)[:, None] == program.rank_S
-    return on_rank_RS.astype(np.float64) @ (costs_GKM[:, :stages] + costs_GKM[:, stages:])
 
 
 def _lanes(program: StepProgram, costs_GKM: Float64s) -> LaneCosts:

@@ -119,15 +119,17 @@ def compile_order(order: ComputeOrder, graph: StageGraph) -> StepProgram:
         sources = compiled.sources[compiled.pointers[place] : compiled.pointers[place + 1]]
         slots[place] = max(slots[place], slots[sources].max(initial=0))
     by_slot = np.argsort(slots, kind="stable")
-    place = np.empty_like(by_slot)
-    place[by_slot] = np.arange(len(by_slot))
-    targets = np.repeat(np.arange(len(place)), np.diff(compiled.pointers))
+    place_of = np.empty_like(by_slot)
+    place_of[by_slot] = np.arange(len(by_slot))
+    targets = np.repeat(np.arange(len(place_of)), np.diff(compiled.pointers))
     pointers, sources = group_edges(
-        place[targets].astype(np.int32), place[compiled.sources].astype(np.int32), len(place)
+        place_of[targets].astype(np.int32),
+        place_of[compiled.sources].astype(np.int32),
+        len(place_of),
     )
 
     count = len(graph.layout.stages)
-    at = place[compiled.place]  # by node
+    at = place_of[compiled.place]  # by node
     row_N = np.empty(len(at), np.uint64)
     for (kind, task), node in nodes.items():
         row = (kind is ActionType.B) * count + task.stage

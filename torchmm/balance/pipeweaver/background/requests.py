@@ -1,4 +1,4 @@
-"""Requests to a planning process, as plain data."""
+"""Picklable requests to a planning process."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 @dataclass(frozen=True)
 class PlanningSetup:
-    """What stays the same during a run.
+    """Constants of a run.
 
     Attributes:
-        model: what actions cost on the run's device, where orders are searched with it; None: the
-            order is the schedule's, by FLOPs.
-        sizes: of messages, by module.
-        dtype: in which modules compute.
-        tuning: how plans choose what layers recompute; None: they do not.
+        layout: stages of the pipeline.
+        config: section of the recipe.
+        modules: encoders, LLM and generator, unsharded.
+        sharding: see `torchmm.planning.step.plan_step`.
+        model: cost model of the schedule search. None for static schedules, which use FLOPs.
+        sizes: message sizes by module.
+        dtype: dtype of the computation.
+        tuning: selection of the layers that recompute. If None, plans do not select layers.
         reduces_early: see `torchmm.planning.step.plan_step`.
-        planners: processes like this one on the machine: together they search on at most half of
+        planners: number of planning processes of the machine. Together they use at most half of
             its cores.
     """
 
@@ -50,7 +53,7 @@ class PlanningSetup:
 
     @property
     def workers(self) -> int:
-        """Threads that search."""
+        """Number of threads of a search."""
         return min(
             SearchConfig.of(self.config).workers,
             max(1, (os.cpu_count() or 1) // 2 // self.planners),
@@ -59,13 +62,13 @@ class PlanningSetup:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of earlier steps; empty: nothing was measured yet.
+    """Measured times of earlier steps. Empty before the first step.
 
     Attributes:
-        rates: milliseconds per FLOP, of all kinds of actions. Where nothing is searched: factors on
-            FLOPs, or none.
-        fits: what actions of a rank take, as far as that was measured.
-        between_ms: what messages take between two ranks, likewise.
+        rates: milliseconds per FLOP by module and action type. Static schedules use factors on
+            FLOPs instead.
+        fits: measured times of actions by module, action type and rank.
+        between_ms: measured times of messages between two ranks.
     """
 
     rates: Mapping[ActionKind, float] = field(default_factory=dict)
@@ -75,14 +78,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A step to be planned.
+    """A step to plan.
 
     Attributes:
-        step: its number.
-        microbatches: of this data-parallel rank.
-        measured: what to plan with.
-        seconds: to search in; None: as long as all evaluations take.
-        least_gain: share by which a searched order has to be faster than natural and static ones.
+        step: number of the step.
+        microbatches: sizes of the microbatches of this data-parallel rank.
+        measured: measured times to plan with.
+        seconds: time limit of the search. If None, only evaluations are limited.
+        least_gain: minimum relative gain of a searched order over natural and static orders.
     """
 
     step: int
@@ -93,5 +96,5 @@ class PlanRequest:
 
     @property
     def rates(self) -> Mapping[ActionKind, float]:
-        """Of actions."""
+        """See `Measured.rates`."""
         return self.measured.rates

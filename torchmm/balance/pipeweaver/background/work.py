@@ -49,28 +49,28 @@ SEARCHING_SHARE = 0.8
 
 
 class StepWork:
-    """What is needed to plan one step."""
+    """Tasks, costs and plans of one step. Most are computed when they are needed first."""
 
     def __init__(self, setup: PlanningSetup, request: PlanRequest) -> None:
         self.setup, self.request = setup, request
         self._begin_s = time.perf_counter()
         self.making_s = 0.0
-        """How long it took to make the last plan of an order."""
+        """Time of making the last plan of an order."""
 
     @property
     def elapsed_s(self) -> float:
-        """Since the request came."""
+        """Time since the request arrived."""
         return time.perf_counter() - self._begin_s
 
     @cached_property
     def graph(self) -> StageGraph:
-        """The step's tasks."""
+        """Tasks of the step."""
         setup = self.setup
         return step_graph(setup.layout, setup.config, self.request.microbatches, setup.sharding)
 
     @cached_property
     def costs(self) -> PlanCosts:
-        """What orders are searched with."""
+        """Costs of the schedule search."""
         setup = self.setup
         request = self.request
         assert setup.model is not None, "nothing is searched"
@@ -87,7 +87,7 @@ class StepWork:
 
     @cached_property
     def tuner(self) -> Tuner | None:
-        """Of the step's layers."""
+        """Selection of the layers that recompute, if layers are tuned."""
         setup = self.setup
         metas = self.request.microbatches
         if setup.tuning is None:
@@ -97,13 +97,13 @@ class StepWork:
         )
 
     def message_specs(self, graph: StageGraph) -> MessageSpecs:
-        """Of whole microbatches, whatever part of their tokens a rank has."""
+        """Return the tensors of messages with all tokens of a microbatch."""
         setup = self.setup
         metas = self.request.microbatches
         return message_specs(graph, setup.sizes, metas, setup.dtype) if setup.sizes else {}
 
     def numbers(self, step: StepOrder | None) -> Int32s:
-        """The plan of an order, checked; None: the schedule's.
+        """Return the encoded plan of an order, or of the schedule if None.
 
         Raises:
             PlanError: the schedule cannot run the step, or it does not fit into memory.
@@ -141,16 +141,18 @@ class StepWork:
 def plan_before_step(
     setup: PlanningSetup, request: PlanRequest, budget: Budget | None = None
 ) -> PlannedStep:
-    """The plan of a step that nobody has planned.
+    """Return the plan of a step that is not planned yet.
 
     Args:
-        budget: of a search; None: ranks wait, so nothing is tried but the natural order and those
-            of static planners, all of them with layers as they are, which takes a tenth of the
-            time; of Optimus the first coarse order that is not refused.
+        setup: constants of the run.
+        request: step to plan.
+        budget: limit of a search. If None, only natural and static orders are compared without
+            tuned layers, which takes a tenth of the time, because all ranks wait. Optimus uses the
+            first coarse order that fits.
 
     Raises:
-        PlanError: as of `plan_costed_step`.
-        ValueError: nothing fits into memory.
+        PlanError: see `plan_costed_step`.
+        ValueError: no order fits into memory.
     """
     work = StepWork(setup, request)
     if setup.model is None:

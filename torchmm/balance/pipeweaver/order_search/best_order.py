@@ -179,31 +179,6 @@ def search_within_memory(
     return StepSearch(graph, limited_like_separated(graph, costs), least_gain)
 
 
-def plan_searched(
-    graph: StageGraph,
-    costs: PlanCosts,
-    budget: Budget,
-    *,
-    seed: int = 0,
-    workers: int = 1,
-    least_gain: float = 0.0,
-) -> SearchedOrder:
-    """The best order that is found within a budget, which is the search's alone.
-
-    Args:
-        graph: of a training step.
-        costs: of the graph, with the memory limit.
-        seed, workers: see `search`.
-        least_gain: see `StepSearch`.
-
-    Raises:
-        ValueError: not even one microbatch at a time fits into memory.
-        SimulationError: a cost is missing or no number.
-    """
-    settings = Settings(seed, workers)
-    return StepSearch(graph, costs, least_gain).search(budget, settings)
-
-
 def _fitting_static(dispatcher: Dispatcher) -> list[tuple[str, ComputeOrder, OrderTime]]:
     """Static orders that fit; if needed, with fewer and fewer microbatches in flight."""
     fitting: list[tuple[str, ComputeOrder, OrderTime]] = []

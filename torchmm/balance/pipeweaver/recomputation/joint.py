@@ -109,11 +109,32 @@ class TunedSearch:
         return self._static
 
     def search(self, budget: Budget, settings: Settings, seen: Seen | None = None) -> SearchedOrder:
-        """The fastest tuned order; see `StepSearch.search`."""
-        run = _Run(self._tune, self.best(), seen)
+        """Return the fastest tuned order, see `StepSearch.search`."""
+        static = best = self.best()
+        evaluations, ended = 0, False
+
+        def goes_on(_ms: float, _make: Callable[[], SearchedOrder]) -> bool:
+            """Call `seen` with tuned orders only."""
+            nonlocal ended
+            shown = best
+            ended = seen is not None and not seen(shown.predicted_ms, lambda: shown)
+            return not ended
+
+        def search_level(step: StepSearch, part: float, own: Settings) -> SearchedOrder | None:
+            """Return the best order of a level after tuning, if it fits into memory."""
+            nonlocal best, evaluations
+            if ended:
+                return None
+            found = step.search(budget.part(part), own, goes_on)
+            evaluations += found.evaluations
+            tuned = self._tune(found)
+            if tuned is not None and tuned.predicted_ms < best.predicted_ms:
+                best = tuned
+            return tuned
+
         first: list[tuple[SearchedOrder, StepSearch]] = []
         for step in self._steps:
-            tuned = run.search(step, budget.part(FIRST_SHARE / len(self._steps)), settings)
+            tuned = search_level(step, FIRST_SHARE / len(self._steps), settings)
             if tuned is not None:
                 first.append((tuned, step))
         first.sort(key=lambda each: each[0].predicted_ms)
@@ -122,16 +143,14 @@ class TunedSearch:
             again = replace(settings, seed=settings.seed + 1, starts=[*settings.starts])
             if found.segments is not None:
                 again = replace(again, starts=[*settings.starts, found.segments])
-            run.search(step, budget.part((1 - FIRST_SHARE) / len(kept)), again)
-        static = self.best()
-        best = run.best
+            search_level(step, (1 - FIRST_SHARE) / len(kept), again)
         if best.predicted_ms * (1 + self._least_gain) > static.predicted_ms:
             best = static
         return replace(
             best,
             natural_ms=static.natural_ms,
             static_ms=static.static_ms,
-            evaluations=run.evaluations,
+            evaluations=evaluations,
         )
 
     def estimate_ms(self, budget: Budget, settings: Settings) -> float:
@@ -146,7 +165,7 @@ class TunedSearch:
         return inf if tuned is None else tuned.predicted_ms
 
     def _levels(self, count: int) -> list[PlanCosts]:
-        """Costs at each of some prices, from the fastest to the leanest; each once."""
+        """Return different costs at some prices of memory, from the fastest to the leanest."""
         found: dict[float, PlanCosts] = {}
         everything = self._at_price(inf)[1]
         for level in range(count + 1):
@@ -154,9 +173,17 @@ class TunedSearch:
             if saved in found:
                 continue
             costs = charged(self._costs, recompute, self._choices)
-            found[saved] = _with_room(costs, self._room(costs))
-            if level == 0 and _never_full(self._graph, found[saved]):
-                break
+            room = self._room(costs)
+            # The dispatcher counts neither messages nor temporary tensors.
+            static = costs.static_bytes or (0,) * len(room)
+            in_use = [a + b for a, b in zip(static, room, strict=True)]
+            found[saved] = replace(costs, static_bytes=tuple(in_use))
+            if level == 0:
+                for task in self._graph.tasks():
+                    in_use[self._graph.rank(task)] += costs.kept_bytes.get(task, 0)
+                limit_bytes = costs.memory_limit_bytes
+                if limit_bytes is None or max(in_use) <= limit_bytes:
+                    break  # Everything fits without recomputation.
         return list(found.values())
 
     def _room(self, costs: PlanCosts) -> list[int]:
@@ -223,77 +250,26 @@ class TunedSearch:
         return replace(best, natural_ms=times_ms[0], static_ms=times_ms[1])
 
     def _tune(self, found: SearchedOrder) -> SearchedOrder | None:
-        """An order with its time and memory when it is tuned; None if it does not fit then."""
+        """Return an order with its time and memory after tuning, or None if it does not fit."""
         key = found.order
-        if key not in self._tuned:
-            self._tuned[key] = self._retimed(found)
-        return self._tuned[key]
-
-    def _retimed(self, found: SearchedOrder) -> SearchedOrder | None:
+        if key in self._tuned:
+            return self._tuned[key]
         plan = lower_plan(found.order, self._graph, self._tuner.specs)
         if self._book is None:
-            self._book = RuleBook(plan)  # all orders have the same rules
+            self._book = RuleBook(plan)  # All orders have the same rules.
         try:
             tuned = self._tuner.tune(plan, self._book)
         except PlanError:
+            self._tuned[key] = None
             return None
         assert tuned.plan.recompute is not None
         costs = charged(self._costs, tuned.plan.recompute, self._choices)
         free = Dispatcher(self._graph, replace(costs, memory_limit_bytes=None))
         makespan_ms = time_order(free, found.order).makespan_ms
-        return replace(found, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
-
-
-class _Run:
-    """What the searches of all levels have come to.
-
-    Attributes:
-        best: the fastest tuned order.
-        evaluations: of all of them.
-    """
-
-    def __init__(
-        self,
-        tune: Callable[[SearchedOrder], SearchedOrder | None],
-        best: SearchedOrder,
-        seen: Seen | None,
-    ) -> None:
-        self._tune, self._seen = tune, seen
-        self._ended = False
-        self.best = best
-        self.evaluations = 0
-
-    def search(self, step: StepSearch, budget: Budget, settings: Settings) -> SearchedOrder | None:
-        """Searches a level; its best order, tuned, if that fits."""
-        if self._ended:
-            return None
-        found = step.search(budget, settings, self._goes_on)
-        self.evaluations += found.evaluations
-        tuned = self._tune(found)
-        if tuned is not None and tuned.predicted_ms < self.best.predicted_ms:
-            self.best = tuned
-        return tuned
-
-    def _goes_on(self, _ms: float, _make: Callable[[], SearchedOrder]) -> bool:
-        """Whoever follows the search sees tuned orders only."""
-        best = self.best
-        self._ended = self._seen is not None and not self._seen(best.predicted_ms, lambda: best)
-        return not self._ended
+        retimed = replace(found, predicted_ms=makespan_ms, peak_bytes=tuned.peak_bytes)
+        self._tuned[key] = retimed
+        return retimed
 
 
 def _is_static(found: SearchedOrder) -> bool:
     return found.segments is None
-
-
-def _never_full(graph: StageGraph, costs: PlanCosts) -> bool:
-    """Whether everything that tasks keep fits into memory together."""
-    kept = list(costs.static_bytes or (0,) * graph.layout.rank_count)
-    for task in graph.tasks():
-        kept[graph.rank(task)] += costs.kept_bytes.get(task, 0)
-    return costs.memory_limit_bytes is None or max(kept) <= costs.memory_limit_bytes
-
-
-def _with_room(costs: PlanCosts, room: Sequence[int]) -> PlanCosts:
-    """Costs with more bytes in use on every rank, which the dispatcher does not count."""
-    static = costs.static_bytes or (0,) * len(room)
-    return replace(costs, static_bytes=tuple(a + b for a, b in zip(static, room, strict=True)))

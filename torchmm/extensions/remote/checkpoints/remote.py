@@ -1,18 +1,17 @@
-"""Checkpoints at an address: how one gets there and back, and what stays.
+"""Checkpoints at an address: copies to and from it, and retention.
 
     ADDRESS/step-200-1f3a5c7e9b0d/
-      rank-00000.safetensors ...  the files of step-200, as they are
+      rank-00000.safetensors ...  the files of step-200, unchanged
       index.json, state.json
-      MANIFEST.json               put last: from here on the checkpoint counts
+      MANIFEST.json               written last: from then on the checkpoint is complete
 
-A folder's name ends with the first digits of the SHA-256 of what the manifest says. So no two
-checkpoints ever share a folder, whatever was put there halfway before, by this run or another one
-of its name, and an upload that was interrupted is begun again over its own files. Object stores
-rename nothing; what training does not go on from has its manifest renamed instead, which is a few
-kilobytes.
+The name of a folder ends with the first digits of the SHA-256 of the manifest. So two checkpoints
+never share a folder, regardless of interrupted uploads of this run or another one of its name, and
+an interrupted upload starts again over its own files. Object stores cannot rename. If a checkpoint
+is set aside, its manifest, a few kilobytes, is copied to another name instead.
 
-One process' view of it, without torch. Through the clients that also read data
-(`torchmm/extensions/remote/storage/clients.py`); a path of this machine is an address like others.
+This module is the view of one process, without torch. It uses the clients that also read data
+(`torchmm/extensions/remote/storage/clients.py`). A local path is an address like others.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _SET_ASIDE = "set-aside"
 _REQUEST_BYTES = 16 << 20
 
 Folders = dict[str, dict[str, int]]
-"""Objects of each folder, and their sizes in bytes."""
+"""Sizes in bytes of the objects of each folder."""
 
 
 class StoreError(CheckpointError):
-    """A store refuses, is full or does not answer; says nothing of the checkpoints in it."""
+    """A store rejects a request, is full or does not respond. Its checkpoints may be intact."""
 
 
 class RemoteCheckpoints:
@@ -55,10 +54,11 @@ class RemoteCheckpoints:
 
     Args:
         address: Folder of the checkpoints: `s3://bucket/runs/NAME`, `file:///PATH` or a path.
-        give_up_s: seconds after which a request that still fails is given up.
+        give_up_s: Time in seconds after which a failing request is not repeated.
+        logger: Logger of the run.
 
     Raises:
-        ConfigError: the library that reads it is not installed.
+        ConfigError: The library that reads the address is not installed.
         ValueError: It is a `file://` address of another host.
     """
 
@@ -77,12 +77,12 @@ class RemoteCheckpoints:
         return _committed(self._folders())
 
     def manifest(self, folder: str) -> tuple[bytes, dict[str, Any]]:
-        """The manifest of a checkpoint, as it is and read.
+        """Return the manifest of a checkpoint as bytes and as an object.
 
         Raises:
-            NewerFormatError: a newer version has written it.
-            StoreError: the store does not give it.
-            CheckpointError: it is missing, altered, or of another checkpoint.
+            NewerFormatError: A newer version wrote the manifest.
+            StoreError: The store does not respond.
+            CheckpointError: The manifest is missing, altered, or of another checkpoint.
         """
         name = f"{self.address}/{folder}/{MANIFEST_NAME}"
         with _store_errors():
@@ -97,16 +97,17 @@ class RemoteCheckpoints:
         return data, manifest
 
     def fetch(self, folder: str, entry: dict[str, Any], target: Path, present: Path) -> str | None:
-        """Copies a file of a checkpoint here; what is wrong with it, if anything is.
+        """Copy a file of a checkpoint from the store; return its problem, or None.
 
         Args:
-            entry: of the file in the manifest.
-            target: where to; not there yet.
-            present: may be the same file already, which is then not copied.
+            folder: Folder of the checkpoint.
+            entry: Entry of the file in the manifest.
+            target: Path to write.
+            present: Path that may have the same file, which is then linked.
 
         Raises:
-            StoreError: the store does not give it.
-            OSError: it cannot be written here.
+            StoreError: The store does not respond.
+            OSError: The file cannot be written.
         """
         if file_problem(present, entry) is None:
             with suppress(OSError):  # two file systems
@@ -131,11 +132,11 @@ class RemoteCheckpoints:
         return None if problem is None else f"{name}, as it came here: {problem}"
 
     def put(self, folder: str, file: Path) -> int:
-        """Copies a file of a checkpoint there, over what an earlier try left; its size in bytes.
+        """Copy a file of a checkpoint to the store, and return its size in bytes.
 
         Raises:
-            StoreError: the store does not take it.
-            OSError: it cannot be read.
+            StoreError: The store rejects the file.
+            OSError: The file cannot be read.
         """
         with _store_errors():
             self._client.write(self._object(folder, file.name), file)
@@ -185,18 +186,18 @@ class RemoteCheckpoints:
         return MANIFEST_NAME in there and self._is_whole(folder, there)
 
     def retain(self, keep: int, own: str, best: Collection[int] = ()) -> None:
-        """Removes checkpoints older than the `keep` newest that are whole, and what uploads left
-        that were not finished.
+        """Remove checkpoints older than the `keep` newest complete ones, and unfinished uploads.
 
-        Only what is there with the sizes of its manifest counts. What a newer version wrote
-        neither counts nor goes, nor does what was set aside.
+        A checkpoint is complete if all files have the sizes of its manifest. Checkpoints of newer
+        versions and checkpoints that were set aside are neither counted nor removed.
 
         Args:
-            own: folder that was committed last, whose files need not be compared.
-            best: steps of those that stay.
+            keep: Number of checkpoints to retain.
+            own: Folder that was committed last, whose files need not be compared.
+            best: Steps of further checkpoints to retain.
 
         Raises:
-            StoreError: the store does not do it; there may be too many then, never too few.
+            StoreError: The store rejects a request. Too many checkpoints may remain, never too few.
         """
         folders = self._folders()
         newest_first = _committed(folders)
@@ -220,13 +221,10 @@ class RemoteCheckpoints:
                 self.discard(folder, folders)
 
     def set_aside_after(self, step: int, but: str | None) -> None:
-        """Lets later checkpoints count no more, and others of this step; nothing of them is lost.
-
-        Args:
-            but: the folder of the checkpoint that training goes on from.
+        """Rename the manifests of this step and later steps, except in folder `but`.
 
         Raises:
-            StoreError: the store does not do it.
+            StoreError: The store rejects a request.
         """
         for folder in self.committed():
             if step_of_folder(folder) < step or folder == but:
@@ -246,7 +244,7 @@ class RemoteCheckpoints:
             )
 
     def discard(self, folder: str, folders: Folders | None = None) -> None:
-        """Removes all objects of a folder, the manifest first; raises StoreError."""
+        """Remove all objects of a folder, the manifest first. May raise StoreError."""
         names = (self._folders() if folders is None else folders).get(folder, {})
         with _store_errors():
             for name in sorted(names, key=lambda name: name != MANIFEST_NAME):

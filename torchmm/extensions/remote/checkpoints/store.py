@@ -1,19 +1,29 @@
-"""Copies of checkpoints at addresses; see `CheckpointStore`."""
+"""The entry of "checkpoint_stores": checkpoints of a run at an address, as all ranks use them.
+
+A checkpoint is fetched to every node that needs it. The ranks that see the same directory divide
+the files. A directory is renamed to "step-N" when all of its bytes match the manifest, so a fetched
+checkpoint is like any other. Rejected: loading tensors directly from the store, which would find
+damage in the middle of loading, and only on the ranks that read the damaged part.
+"""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
+from uuid import uuid4
 
-from torchmm.extensions.remote.checkpoints.fetch import fetch_checkpoint
-from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints
+from torchmm.common.errors import CheckpointError
+from torchmm.common.files import sync_directory, write_synced
+from torchmm.extensions.remote.checkpoints.remote import RemoteCheckpoints, StoreError
 from torchmm.extensions.remote.checkpoints.upload import UPLOAD_TIMEOUT_S, BackgroundUploads
 from torchmm.extensions.remote.section import StorageConfig
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.data_section import DataConfig
 from torchmm.training.checkpoint.directory import CheckpointDirectory
 from torchmm.training.checkpoint.figures import SaveMeter
+from torchmm.training.checkpoint.manifest import MANIFEST_NAME, NewerFormatError
 from torchmm.training.checkpoint.site import Site
 
 
@@ -26,8 +36,49 @@ class StoredCheckpoints(RemoteCheckpoints):
     def fetch_checkpoint(
         self, folder: str, directory: CheckpointDirectory, site: Site, group: SideGroup
     ) -> tuple[Path, list[str]]:
-        """Copy a checkpoint into the directory of every site; see `CheckpointStore`."""
-        return fetch_checkpoint(self, folder, directory, site, group)
+        """Copy a checkpoint into the directory of every site; see `CheckpointStore`.
+
+        All ranks return or raise the same.
+
+        Raises:
+            NewerFormatError: A newer version wrote the checkpoint.
+            CheckpointError: The store does not respond, or the disk is full.
+        """
+        try:
+            data, manifest = group.on_rank_0(lambda: self.manifest(folder))
+        except (NewerFormatError, StoreError):
+            raise
+        except CheckpointError as error:
+            return directory.path, [str(error)]
+        final = directory.path / f"step-{manifest['step']}"
+        temporary = final.with_name(group.on_rank_0(lambda: f"{final.name}.tmp-{uuid4().hex}"))
+        site.on_leaders(temporary.mkdir)
+
+        failure: str | None = None
+        problems: list[str] = []
+        try:
+            for name in sorted(manifest["files"])[site.rank :: site.size]:
+                entry = manifest["files"][name]
+                problem = self.fetch(folder, entry, temporary / name, final / name)
+                problems += [] if problem is None else [problem]
+        except (StoreError, OSError) as error:
+            failure = str(error)
+        of_ranks = group.gather((problems, failure))
+        failure = next((error for _, error in of_ranks if error is not None), None)
+        problems = sorted({problem for found, _ in of_ranks for problem in found})
+        if failure is not None or problems:
+            site.on_leaders(lambda: shutil.rmtree(temporary, ignore_errors=True))
+            if failure is not None:
+                raise CheckpointError(f"cannot fetch {self.address}/{folder}: {failure}")
+            return final, problems
+
+        def commit() -> None:
+            write_synced(temporary / MANIFEST_NAME, data)
+            sync_directory(temporary)
+            directory.replace(temporary)
+
+        site.on_leaders(commit)
+        return final, []
 
     def start_uploads(
         self, keep: int, best: Callable[[], Collection[int]], meter: SaveMeter

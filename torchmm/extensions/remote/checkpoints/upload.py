@@ -1,13 +1,13 @@
-"""Copies committed checkpoints to a store while training goes on, and tells how that went.
+"""Copies committed checkpoints to a store while training continues, and reports failures.
 
-Every rank puts files that are on its node, then rank 0 the manifest: readers see all or nothing.
-One checkpoint is copied at a time. What is saved meanwhile is not copied unless it is the last:
-where a store is slower than checkpoints come, every second or third gets there, and the newest
-when training ends. A copy that fails is told and counted, and training goes on: it has what is on
-its disks. All that ranks say to each other here goes over a group of its own, as with saves.
+Every rank copies files of its node, then rank 0 the manifest, so readers see a complete copy or
+none. One checkpoint is copied at a time. Checkpoints that are saved meanwhile are skipped, except
+the last one: a slow store receives every second or third checkpoint, and the newest at the end of
+training. A failed copy is logged and counted, and training continues with its local checkpoints.
+Ranks communicate over a separate group, as for saves.
 
-Rejected: rank 0 copies everything, over the link of one node and only what it can see; one thread
-for saves and copies, in which the next save would wait for a slow store.
+Rejected: copies by rank 0 alone, over the link of one node and only of the files that it sees; one
+thread for saves and copies, in which the next save would wait for a slow store.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from torchmm.training.checkpoint.manifest import MANIFEST_NAME, parse_manifest
 from torchmm.training.checkpoint.storage import file_of
 
 UPLOAD_TIMEOUT_S = 86_400.0
-"""A rank may wait this long for the slowest copy of a file; a lost peer ends that at once."""
+"""Time that a rank may wait for the slowest copy of a file. A lost peer ends the wait."""
 
 
 class BackgroundUploads:
-    """The copies of one run's checkpoints. Methods are called by all ranks in the same order.
+    """The copies of the checkpoints of one run. All ranks call all methods in the same order.
 
     Args:
-        keep: checkpoints to keep in the store.
-        best: steps of those to keep besides.
-        group: side group for the copies alone.
+        remote: Store.
+        keep: Number of checkpoints to retain in the store.
+        best: Function that returns the steps of further checkpoints to retain.
+        group: Side group for copies alone.
+        meter: Receives durations and sizes.
+        logger: Logger of the run.
     """
 
     def __init__(
@@ -59,18 +62,19 @@ class BackgroundUploads:
         self._tried: Path | None = None
         self._failed = 0
         self.complaint = ""
-        """Which checkpoint is not in the store though it should be, and why; empty: none."""
+        """Checkpoint that could not be copied, and the reason; empty if there is none."""
 
     @property
     def in_use(self) -> Path | None:
-        """The checkpoint that is being copied, as far as this rank knows."""
+        """Checkpoint that is being copied, as far as this rank knows."""
         return self._tried if self._thread is not None and self._thread.is_alive() else None
 
     def committed(self, path: Path, now: bool) -> None:
-        """Tells of a new checkpoint.
+        """Register a new checkpoint.
 
         Args:
-            now: nothing is being copied on any rank, and this is to be.
+            path: The checkpoint.
+            now: Whether to copy it now. True only if no rank is copying.
         """
         self._newest = path
         if now:
@@ -82,21 +86,26 @@ class BackgroundUploads:
         The last run may have ended before the copy was complete. A folder counts if its manifest
         is intact and its files have their sizes: a name alone proves nothing.
         """
-        folder = self._group.on_rank_0(lambda: folder_of(_manifest(path)))
+        file = path / MANIFEST_NAME
+
+        def find_folder() -> str:
+            return folder_of(parse_manifest(file.read_bytes(), str(file)))
+
+        folder = self._group.on_rank_0(find_folder)
         if self._group.on_rank_0(lambda: self._remote.is_committed(folder)):
             self._newest = self._tried = path
         else:
             self.committed(path, now=True)
 
     def finish(self) -> None:
-        """Waits for what is being copied, then copies the newest, if that was passed over."""
+        """Wait for the current copy, then copy the newest checkpoint if that was skipped."""
         self.wait()
         if self._newest is not None and self._newest != self._tried:
             self._start(self._newest)
         self.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until nothing is being copied any more."""
+        """Wait for the current copy."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -111,7 +120,7 @@ class BackgroundUploads:
         size_bytes = 0
         try:
             size_bytes, problem = self._copy(path)
-        except Exception as error:  # counted below: a copy that fails ends no run
+        except Exception as error:  # counted below: a failed copy does not end the run
             problem = "a rank was lost" if is_peer_trouble(error) else _in_one_line(error)
         took_s = time.perf_counter() - began_s
         if problem is None:
@@ -133,16 +142,30 @@ class BackgroundUploads:
             )
 
     def _copy(self, path: Path) -> tuple[int, str | None]:
-        """Bytes of all ranks, and why it failed; collective."""
-        data = self._group.on_rank_0(lambda: _read(path))
+        """Copy a checkpoint; return the bytes of all ranks, and why it failed. Collective."""
+        file = path / MANIFEST_NAME
+
+        def read() -> bytes | str:
+            try:
+                return file.read_bytes()
+            except OSError as error:
+                return f"{file}: {error.strerror}"
+
+        data = self._group.on_rank_0(read)
         if isinstance(data, str):
             return 0, data
-        manifest = parse_manifest(data, str(path / MANIFEST_NAME))
+        manifest = parse_manifest(data, str(file))
         folder = folder_of(manifest)
         names = sorted(manifest["files"])
         here = [name for name in names if (path / name).is_file()]
         parts = share(names, self._group.gather(here))
-        sent_bytes, problem = self._put(folder, path, parts[self._group.rank])
+        sent_bytes = 0
+        problem: str | None = None
+        try:
+            for name in parts[self._group.rank]:
+                sent_bytes += self._remote.put(folder, path / name)
+        except Exception as error:  # counted by `_run`, on all ranks, so that no rank waits
+            problem = _in_one_line(error)
         outcomes = self._group.gather((sent_bytes, problem))
         problems = [f"rank {r}: {found}" for r, (_, found) in enumerate(outcomes) if found]
         missing = sorted(set(names) - {name for part in parts for name in part})
@@ -151,17 +174,8 @@ class BackgroundUploads:
         problem = self._group.on_rank_0(lambda: self._commit(folder, data, problems))
         return sum(sent for sent, _ in outcomes), problem
 
-    def _put(self, folder: str, path: Path, names: Sequence[str]) -> tuple[int, str | None]:
-        sent_bytes = 0
-        try:
-            for name in names:
-                sent_bytes += self._remote.put(folder, path / name)
-        except Exception as error:  # counted by `_run`, on all ranks: nobody may wait for this one
-            return sent_bytes, _in_one_line(error)
-        return sent_bytes, None
-
     def _commit(self, folder: str, data: bytes, problems: list[str]) -> str | None:
-        """Rank 0, when all ranks are through; why there is no copy."""
+        """Commit a copy on rank 0 after all ranks; return why there is no copy."""
         try:
             if problems:
                 self._remote.discard(folder)
@@ -178,11 +192,11 @@ class BackgroundUploads:
 
 
 def share(names: Sequence[str], here: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Which files each rank copies: its own where they are, the others in turn.
+    """Return the files that each rank copies: its own file, and the others in turn.
 
     Args:
-        names: of all files.
-        here: by rank, those that are on its node.
+        names: Names of all files.
+        here: Names of the files on the node of each rank.
     """
     held = [set(found) for found in here]
     parts: list[list[str]] = [[] for _ in here]
@@ -192,18 +206,6 @@ def share(names: Sequence[str], here: Sequence[Sequence[str]]) -> list[list[str]
         if ranks:
             parts[own[0] if own else ranks[number % len(ranks)]].append(name)
     return parts
-
-
-def _manifest(path: Path) -> dict:
-    return parse_manifest((path / MANIFEST_NAME).read_bytes(), str(path / MANIFEST_NAME))
-
-
-def _read(path: Path) -> bytes | str:
-    """The manifest of a checkpoint here, or why it cannot be read."""
-    try:
-        return (path / MANIFEST_NAME).read_bytes()
-    except OSError as error:
-        return f"{path / MANIFEST_NAME}: {error.strerror}"
 
 
 def _in_one_line(error: Exception) -> str:

@@ -117,7 +117,10 @@ class _Expected:
         for name, tensor in expected.tensors.items():
             shape = list(tensor.shape)
             if name == PIXELS:
-                shape[0] = self._pixel_rows(part)
+                inputs = self._form.generator if part == GENERATOR else self._form.encoders[part]
+                assert inputs is not None
+                rows, held = inputs.pixel_rows, inputs.held
+                shape[0] = sum(rows if held is None else (rows[image] for image in held))
             found = message.tensors[name]
             _require_equal(f"{where}dtype of {name}", str(found.dtype), str(tensor.dtype))
             _require_equal(f"{where}shape of {name}", list(found.shape), shape)
@@ -134,24 +137,15 @@ class _Expected:
         microbatch = self._decoder.rebuild(self._packs, self._images, found, corrupt)
         for part, message in _messages_by_part(microbatch).items():
             self._compare(part, message)
-        self._add_pixels(microbatch)
+        for name, inputs in microbatch.encoders.items():
+            inputs.pixels = self._parts[name].tensors[PIXELS]
+        if microbatch.generator is not None:
+            microbatch.generator.patches_PV = self._parts[GENERATOR].tensors[PIXELS]
         step.microbatches.append(microbatch)
         step.corrupt |= corrupt
-        step.decoded_images += _count(
-            "decoded_images", counts["decoded_images"], self._most_images()
-        )
+        images = self._form.meta.image_count + len(self._form.meta.generated)
+        step.decoded_images += _count("decoded_images", counts["decoded_images"], images)
         step.read_bytes += _count("read_bytes", counts["read_bytes"], 1 << 62)
-
-    def _pixel_rows(self, part: str) -> int:
-        inputs = self._form.generator if part == GENERATOR else self._form.encoders[part]
-        assert inputs is not None
-        rows = inputs.pixel_rows
-        return sum(rows if inputs.held is None else (rows[image] for image in inputs.held))
-
-    def _most_images(self) -> int:
-        """Return the number of images and drawings of the microbatch."""
-        meta = self._form.meta
-        return meta.image_count + len(meta.generated)
 
     def _read_corrupt(self, values: Any) -> dict[str, str]:
         """Return reasons by name of a sample."""
@@ -205,7 +199,7 @@ class _Expected:
         """Check ids against the vocabulary, and targets against ids."""
         size = self._decoder.reader.text_spec.vocab_size
         ids_T = found.input_ids_T
-        if not _is_within(ids_T, size):
+        if not ((ids_T >= 0) & (ids_T < size)).all():
             raise ValueError(f"part '': input_ids_T is outside of the {size} ids of the vocabulary")
         next_T = torch.cat([ids_T[1:], ids_T.new_full([1], IGNORE_TARGET)])
         next_T[torch.tensor(self._form.cu_seqlens[1:]) - 1] = IGNORE_TARGET
@@ -264,12 +258,6 @@ class _Expected:
             if name != PIXELS and not torch.equal(found.tensors[name], tensor):
                 raise ValueError(f"part {part!r}: {name} differs from the requested samples")
 
-    def _add_pixels(self, microbatch: Microbatch) -> None:
-        for name, inputs in microbatch.encoders.items():
-            inputs.pixels = self._parts[name].tensors[PIXELS]
-        if microbatch.generator is not None:
-            microbatch.generator.patches_PV = self._parts[GENERATOR].tensors[PIXELS]
-
 
 def _messages_by_part(microbatch: Microbatch) -> dict[str, Message]:
     return {m.values["part"]: m for m in messages_of(DecodedStep([microbatch], {}))}
@@ -321,10 +309,6 @@ def _zeros(values: Any) -> Any:
     if isinstance(values, list):
         return [_zeros(each) for each in values]
     return 0 if type(values) is int else values
-
-
-def _is_within(values_T: Tensor, size: int) -> bool:
-    return bool(((values_T >= 0) & (values_T < size)).all())
 
 
 def _require_inside(name: str, positions_K: Tensor, firsts: np.ndarray, stops: np.ndarray) -> None:

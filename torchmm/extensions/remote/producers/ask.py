@@ -105,7 +105,8 @@ class Asking:
                         self._choice.leave_out(address, describe(error))
                     elif _info(error) != BUSY:
                         self._choice.failed(address)
-                    if _is_final(error):
+                    refused = isinstance(error, flight.FlightUnauthenticatedError)
+                    if refused or _info(error) in (REFUSED, TOO_LARGE):  # by every producer
                         raise DataError(self._explain(address, error)) from error
                     if isinstance(error, OtherDataError):
                         others.add(address)
@@ -179,20 +180,16 @@ class RemoteDecoder(Dataset[DecodedStep]):
         """The prepared step, or one with a `failure` and no microbatches."""
         names = names_of(microbatches)
         most_bytes = self._asking.most_bytes
+        # Ranks begin with different producers, and so do the steps of a rank. Workers take turns.
+        worker = get_worker_info()
+        self._asked += 1
+        turn = self._asked if worker is None else self._asked * worker.num_workers + worker.id
         request = pack_request(Request(self._fingerprint, names, self._reads, most_bytes))
         try:
-            step = self._asking.ask(self._next_turn(), partial(self._get, request, microbatches))
+            step = self._asking.ask(self._rank + turn, partial(self._get, request, microbatches))
         except DataError as error:  # a traceback of the worker would hide what it says
             return DecodedStep([], {}, str(error))
         return with_noise(self._decoder.drawings, step, microbatches)
-
-    def _next_turn(self) -> int:
-        """Number of the step, from the start of this run, beginning elsewhere on every rank."""
-        worker = get_worker_info()
-        self._asked += 1
-        if worker is None:
-            return self._rank + self._asked
-        return self._rank + self._asked * worker.num_workers + worker.id  # they take turns
 
     def _get(
         self,
@@ -215,12 +212,6 @@ def _messages(stream: flight.FlightStreamReader) -> Iterator[Message]:
         except StopIteration:
             return
         yield from_arrow(chunk)
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether another try, or another producer, does not help."""
-    unknown = isinstance(error, flight.FlightUnauthenticatedError)
-    return unknown or _info(error) in (REFUSED, TOO_LARGE)
 
 
 def _info(error: Exception) -> bytes:

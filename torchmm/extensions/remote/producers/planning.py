@@ -152,13 +152,12 @@ class Plans:
         decoder = self._samples[held_out].decoder
         if kind == "references":
             return list(decoder.references(feed, index))
-        return [_png(image) for image in decoder.images(feed, index)]
-
-
-def _png(image: Image.Image) -> str:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")
-    return base64.b64encode(stream.getvalue()).decode()
+        files = []
+        for image in decoder.images(feed, index):
+            stream = io.BytesIO()
+            image.save(stream, "PNG")
+            files.append(base64.b64encode(stream.getvalue()).decode())
+        return files
 
 
 class ProducersPlans:

@@ -168,17 +168,15 @@ class Registry(Server):
                 return
             if known is None:
                 self._forget(now_s)
-                self._check_room(host)
+                own = sum(each.host == host for each in self._last.values())
+                if own >= MAX_PRODUCERS_PER_HOST:
+                    text = f"{host} has {own} producers; at most {MAX_PRODUCERS_PER_HOST}"
+                    raise ValueError(text)
+                if len(self._last) >= MOST_PRODUCERS:
+                    text = f"there are {len(self._last)} producers; at most {MOST_PRODUCERS}"
+                    raise ValueError(text)
                 logger.info("producer %s with %d workers", said.address, said.workers)
             self._last[said.address] = _Known(now_s, host, said)
-
-    def _check_room(self, host: str) -> None:
-        """Raise ValueError if no further address can be registered. Known ones are not affected."""
-        own = sum(each.host == host for each in self._last.values())
-        if own >= MAX_PRODUCERS_PER_HOST:
-            raise ValueError(f"{host} has {own} producers; at most {MAX_PRODUCERS_PER_HOST}")
-        if len(self._last) >= MOST_PRODUCERS:
-            raise ValueError(f"there are {len(self._last)} producers; at most {MOST_PRODUCERS}")
 
 
 @contextmanager

@@ -1,17 +1,21 @@
-"""What was read from elsewhere, kept on this machine's disk: bounded, checked, shared by processes.
+"""The cache of remote data on the local disk: bounded, checked, and shared by all processes.
 
-An entry is a file: its content, then the content's 16-byte checksum (xxh3), compared at every
-reading; so a damaged disk, or a file cut off by a crash, costs another request and never a wrong
-sample. Entries are written beside their place and renamed, so any number of processes may read and
-write without locks: racing ones write the same bytes. When the directory is full, the entries that
-were not used for longest go first; one process at a time removes them, for all. A process writes
-at most a 32nd of the limit before it looks how full the directory is: so much may it be passed by.
+    cache = BlockCache(directory, limit_bytes)
+    cache.put(entry_name(file, block), content)
+    cache.get(entry_name(file, block))
 
-Checksums of what a store has sent stay when entries go (`Sums`): a store that sends other bytes for
-the same version of an object than before is found out.
+An entry is a file of the content and its 16-byte checksum (xxh3), which is compared at each read.
+So a damaged disk, or a file that a crash cut off, costs another request and never a wrong sample.
+Entries are written under another name and renamed, so any number of processes read and write
+without locks; processes that race write the same bytes. When the directory is full, one process
+removes the entries that were used longest ago. A process that has an entry mapped keeps its bytes.
+A process writes at most 1/32 of the limit before it looks how full the directory is, so the limit
+is exceeded by at most that much per process.
 
-Rejected: fsspec's caches, which are bounded by nothing or by memory, and check nothing; one sparse
-file per object, which does without renaming but can only be removed as a whole.
+Checksums of received blocks stay when entries are removed (`Sums`). They show whether a store sends
+other bytes for the same version of an object.
+
+The caches of fsspec do not fit: none is bounded on disk, and none checks its content.
 """
 
 from __future__ import annotations
@@ -21,8 +25,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -129,60 +132,54 @@ class BlockCache:
             path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Removes what was not used for longest, unless another process is doing that."""
+        """Remove the entries that were used longest ago, unless another process does so now."""
         with self._sweeping.open("rb") as lock:
+            found: list[tuple[float, int, str]] = []
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = sorted(self._sizes())
+                for folder in os.scandir(self._entries):
+                    for entry in os.scandir(
+                        folder.path
+                    ):  # with partial entries of killed processes
+                        with suppress(FileNotFoundError):
+                            stat = entry.stat()
+                            found.append((stat.st_mtime, stat.st_size, entry.path))
             except OSError:
                 return
             total = sum(size for _, size, _ in found)
             if total <= self.limit_bytes:
                 return
-            for _, size, path in found:
+            for _, size, path in sorted(found):
                 if total <= SWEPT_TO * self.limit_bytes:
                     break
                 with suppress(OSError):
                     Path(path).unlink()
                 total -= size
 
-    def _sizes(self) -> Iterator[tuple[float, int, str]]:
-        """Last use, size and path of every entry, unfinished ones of killed processes too."""
-        for folder in os.scandir(self._entries):
-            for entry in os.scandir(folder.path):
-                with suppress(FileNotFoundError):
-                    stat = entry.stat()
-                    yield stat.st_mtime, stat.st_size, entry.path
-
 
 class Sums:
-    """Checksums of an object's blocks as they first came.
+    """Checksums of the blocks of an object, as they were first received.
 
     Args:
-        path: the file that keeps them.
+        path: File of the checksums.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def differs(self, block: int, content: memoryview) -> bool:
-        """Whether a block is not what it was; a block that comes for the first time is noted."""
+        """Return True if a block has changed. Store the checksum of a block that is new."""
         own = checksum(content)
         try:
-            with self._opened() as descriptor:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
                 known = os.pread(descriptor, SUM_BYTES, block * SUM_BYTES)
                 if len(known) == SUM_BYTES and any(known):
                     return known != own
                 os.pwrite(descriptor, own, block * SUM_BYTES)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             logger.warning("cannot note a checksum in %s: %s", self._path, error.strerror)
         return False
-
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)

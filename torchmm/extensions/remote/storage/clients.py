@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
@@ -88,20 +88,6 @@ class ReplacedError(DataError):
     """An object is not the one any more that it was when the source was opened."""
 
 
-class _Store(Protocol):
-    """One library's way to a store; errors are its own."""
-
-    def stat(self, path: str) -> Found: ...
-
-    def list(self, path: str) -> Iterator[Found]: ...
-
-    def read(self, path: str, start: int, end: int, version: str) -> bytes: ...
-
-    def write(self, path: str, content: bytes | Path) -> None: ...
-
-    def remove(self, path: str) -> None: ...
-
-
 class StoreClient:
     """Asks one store (a bucket, a host). Not shared between processes.
 
@@ -119,8 +105,11 @@ class StoreClient:
         self._give_up_s = give_up_s
         self._key = key
         self._scheme = split_address(root).scheme
-        make = _ObjectStore if self._scheme in BUCKETS else _Filesystem
-        self._store: _Store = make(root, give_up_s)
+        self._store: _ObjectStore | _Filesystem
+        if self._scheme in BUCKETS:
+            self._store = _ObjectStore(root, give_up_s)
+        else:
+            self._store = _Filesystem(root)
         self._random = random.Random()
         self.bytes_read = 0
         """Received so far."""
@@ -299,7 +288,7 @@ def _of_object(meta: Any) -> Found:
 class _Filesystem:
     """Anything else that fsspec opens."""
 
-    def __init__(self, root: str, give_up_s: float) -> None:
+    def __init__(self, root: str) -> None:
         address = split_address(root)
         if (address.scheme in LOCAL and root != THIS_MACHINE) or "::" in root:
             raise ConfigError(f"{root}: write files of this machine as plain paths")

@@ -1,8 +1,12 @@
 """The file system of addresses, which reads blocks through a cache on the local disk.
 
-A file is the version of an object when it was listed. All reads fetch blocks, which stay in the
-cache (`block_cache.py`). Adjacent blocks share a request, and sequential reads fetch more blocks
-ahead. Worker processes receive a copy without connections.
+A file is the version of an object when it was listed. All reads fetch blocks of 256 KiB, which stay
+in the cache (`block_cache.py`). Adjacent blocks share a request, and sequential reads fetch more
+blocks ahead. Worker processes receive a copy without connections.
+
+Why blocks and not shards: the sample order is global and is the same for any number of hosts. So
+each host reads a random part of every shard, and a sample costs the blocks that it is in. With a
+cache of shards, each host would download every shard, and before the first step one per sample.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ from torchmm.data.files.remote import RemoteFile
 from torchmm.extensions.remote.section import StorageConfig
 from torchmm.extensions.remote.storage.block_cache import BlockCache, Sums, entry_name
 from torchmm.extensions.remote.storage.clients import (
-    Found,
     MissingError,
     ReplacedError,
     StoreClient,
@@ -81,40 +84,32 @@ class Storage:
         return RemoteFile(address, found.size, found.version, self)
 
     def list(self, address: str) -> list[RemoteFile]:
-        """Files at, below, or matching an address, by name, without hidden ones.
-
-        Raises:
-            DataError: the store refuses, or does not answer.
-        """
+        """Return the files at, below or matching an address; see `FileSystem.list`."""
         folder = split_address(fixed_part(address))
         pattern = split_address(address).path if is_pattern(address) else None
         if pattern is None and folder.path and (one := self.find(address)) is not None:
             return [one]
         files = []
-        for found in self.client(address).list(folder.path):
+        client = self.client(address)
+        for found in client.list(folder.path):
             inside = posixpath.relpath(found.path, folder.path or ".")
             hidden = any(part.startswith(".") for part in inside.split("/"))
             if not hidden and (pattern is None or _matches(found.path, pattern)):
-                files.append(self._file(folder.root, found))
+                address = f"{folder.root}/{found.path}"
+                files.append(RemoteFile(address, found.size, found.version, self))
         return files
 
-    def _file(self, root: str, found: Found) -> RemoteFile:
-        return RemoteFile(f"{root}/{found.path}", found.size, found.version, self)
-
-    def read(
-        self, file: RemoteFile, start: int, end: int, ahead: int = 0, keep: bool = True
-    ) -> bytes:
-        """Bytes [start, end) of a file, at most to its end.
+    def read(self, file: RemoteFile, start: int, end: int, keep: bool = True) -> bytes:
+        """Return the bytes [start, end) of a file, or fewer at its end.
 
         Args:
-            file: what to read.
-            start: first byte.
-            end: behind the last.
-            ahead: so many bytes are fetched into the cache beside those, if any is missing.
-            keep: whether blocks go into the cache.
+            file: File of this file system.
+            start: First byte.
+            end: Byte after the last one.
+            keep: Whether to store the blocks in the cache.
 
         Raises:
-            DataError: the store refuses, does not answer, or sends wrong bytes.
+            DataError: The store rejects a request, does not respond, or sends wrong bytes.
         """
         end = min(end, file.size)
         if start >= end:
@@ -130,8 +125,7 @@ class Storage:
             if kept is not None:
                 found[number] = kept
             else:
-                last = -(-min(blocks.stop * BLOCK_BYTES + ahead, file.size) // BLOCK_BYTES)
-                found |= self._fetch(file, number, last, keep)
+                found |= self._fetch(file, number, blocks.stop, keep)
         whole = b"".join(found[number] for number in blocks)
         first = blocks.start * BLOCK_BYTES
         return whole[start - first : end - first]
@@ -213,17 +207,17 @@ def open_storage(data: DataConfig) -> Storage:
 
 
 class _Stream(io.RawIOBase):
-    """Reads a file by ranges; farther ahead, the longer it is read in order."""
+    """Reads a file by ranges. The longer it is read sequentially, the more is fetched ahead."""
 
     def __init__(self, storage: Storage, file: RemoteFile, keep: bool) -> None:
         self._storage = storage
         self._file = file
-        self._keep = keep and bool(storage.cache.limit_bytes)
+        self._keep = keep
         self._at = 0
         self._expected = 0
         self._ahead = 0
         self._held: tuple[int, bytes] = (0, b"")
-        """Place and content of what was fetched last, where it does not stay in the cache."""
+        """Offset and content of the bytes that were fetched last."""
 
     def readable(self) -> bool:
         return True
@@ -240,31 +234,22 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        wanted = len(buffer)
-        end = self._at + wanted
-        if wanted <= BUFFER_BYTES:  # never one block more because a buffer is to be filled
-            end = min(end, (self._at // BLOCK_BYTES + 1) * BLOCK_BYTES)
-        data = self._read(self._at, min(end, self._file.size))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def _read(self, start: int, end: int) -> bytes:
-        if start >= end:
-            return b""
+        start = self._at
+        end = start + len(buffer)
+        if len(buffer) <= BUFFER_BYTES:  # never fetch one more block to fill a buffer
+            end = min(end, (start // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        end = max(start, min(end, self._file.size))
         held_from, held = self._held
-        if held_from <= start and end <= held_from + len(held):
-            return held[start - held_from : end - held_from]
-        in_order = start == self._expected and start > 0
-        self._ahead = min(max(2 * self._ahead, BLOCK_BYTES), REQUEST_BYTES) if in_order else 0
-        self._expected = end
-        storage = self._storage
-        if self._keep:
-            return storage.read(self._file, start, end, self._ahead)
-        fetched_to = min(max(end, start + self._ahead), self._file.size)
-        self._held = start, storage.read(self._file, start, fetched_to, keep=False)
-        self._expected = fetched_to
-        return self._held[1][: end - start]
+        if start < held_from or end > held_from + len(held):
+            is_sequential = start == self._expected and start > 0
+            self._ahead = min(max(2 * self._ahead, BLOCK_BYTES), REQUEST_BYTES)
+            self._ahead = self._ahead if is_sequential else 0
+            self._expected = min(max(end, start + self._ahead), self._file.size)
+            held = self._storage.read(self._file, start, self._expected, self._keep)
+            held_from, self._held = start, (start, held)
+        buffer[: end - start] = held[start - held_from : end - held_from]
+        self._at = end
+        return end - start
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -69,6 +69,8 @@ class EncoderFamily:
     replaced_processor: str = ""
     """Class in its files that `processor_class` stands for, if Hugging Face has it with torchvision
     alone."""
+    crops = True
+    """Whether the image processor crops images to a square; otherwise it resizes them to one."""
     tiling: Tiling | None = None
     """How image processors in its files cut pictures, if that is what it was made for."""
     renames: tuple[tuple[str, str], ...] = ()
@@ -139,8 +141,9 @@ class EncoderFamily:
         return None
 
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
-        """Hidden states before the first layer: (N, S, D)."""
-        return tower.pre_layrnorm(tower.embeddings(inputs.pixels))
+        """Return the hidden states before the first layer: (N, S, D)."""
+        hidden_NSD = tower.embeddings(inputs.pixels)
+        return tower.pre_layrnorm(hidden_NSD) if "pre_layrnorm" in self.pre else hidden_NSD
 
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
@@ -175,9 +178,12 @@ class EncoderFamily:
         return 1
 
     def processor(self, config: Any) -> dict[str, Any]:
-        """Settings of the image processor that follow from the config."""
+        """Return the settings of the image processor that follow from the config."""
         size = side(config.image_size)
-        return {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
+        square = {"height": size, "width": size}
+        if self.crops:
+            return {"size": {"shortest_edge": size}, "crop_size": square}
+        return {"size": square}
 
     def known_processor(self, name: str) -> str:
         """The image processor that stands for one that files name."""

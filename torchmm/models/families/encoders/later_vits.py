@@ -41,6 +41,7 @@ class Dinov3Family(EncoderFamily):
     # Hugging Face has no DINOv3ViTImageProcessor without torchvision; it resizes before it rounds.
     processor_class = "ViTImageProcessor"
     replaced_processor = "DINOv3ViTImageProcessor"
+    crops = False
     layers = "model.layer"
     pre = ("embeddings",)
     patch_embedding = "embeddings.patch_embeddings"
@@ -77,9 +78,6 @@ class Dinov3Family(EncoderFamily):
         like = torch.empty((1, 0, rows * size, columns * size), device=device)
         return tower.rope_embeddings(like)
 
-    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
-        return tower.embeddings(inputs.pixels)
-
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
     ) -> Tensor:
@@ -93,12 +91,8 @@ class Dinov3Family(EncoderFamily):
         return 1 + config.num_register_tokens
 
     def processor(self, config: Any) -> dict[str, Any]:
-        size = side(config.image_size)
-        return {
-            "size": {"height": size, "width": size},
-            "image_mean": list(IMAGENET_DEFAULT_MEAN),
-            "image_std": list(IMAGENET_DEFAULT_STD),
-        }
+        mean, std = list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)
+        return {**super().processor(config), "image_mean": mean, "image_std": std}
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         sizes = super().describe_layer(config, index)
@@ -167,7 +161,7 @@ class Aimv2Family(EncoderFamily):
     def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
         rows = patches_per_row(tower.config)
         assert inputs.grids_thw[0][1:] == (rows, rows), "places are those of whole images"
-        return tower.embeddings(inputs.pixels)
+        return super().embed(tower, inputs, context)
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         return replace(super().describe_layer(config, index), gated_ffn=True, norm="rms")

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.models.families.encoders.audio import Wav2Vec2Family, WhisperFamily
-from torchmm.models.families.encoders.family import EncoderFamily, image_starts, side
+from torchmm.models.families.encoders.family import EncoderFamily, image_starts
 from torchmm.models.families.encoders.gemma4 import Gemma4VisionFamily
 from torchmm.models.families.encoders.glm4v import GlmMoeVisionFamily, GlmVisionFamily
 from torchmm.models.families.encoders.later_vits import (
@@ -52,12 +52,7 @@ class SiglipFamily(EncoderFamily):
     pre = ("embeddings",)
     unused = ("head",)
     has_class_token = False
-
-    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
-        return tower.embeddings(inputs.pixels)
-
-    def processor(self, config: Any) -> dict[str, Any]:
-        return {"size": {"height": side(config.image_size), "width": side(config.image_size)}}
+    crops = False
 
 
 class Siglip2Family(SiglipFamily):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchmm.common.batch import EncoderInputs
 from torchmm.common.layers import LayerDescription
-from torchmm.models.families.encoders.family import EncoderFamily, side
+from torchmm.models.families.encoders.family import EncoderFamily
 from torchmm.models.families.tiling import INTERN_TILES, SPLIT_TILES
 
 
@@ -53,9 +53,6 @@ class Dinov2Family(EncoderFamily):
             **dict.fromkeys(slices, "sequence"),
         }
 
-    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
-        return tower.embeddings(inputs.pixels)
-
     def ffn_size(self, config: Any) -> int:
         size = int(config.hidden_size * config.mlp_ratio)
         # With a gate two thirds of it, in eights.
@@ -72,6 +69,7 @@ class InternVisionFamily(EncoderFamily):
 
     processor_class = "GotOcr2ImageProcessor"
     tiling = INTERN_TILES
+    crops = False
     layers = "encoder.layer"
     pre = ("embeddings",)
     patch_embedding = "embeddings.patch_embeddings.projection"
@@ -92,17 +90,10 @@ class InternVisionFamily(EncoderFamily):
         norms = ("attention.q_norm", "attention.k_norm") if config.use_qk_norm else ()
         return self.tensor_parallel | dict.fromkeys(norms, "sharded_norm")
 
-    def embed(self, tower: Any, inputs: EncoderInputs, context: Any) -> Tensor:
-        return tower.embeddings(inputs.pixels)
-
     def run_layer(
         self, tower: Any, index: int, layer: nn.Module, hidden: Tensor, context: Any
     ) -> Tensor:
         return layer(hidden)
-
-    def processor(self, config: Any) -> dict[str, Any]:
-        size = side(config.image_size)
-        return {"size": {"height": size, "width": size}}
 
     def describe_layer(self, config: Any, index: int) -> LayerDescription:
         norm = "layer" if config.norm_type == "layer_norm" else "rms"
@@ -115,6 +106,7 @@ class Idefics3Family(EncoderFamily):
 
     processor_class = "SiglipImageProcessor"
     tiling = SPLIT_TILES
+    crops = False
     pre = ("embeddings",)
     has_class_token = False
 
@@ -122,7 +114,3 @@ class Idefics3Family(EncoderFamily):
         grids = [grid[1:] for grid in inputs.grids_thw]
         shown = torch.ones((len(grids), *grids[0]), dtype=torch.bool, device=inputs.pixels.device)
         return tower.embeddings(pixel_values=inputs.pixels, patch_attention_mask=shown)
-
-    def processor(self, config: Any) -> dict[str, Any]:
-        size = side(config.image_size)
-        return {"size": {"height": size, "width": size}}

@@ -16,7 +16,13 @@ from __future__ import annotations
 import numpy as np
 
 from torchmm.balance.compiled import Float64s, compiled
+from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
 from torchmm.balance.disttrain.orchestration.tables import PlanSetting, UnitTables
+
+
+def relaxed_s(problem: OrchestrationProblem) -> float:
+    """Return a time that no plan of a problem is faster than."""
+    return float(relaxed_seconds(problem.tables({}), problem.setting()))
 
 
 @compiled

@@ -1,4 +1,4 @@
-"""How modules are placed without orchestration: what the optimum is compared with.
+"""Placements without orchestration, to compare the optimum with, and plans as recipes.
 
 - Rigid (Megatron-LM, DistTrain §2.1): one tensor- and data-parallel size for all units, one
   pipeline stage for every encoder and generator.
@@ -9,8 +9,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torchmm.balance.disttrain.orchestration.problem import OrchestrationProblem
 from torchmm.balance.disttrain.orchestration.search import OrchestrationPlan, UnitSizes, plan_with
+from torchmm.balance.search.space import with_recompute
+from torchmm.common.module_names import LLM
+from torchmm.recipe.recipe import Recipe
+from torchmm.recipe.sizes import AXES
 
 
 def rigid_plan(
@@ -69,3 +75,48 @@ def ratio_shares(problem: OrchestrationProblem, node: int = 8) -> dict[str, int]
         poorest = max(problem.units, key=lambda unit: unit.flops / nodes[unit.name])
         nodes[poorest.name] += 1
     return {name: node * count for name, count in nodes.items()}
+
+
+def sized_recipe(
+    recipe: Recipe,
+    sizes: Mapping[str, UnitSizes],
+    *,
+    schedule: str = "1f1b",
+    stages: int = 1,
+    recompute: str | None = None,
+) -> Recipe:
+    """Return the recipe with the sizes of a plan on separate ranks.
+
+    Data-parallel ranks of a module are one FSDP2 group. Reordering is turned on, because ranks of
+    encoders wait for each other without it. Other keys stay, unless they contradict the placement.
+
+    Args:
+        recipe: Recipe of the model.
+        sizes: By module.
+        schedule: Schedule, with `stages` of the LLM per rank.
+        recompute: Mode of modules without their own. If None, that of the recipe.
+    """
+    own = {
+        name: dict(zip(AXES, (size.pipeline, 1, size.data, size.tensor), strict=True))
+        for name, size in sizes.items()
+    }
+    parallel = recipe.parallel.model_dump(exclude_none=True)
+    for name in own:
+        parallel.setdefault(name, {})
+        parallel[name].pop("segments", None)
+    parallel |= own.pop(LLM)
+    for name, size in own.items():
+        parallel[name] |= size
+    parallel.pop(LLM, None)
+    parallel |= {"placement": "disaggregated", "schedule": schedule, "virtual_stages": stages}
+    if parallel["reshard_after_forward"] == "always":
+        parallel["reshard_after_forward"] = "default"
+    parallel["gradient_reduction"] = "step"
+    if sizes[LLM].tensor == 1:
+        parallel |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
+    table = recipe.model_dump(exclude_none=True)
+    table["parallel"] = parallel
+    table["data"]["reorder"] = "both"
+    table["simulation"]["gpus"] = sum(size.devices for size in sizes.values())
+    found = Recipe.model_validate(table)
+    return found if recompute is None else with_recompute(found, recompute)
