@@ -138,19 +138,15 @@ def cut_model(
     return ModelCut(parallel, layout)
 
 
-class FilledModel(NamedTuple):
-    """A model on this rank, ready to run."""
-
-    pipeline: Pipeline
-    compilation: Compilation
-    """Compiled layers."""
-
-
 @working("cutting and filling the model")
 def fill_model(
     run: Resolved, model: MultimodalModel, mesh: ParallelMesh, cut: ModelCut
-) -> FilledModel:
-    """Parallelize the stages of this rank, then allocate and load their parameters. Collective."""
+) -> tuple[Pipeline, Compilation]:
+    """Parallelize the stages of this rank, then allocate and load their parameters. Collective.
+
+    Returns:
+        The pipeline of this rank and its compiled layers.
+    """
     recipe = run.recipe
     training = recipe.training
     dtype = DTYPES[training.dtype]
@@ -178,7 +174,7 @@ def fill_model(
     pipeline = Pipeline(
         model, stages, cut.layout, descriptions, cut.parallel, mesh, dtype, exchange
     )
-    return FilledModel(pipeline, compilation)
+    return pipeline, compilation
 
 
 def _quiet_libraries() -> None:

@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from torchmm.balance.picoseconds import SimulationError
-from torchmm.balance.rates import ActionKind, rank_totals, step_totals
+from torchmm.balance.rates import rank_totals, step_totals
 from torchmm.balance.simulation.simulator import simulate
 from torchmm.balance.step_costs import PlanCosts
 from torchmm.common.batch import Microbatch
 from torchmm.common.files import replace_atomically
 from torchmm.parallel.mesh import ParallelMesh
 from torchmm.pipelining.plan.actions import COMPUTE
-from torchmm.pipelining.plan.graph import StageGraph
 from torchmm.pipelining.plan.lowering import lower_plan
 from torchmm.pipelining.plan.plan import ActionRecord, ComputeOrder, Durations, PipelinePlan
 from torchmm.pipelining.schedules.separated import separated
@@ -40,13 +38,6 @@ from torchmm.training.step import StepOutcome
 logger = logging.getLogger("torchmm")
 
 
-class _RankRecords(NamedTuple):
-    rank: int
-    host: str
-    begin_s: float
-    records: list[ActionRecord]
-
-
 def save_timeline(
     directory: Path,
     step: int,
@@ -54,16 +45,24 @@ def save_timeline(
     microbatches: Sequence[Microbatch],
     mesh: ParallelMesh,
 ) -> None:
-    """Writes the step of the pipeline that rank 0 is part of; collective over all ranks."""
-    records = outcome.result.records or []
-    own = _RankRecords(mesh.rank, socket.gethostname(), outcome.result.begin_s, records)
-    gathered: list[_RankRecords] = [own] * mesh.world_size
+    """Write the step of the pipeline of rank 0 in the three formats; collective over all ranks."""
+    own = mesh.rank, socket.gethostname(), outcome.result.begin_s, outcome.result.records or []
+    gathered = [own] * mesh.world_size
     dist.all_gather_object(gathered, own)
     if mesh.rank:
         return
+    # Processes of a host share a clock. Steps on different hosts count as started together.
     first = {alike[0] for alike in mesh.plan_ranks}
-    shown = [rank for rank in gathered if rank.rank in first]
-    aligned = _align(shown)
+    shown = [ranks for ranks in gathered if ranks[0] in first]
+    begins_s: dict[str, float] = {}
+    for _, host, begin_s, _ in shown:
+        begins_s[host] = min(begin_s, begins_s.get(host, begin_s))
+    aligned: list[ActionRecord] = []
+    for _, host, begin_s, records in shown:
+        late_ms = (begin_s - begins_s[host]) * 1e3
+        aligned += [
+            r._replace(start_ms=r.start_ms + late_ms, end_ms=r.end_ms + late_ms) for r in records
+        ]
     directory.mkdir(exist_ok=True)
     graph = outcome.plan.graph
     content = StepContent(
@@ -76,26 +75,14 @@ def save_timeline(
     replace_atomically(directory / f"step-{step}.svg", picture.encode())
 
 
-def _align(ranks: list[_RankRecords]) -> list[ActionRecord]:
-    """All records on one clock: processes of a machine share theirs; those of others are taken to
-    have begun together."""
-    hosts = {rank.host for rank in ranks}
-    first_s = {host: min(r.begin_s for r in ranks if r.host == host) for host in hosts}
-    aligned = []
-    for rank in ranks:
-        late_ms = (rank.begin_s - first_s[rank.host]) * 1e3
-        aligned += [
-            r._replace(start_ms=r.start_ms + late_ms, end_ms=r.end_ms + late_ms)
-            for r in rank.records
-        ]
-    return aligned
-
-
 def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
-    """Draws a step whose records `save_timeline` has written.
+    """Plot the searched and the static order next to a step that `save_timeline` has written.
 
     Args:
-        durations: FLOPs of the plan's actions.
+        directory: directory of the timelines.
+        step: number of the step.
+        plan: plan of the step.
+        durations: FLOPs of the actions of the plan.
     """
     records, costs = _measured(directory, step, plan, durations)
     graph = plan.graph
@@ -113,11 +100,16 @@ def plot_schedules(directory: Path, step: int, plan: PipelinePlan, durations: Du
 
 
 def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: Durations) -> None:
-    """Draws a step again that `save_timeline` has written, below what its plan was to be by the
-    mean times of its actions, without messages: what differs is waiting and uneven ranks.
+    """Plot a step that `save_timeline` has written below the prediction of its plan.
+
+    The prediction uses the mean times of the actions and has no messages. Differences are waiting
+    times and uneven ranks.
 
     Args:
-        durations: FLOPs of the plan's actions.
+        directory: directory of the timelines.
+        step: number of the step.
+        plan: plan of the step.
+        durations: FLOPs of the actions of the plan.
     """
     records, costs = _measured(directory, step, plan, durations)
     layout = plan.graph.layout
@@ -133,29 +125,21 @@ def plot_prediction(directory: Path, step: int, plan: PipelinePlan, durations: D
 def _measured(
     directory: Path, step: int, plan: PipelinePlan, durations: Durations
 ) -> tuple[list[ActionRecord], PlanCosts]:
-    """Records of a step, and what its actions cost by their mean times."""
+    """Return the records of a step, and costs in milliseconds by mean times of its actions."""
     records, _ = read_records(directory / f"step-{step}.json")
     rates = {
         kind: total.measured_ms / total.flops
         for kind, total in step_totals(rank_totals(records, plan.graph, durations)).items()
         if total.flops > 0
     }
-    return records, _costs(plan.graph, _computed(plan), durations, rates)
+    modules = [stage.module for stage in plan.graph.layout.stages]
+    costs = {
+        action: durations(action) * rates.get((modules[action.stage], action.type), 0.0)
+        for row in _computed(plan)
+        for action in row
+    }
+    return records, PlanCosts(costs)
 
 
 def _computed(plan: PipelinePlan) -> ComputeOrder:
     return tuple(tuple(a for a in row if a.type in COMPUTE) for row in plan.actions)
-
-
-def _costs(
-    graph: StageGraph, order: ComputeOrder, durations: Durations, rates: Mapping[ActionKind, float]
-) -> PlanCosts:
-    """Costs of the order's actions, in milliseconds."""
-    modules = [stage.module for stage in graph.layout.stages]
-    return PlanCosts(
-        {
-            action: durations(action) * rates.get((modules[action.stage], action.type), 0.0)
-            for row in order
-            for action in row
-        }
-    )
