@@ -112,8 +112,8 @@ def test_shifted_positions_write_something_else(mesh, monkeypatch: pytest.Monkey
     ]
 
 
-def test_without_a_cache_the_same_is_written_and_told(mesh) -> None:
-    """As for families that are not listed, one prompt after the other."""
+def test_uncached_generation_equals_cached_generation(mesh) -> None:
+    """Unlisted families and ranks that share packed sequences do not cache."""
     pipeline = pipeline_of(text_model("qwen2"), mesh)
     prompts = text_prompts([5, 9, 3])
     wanted = generate_tokens(pipeline, prompts, mesh, DRAWN, ())
