@@ -17,7 +17,7 @@ from torchmm.common.processes import allow_open_files
 from torchmm.common.row_slices import Reads
 from torchmm.data.loader import Loader
 from torchmm.data.nodes import State
-from torchmm.data.samples import find_samples, make_remote_decoder
+from torchmm.data.samples import find_samples, sample_service
 from torchmm.data.sources.open import Samples
 from torchmm.data.sources.sample_set import SampleSet
 from torchmm.data.steps.beside import StepsBeside
@@ -74,6 +74,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         validation=validation,
         generator_spec=generator_spec,
     )
+    service = sample_service(data)
     rank = data_parallel_rank
     position = Position(rank, data_parallel_size, state, arrange, resume_changed, balance)
     return Loader(
@@ -84,7 +85,7 @@ def build_loader(  # noqa: PLR0913 - what a run consists of
         training.sequence_length,
         rank,
         pin_memory=training.device != "cpu" and torch.cuda.is_available(),
-        remote=make_remote_decoder(samples, data, rank, reads, validation),
+        remote=service.make_decoder(samples, rank, reads, validation) if service else None,
     )
 
 

@@ -37,7 +37,6 @@ from torchmm.data.items import (
     microbatch_meta,
 )
 from torchmm.data.layouts.questions import references_of
-from torchmm.data.layouts.sample import Record
 from torchmm.data.media.images import decode_rgb
 from torchmm.data.media.text import places_in_rows
 from torchmm.data.media.tiles import Tile
@@ -54,7 +53,6 @@ from torchmm.data.sources.configured import MapSource
 from torchmm.data.sources.reader import (
     CHANGED,
     EncodedFile,
-    MeasuredSample,
     Opened,
     SampleReader,
     data_of,
@@ -149,7 +147,7 @@ class StepDecoder(Dataset[DecodedStep]):
 
     def __getitem__(self, share: list[list[PackItems]] | BalancedShare) -> DecodedStep:
         if isinstance(share, BalancedShare):
-            return with_noise(self.drawings, self.decode_balanced(share), share)
+            return with_noise(self.drawings, self._decode_balanced(share), share)
         return with_noise(self.drawings, self.decode(share), share)
 
     def decode(self, microbatches: list[list[PackItems]]) -> DecodedStep:
@@ -165,20 +163,13 @@ class StepDecoder(Dataset[DecodedStep]):
             read_bytes=sum(part.read_bytes for part in parts),
         )
 
-    def decode_balanced(self, share: BalancedShare) -> DecodedStep:
-        """Return the step with the images of this rank's encoders and generator, without noise."""
-        step = DecodedStep([], {})
-        self._append_balanced(share, step)
-        return step
-
-    def _append_balanced(
-        self, share: BalancedShare, step: DecodedStep, *, blank: bool = False
-    ) -> None:
-        """Append the microbatches of a share to a step.
+    def _decode_balanced(self, share: BalancedShare, *, blank: bool = False) -> DecodedStep:
+        """Return the step with the images of this rank's encoders and generator, without noise.
 
         Args:
             blank: Whether all samples are blank, so that no file is read.
         """
+        step = DecodedStep([], {})
         metas = [microbatch_meta(packs, self._sequence_length) for packs in share.microbatches]
         task_metas = [e.task_meta(m) for e, m in zip(share.encoded, metas, strict=True)]
         for packs, encoded, meta, images in zip(
@@ -192,6 +183,7 @@ class StepDecoder(Dataset[DecodedStep]):
             arguments = () if blank else (step, opened)
             step.microbatches.append(self._balanced(packs, encoded, meta, images, *arguments))
             step.read_bytes += opened.read_bytes
+        return step
 
     def _balanced(
         self,
@@ -213,30 +205,21 @@ class StepDecoder(Dataset[DecodedStep]):
         read = RowBuilder(self._reader, images)
         decodes = _DecodeFlags(images)
         own = {_key(item) for pack in packs for item in pack}
-        decoded = {_key(each.item): decodes.among(each, encoders) for each in encoded.samples}
+        decoded = {_key(each.item): decodes.next(each, encoders) for each in encoded.samples}
         samples: dict[tuple[int, int, int], DecodedSample] = {}
-
-        def sample_of(item: Item, flags: _SampleFlags) -> DecodedSample:
-            if step is None or opened is None:
-                return self._blank(item, flags)
-            try:
-                return self._decode(item, flags, step, opened)
-            except CorruptSampleError as error:
-                step.corrupt[sample_name(item.meta)] = str(error)
-                return self._blank(item, flags)
 
         row = RowBuilder(self._reader, (*encoders, GENERATOR))
         for pack in packs:
             for item in pack:
                 flags = decoded.get(_key(item), _SampleFlags.nothing(item.meta))
-                sample = samples[_key(item)] = sample_of(item, flags)
+                sample = samples[_key(item)] = self._sample(item, flags, step, opened)
                 row.append(sample.without_pixels(), item.meta)
             row.append_padding(self._sequence_length - sum(item.meta.tokens for item in pack))
         for item, chosen, generated in encoded.samples:
             if _key(item) in own:
                 sample = samples[_key(item)]
             else:
-                sample = sample_of(item, decoded[_key(item)])
+                sample = self._sample(item, decoded[_key(item)], step, opened)
             read.append_images(sample, item.meta, chosen, generated)
         microbatch = row.microbatch(packs, self._sequence_length)
         values = {f.name: getattr(microbatch, f.name) for f in fields(Microbatch)}
@@ -284,10 +267,10 @@ class StepDecoder(Dataset[DecodedStep]):
 
         Positions of targets, 8 bytes each, do not count: blank samples have none.
         """
-        step = DecodedStep([], {})
         if isinstance(share, BalancedShare):
-            self._append_balanced(share, step, blank=True)
+            step = self._decode_balanced(share, blank=True)
         else:
+            step = DecodedStep([], {})
             for packs, images in zip(share, self.images_to_decode(share), strict=True):
                 step.microbatches.append(self._microbatch(packs, _DecodeFlags(images)))
         step = with_noise(self.drawings, step, share)
@@ -340,77 +323,85 @@ class StepDecoder(Dataset[DecodedStep]):
         row = RowBuilder(self._reader, flags.images)
         for pack in packs:
             for item in pack:
-                own = flags.next(item, self._reader.encoders)
-                if step is None or opened is None:
-                    row.append(self._blank(item, own), item.meta)
-                    continue
-                try:
-                    sample = self._decode(item, own, step, opened)
-                except CorruptSampleError as error:
-                    step.corrupt[sample_name(item.meta)] = str(error)
-                    sample = self._blank(item, own)
-                row.append(sample, item.meta)
+                meta = item.meta
+                every = [True] * len(meta.images), [True] * len(meta.generated)
+                own = flags.next(ReadSample(item, *every), self._reader.encoders)
+                row.append(self._sample(item, own, step, opened), meta)
             used = sum(item.meta.tokens for item in pack)
             row.append_padding(self._sequence_length - used)
         return row.microbatch(packs, self._sequence_length)
 
+    def _sample(
+        self,
+        item: Item,
+        own: _SampleFlags,
+        step: DecodedStep | None,
+        opened: Opened | None,
+    ) -> DecodedSample:
+        """Return a sample. It is blank if it is corrupt, or if `step` is None.
+
+        Args:
+            own: Images that the rank decodes.
+            step: Receives the reason why the sample is corrupt, and counts.
+            opened: Files that were opened for the microbatch.
+        """
+        if step is None or opened is None:
+            return self._blank(item, own)
+        try:
+            return self._decode(item, own, step, opened)
+        except CorruptSampleError as error:
+            step.corrupt[sample_name(item.meta)] = str(error)
+            return self._blank(item, own)
+
     def _decode(
         self, item: Item, own: _SampleFlags, step: DecodedStep, opened: Opened
     ) -> DecodedSample:
-        source = self._sources[item.feed]
-        if item.record is not None:
-            record = item.record
-        else:
+        """Return a decoded sample.
+
+        Raises:
+            CorruptSampleError: The sample cannot be read, or its size has changed.
+        """
+        reader = self._reader
+        record = item.record
+        if record is None:
+            source = self._sources[item.feed]
             assert source is not None
             record = source.read(item.meta.index)
         with naming_place(record.where):
             step.read_bytes += record_bytes(record.columns)
-            return self._decode_record(item, record, own, step, opened)
-
-    def _decode_record(
-        self, item: Item, record: Record, own: _SampleFlags, step: DecodedStep, opened: Opened
-    ) -> DecodedSample:
-        reader = self._reader
-        sample = reader.read(record, item.meta, opened)
-        meta = reader.meta(item.meta.source, item.meta.index, sample)
-        if meta != item.meta:
-            raise CorruptSampleError(f"{CHANGED}: {item.meta} -> {meta}")
-        pixels = [
-            reader.pixels(file, image, opened) if decoded else None
-            for file, image, decoded in zip(sample.files, meta.images, own.images, strict=True)
-        ]
-        drawings = self._drawings(item, sample, own, opened)
-        step.decoded_images += sum(own.images) + sum(own.drawings)
-        kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
-        places = [
-            file.places if isinstance(file, Tile) else self._places(image)
-            for file, image in zip(sample.files, meta.images, strict=True)
-        ]
-        text = sample.text
-        ids_L = np.asarray(text.ids, np.int64)
-        return DecodedSample(
-            ids_L, text.targets_L, text.image_starts, pixels, kept, places, drawings
-        )
-
-    def _drawings(
-        self, item: Item, sample: MeasuredSample, own: _SampleFlags, opened: Opened
-    ) -> list[DecodedDrawing]:
-        drawings = self._reader.drawings
-        found: list[DecodedDrawing] = []
-        for file, drawn, context_end, decoded in zip(
-            sample.generated_files,
-            sample.generated,
-            sample.text.generated_at,
-            own.drawings,
-            strict=False,
-        ):
-            assert drawings is not None
-            key = _drawing_key(item, len(found))
-            if decoded:
-                found.append(self._reader.drawing(file, drawn, context_end, key, opened))
-            else:
-                found.append(drawings.without_pixels(drawn, context_end, key))
-        return found
+            sample = reader.read(record, item.meta, opened)
+            meta = reader.meta(item.meta.source, item.meta.index, sample)
+            if meta != item.meta:
+                raise CorruptSampleError(f"{CHANGED}: {item.meta} -> {meta}")
+            pixels = [
+                reader.pixels(file, image, opened) if decoded else None
+                for file, image, decoded in zip(sample.files, meta.images, own.images, strict=True)
+            ]
+            drawings: list[DecodedDrawing] = []
+            for file, drawn, context_end, decoded in zip(
+                sample.generated_files,
+                sample.generated,
+                sample.text.generated_at,
+                own.drawings,
+                strict=False,
+            ):
+                assert reader.drawings is not None
+                key = _drawing_key(item, len(drawings))
+                if decoded:
+                    drawings.append(reader.drawing(file, drawn, context_end, key, opened))
+                else:
+                    drawings.append(reader.drawings.without_pixels(drawn, context_end, key))
+            step.decoded_images += sum(own.images) + sum(own.drawings)
+            kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
+            places = [
+                file.places if isinstance(file, Tile) else self._places(image)
+                for file, image in zip(sample.files, meta.images, strict=True)
+            ]
+            text = sample.text
+            ids_L = np.asarray(text.ids, np.int64)
+            return DecodedSample(
+                ids_L, text.targets_L, text.image_starts, pixels, kept, places, drawings
+            )
 
     def _places(self, image: ImageMeta) -> np.ndarray:
         """Of its tokens, relative to its first placeholder."""
@@ -545,16 +536,8 @@ class _DecodeFlags:
     _seen: dict[str, int] = field(default_factory=dict)
     """Number of images of the preceding samples, by module."""
 
-    def next(self, item: Item, encoders: Sequence[str]) -> _SampleFlags:
-        """Return the flags of the next sample."""
-        meta = item.meta
-        names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
-        return _SampleFlags(
-            [self._takes(name) for name in names], [self._takes(GENERATOR) for _ in meta.generated]
-        )
-
-    def among(self, sample: ReadSample, encoders: Sequence[str]) -> _SampleFlags:
-        """Return the flags of the next sample; only images that this rank reads are counted."""
+    def next(self, sample: ReadSample, encoders: Sequence[str]) -> _SampleFlags:
+        """Return the flags of the next sample. Only images that the rank reads are counted."""
         meta = sample.item.meta
         names = [image.encoder or meta.encoder or encoders[0] for image in meta.images]
         return _SampleFlags(

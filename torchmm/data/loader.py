@@ -32,7 +32,7 @@ from torchmm.data.items import EncodedImages, PackItems
 from torchmm.data.nodes import DecodedSteps, Overdue, State, Waiting, rank_share
 from torchmm.data.rows import sample_name
 from torchmm.data.sources.sample_set import SampleSet
-from torchmm.data.steps.step_packs import Steps, StepSamples
+from torchmm.data.steps.step_packs import Steps
 from torchmm.recipe.data_section import DataConfig
 
 STOP_GRACE_S = 5.0
@@ -167,7 +167,8 @@ class Loader:
         device = torch.cuda.current_device() if self._pin_memory else None
         waiting = Waiting(partial(next, self._steps, None), partial(_use_device, device))
         try:
-            while (found := self._wait(waiting, asked_to_stop)) is not None:
+            limits = self._timeout_s, asked_to_stop, STOP_GRACE_S, self._steps.find_failure
+            while (found := waiting.get(*limits)) is not None:
                 if isinstance(found, Overdue):
                     self.overdue = self._describe_overdue(found)
                     end_workers(self._steps.processes)  # They would keep this process alive.
@@ -218,14 +219,6 @@ class Loader:
                 needed / 1e6,
                 MORE_SHARED_MEMORY,
             )
-
-    def _wait(
-        self,
-        waiting: Waiting[tuple[StepSamples, DecodedStep] | None],
-        asked_to_stop: Callable[[], bool],
-    ) -> tuple[StepSamples, DecodedStep] | Overdue | None:
-        """Return the next step. None at the end."""
-        return waiting.get(self._timeout_s, asked_to_stop, STOP_GRACE_S, self._steps.find_failure)
 
     def settle(self, batch: StepBatch, corrupt: Mapping[str, str]) -> StepBatch:
         """Return the batch with corrupt samples made blank.

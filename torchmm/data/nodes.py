@@ -52,22 +52,20 @@ class Task(NamedTuple):
     Attributes:
         slot: Position in the table of process ids.
         share: Samples of the rank.
-        state: Data state after the step.
     """
 
     slot: int
     share: list[list[PackItems]] | BalancedShare
-    state: State
 
 
 class TaskSource(BaseNode[Task]):
     """Source node. Its state is the data state of the last step that it handed out.
 
     Args:
-        tasks: Steps to hand out. None ends the chain.
+        tasks: Steps to hand out, and the data states after them. None ends the chain.
     """
 
-    def __init__(self, tasks: SimpleQueue[Task | None]) -> None:
+    def __init__(self, tasks: SimpleQueue[tuple[Task, State] | None]) -> None:
         super().__init__()
         self._tasks = tasks
         self._state: State = {}
@@ -77,10 +75,10 @@ class TaskSource(BaseNode[Task]):
         self._state = initial_state or {}
 
     def next(self) -> Task:
-        task = self._tasks.get()
-        if task is None:
+        found = self._tasks.get()
+        if found is None:
             raise StopIteration
-        self._state = task.state
+        task, self._state = found
         return task
 
     def get_state(self) -> State:
@@ -159,7 +157,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
         self._handed_out = 0
         self._is_planning = False
         self._depth = max(1, workers * prefetch)
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Task, State] | None] = SimpleQueue()
         weakref.finalize(self, self._tasks.put, None)
         self._chain: BaseNode[DecodedStep] | None = None
         self._unused = 0
@@ -265,7 +263,7 @@ class DecodedSteps(BaseNode[tuple[StepSamples, DecodedStep]]):
             step = self._planned[self._handed_out]
             slot = (self._received + self._unused + self._handed_out) % len(self._decoding)
             self._decoding[slot] = 0
-            self._tasks.put(Task(slot, rank_share(step, self._rank), step.state))
+            self._tasks.put((Task(slot, rank_share(step, self._rank)), step.state))
             self._handed_out += 1
 
     def _start_chain(self) -> BaseNode[DecodedStep]:

@@ -273,8 +273,7 @@ def blank_out(
         for item in pack:
             meta = item.meta
             if sample_name(meta) in corrupt:
-                _write_blank(reader, microbatch, item, start, read)
-                _blank_drawings(microbatch.generator, meta, start, drawn)
+                _write_blank(reader, microbatch, item, start, read, drawn)
                 found = True
             start += meta.tokens
             drawn += len(meta.generated)
@@ -320,12 +319,19 @@ def sample_name(meta: SampleMeta) -> str:
 
 
 def _write_blank(
-    reader: SampleReader, microbatch: Microbatch, item: Item, start: int, read: Mapping[str, int]
+    reader: SampleReader,
+    microbatch: Microbatch,
+    item: Item,
+    start: int,
+    read: Mapping[str, int],
+    drawn: int,
 ) -> None:
-    """Writes a blank sample over the one that starts at a position.
+    """Write a blank sample over a sample. The noise and times of its generated images stay.
 
     Args:
-        read: by encoder: images of the samples before.
+        start: Position of the first token of the sample.
+        read: Number of images of the preceding samples, by encoder.
+        drawn: Number of generated images of the preceding samples.
     """
     meta = item.meta
     row = RowBuilder(reader)
@@ -343,6 +349,15 @@ def _write_blank(
         place = sum(tokens[:first])
         inputs.positions_K[place : place + len(theirs.positions_K)] = theirs.positions_K + start
         _write_blank_images(inputs, theirs, images)
+    if meta.generated:
+        generator = microbatch.generator
+        assert generator is not None
+        _write_blank_drawings(generator, range(drawn, drawn + len(meta.generated)))
+        place = sum(generator.contexts[:drawn])
+        for image in meta.generated:
+            own = slice(place, place + image.context)
+            generator.context_positions_K[own] = torch.arange(start, start + image.context)
+            place += image.context
 
 
 def _write_blank_images(inputs: EncoderInputs, theirs: EncoderInputs, images: range) -> None:
@@ -356,26 +371,6 @@ def _write_blank_images(inputs: EncoderInputs, theirs: EncoderInputs, images: ra
     inputs.blank = sorted({*inputs.blank, *images})
     if inputs.kept is not None and theirs.kept is not None:
         inputs.kept[images.start : images.stop] = theirs.kept
-
-
-def _blank_drawings(
-    drawn: GeneratorInputs | None, meta: SampleMeta, start: int, first: int
-) -> None:
-    """The same for what a sample has to draw, whose noise and times stay.
-
-    Args:
-        start: position of the sample.
-        first: number of its first drawing.
-    """
-    if not meta.generated:
-        return
-    assert drawn is not None
-    _write_blank_drawings(drawn, range(first, first + len(meta.generated)))
-    place = sum(drawn.contexts[:first])
-    for image in meta.generated:
-        own = slice(place, place + image.context)
-        drawn.context_positions_K[own] = torch.arange(start, start + image.context)
-        place += image.context
 
 
 def _write_blank_drawings(drawn: GeneratorInputs, images: range) -> None:

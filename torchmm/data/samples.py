@@ -198,22 +198,6 @@ def find_samples(
     return service.find_samples(training, reader, tokenizer, validation)
 
 
-def make_remote_decoder(
-    samples: SampleSet,
-    data: DataConfig,
-    rank: int,
-    reads: Reads | None,
-    validation: bool,
-) -> Dataset[DecodedStep] | None:
-    """Return a dataset that requests decoded steps from the sample service. None if ranks decode.
-
-    Raises:
-        ConfigError: The service cannot prepare these samples.
-    """
-    service = sample_service(data)
-    return None if service is None else service.make_decoder(samples, rank, reads, validation)
-
-
 def shares_reader(data: DataConfig) -> bool:
     """Whether ranks of one machine have a stream read for all of them."""
     return not data.producers.is_used and any(

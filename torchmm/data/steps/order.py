@@ -223,7 +223,11 @@ class IndexFeed:
             parts.append(self._stretch(*divmod(first, self._samples), count))
             first += len(parts[-1])
             count -= len(parts[-1])
-        skipped = [] if self._reported or not parts else self._corrupt()
+        skipped = []
+        if parts and not self._reported:
+            self._reported = True
+            corrupt = self._index.corrupt()
+            skipped = [f"{self.options.name}[{i}]: {reason}" for i, reason in corrupt]
         return replace(joined(parts), skipped=skipped)
 
     def item(self, epoch: int, index: int) -> Item:
@@ -248,10 +252,6 @@ class IndexFeed:
         """Random access: any item can be named again."""
         self._reported = state["draws"] > 0
         return [self.item(epoch, index) for epoch, index in needed if self._index.has(index)]
-
-    def _corrupt(self) -> list[str]:
-        self._reported = True
-        return [f"{self.options.name}[{i}]: {reason}" for i, reason in self._index.corrupt()]
 
     def _stretch(self, epoch: int, position: int, count: int) -> Drawn:
         """Samples of one block from a position in an epoch on, at most `count`."""
@@ -369,13 +369,18 @@ class Mixture:
         if self._ahead is not None and len(self._ahead):
             return self._ahead
         while alive := self._alive():
-            if any(self.feeds[feed].sequential for feed in alive):
-                drawn = self._draw_one(alive)
-            else:
-                drawn = self._draw_many(alive)
-            if drawn is not None:
-                self._ahead = drawn
-                return drawn
+            if not any(self.feeds[feed].sequential for feed in alive):
+                self._ahead = self._draw_many(alive)
+                return self._ahead
+            feed = int(self._turns(alive, 1)[0])
+            drawn = self.feeds[feed].samples(self.taken[feed], 1)
+            if not len(drawn) and not drawn.skipped:
+                self._ended.add(feed)
+                continue
+            if not len(drawn):  # Corrupt samples are taken at once.
+                self.taken[feed] += 1
+            self._ahead = drawn
+            return drawn
         return None
 
     def take(self, count: int) -> Drawn:
@@ -429,17 +434,6 @@ class Mixture:
         if not feed.options.one_epoch or feed.size is None:
             return np.inf
         return feed.size - self.taken[number]
-
-    def _draw_one(self, alive: Sequence[int]) -> Drawn | None:
-        feed = int(self._turns(alive, 1)[0])
-        drawn = self.feeds[feed].samples(self.taken[feed], 1)
-        if len(drawn):
-            return drawn
-        if not drawn.skipped:
-            self._ended.add(feed)
-            return None
-        self.taken[feed] += 1
-        return drawn
 
     def _draw_many(self, alive: Sequence[int]) -> Drawn:
         self._count = min(2 * self._count, MOST_DRAWN)

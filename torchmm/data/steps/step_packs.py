@@ -305,7 +305,8 @@ class StepSequence:
             self._pack_balanced(packer, skipped)
         if not packer.closed:
             raise StopIteration
-        samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(self._ready())])
+        count = min(len(packer.closed), self._training.global_batch_size)
+        samples, starts_P1 = self._take([packer.closed.popleft() for _ in range(count)])
         names = samples.names() if self._items else []
         items = {name: self._items.pop(name) for name in names if name in self._items}
         sizes = partial(self._image_sizes, items)
@@ -349,12 +350,13 @@ class StepSequence:
         drawn = self._mixture.draw()
         if drawn is not None:
             skipped += drawn.skipped
-            self._check_skipped(skipped)
+            if len(skipped) > self._max_skipped:
+                raise DataError(
+                    f"more than data.max_corrupt_samples = {self._max_skipped} samples are "
+                    "corrupt, beginning with" + first_of(skipped)
+                )
             self._items.update((name_of(item), item) for item in drawn.items)
         return drawn
-
-    def _ready(self) -> int:
-        return min(len(self._packer.closed), self._training.global_batch_size)
 
     def _take(self, numbers: Sequence[int]) -> tuple[Drawn, Int64s]:
         """Samples of closed packs, one pack after another, and where each begins; the others go on
@@ -386,13 +388,6 @@ class StepSequence:
             return feed.image_sizes(samples.indices_N[own], modules)
 
         return ImageSizes.of_groups(samples.feeds_N, of_feed)
-
-    def _check_skipped(self, skipped: list[str]) -> None:
-        if len(skipped) > self._max_skipped:
-            raise DataError(
-                f"more than data.max_corrupt_samples = {self._max_skipped} samples are corrupt, "
-                "beginning with" + first_of(skipped)
-            )
 
     def _state(self) -> dict[str, Any]:
         # Packs are saved as references to their samples, never as content: a resume asks the feeds
