@@ -167,8 +167,14 @@ class Loader:
         device = torch.cuda.current_device() if self._pin_memory else None
         waiting = Waiting(partial(next, self._steps, None), partial(_use_device, device))
         try:
-            limits = self._timeout_s, asked_to_stop, STOP_GRACE_S, self._steps.find_failure
-            while (found := waiting.get(*limits)) is not None:
+            wait = partial(
+                waiting.get,
+                self._timeout_s,
+                asked_to_stop,
+                STOP_GRACE_S,
+                self._steps.find_failure,
+            )
+            while (found := wait()) is not None:
                 if isinstance(found, Overdue):
                     self.overdue = self._describe_overdue(found)
                     end_workers(self._steps.processes)  # They would keep this process alive.

@@ -350,7 +350,8 @@ class Waiting(Generic[T]):
         """
         self._calls.put(True)
         begin = time.monotonic()
-        end, stopping = begin + timeout_s, False
+        end = begin + timeout_s
+        stopping = False
         while True:
             slice_s = max(0.0, min(SLICE_S, end - time.monotonic()))
             try:

@@ -127,8 +127,8 @@ class ReaderClient:
         with self._lock:
             try:
                 if self._connection is None:
-                    path, secret = self._address.path, self._address.secret.encode()
-                    self._connection = Client(path, "AF_UNIX", authkey=secret)
+                    secret = self._address.secret.encode()
+                    self._connection = Client(self._address.path, "AF_UNIX", authkey=secret)
                 self._connection.send((0, (self._held_out, asked)))
                 if not self._connection.poll(self._timeout_s):
                     self._connection.close()  # The next request must not get a late answer.

@@ -93,7 +93,7 @@ class CheckpointManager:
         logger: Logger of the run.
         layout: Sizes of the parallel dimensions, for the manifest.
         recipe_sha256: Digest of the recipe, for the manifest. A resume logs if it differs.
-        recipe: Recipe for the manifest. A resume logs the keys that differ.
+        recipe: The resolved recipe, for the manifest. A resume logs the keys that differ.
         directory: Checkpoints of `run_dir`, if rank 0 claims and releases them elsewhere.
         data: Section with the settings of stores. Default: the defaults of the section.
 
