@@ -218,8 +218,8 @@ class SleepingShards:
         rank, counts = dist.get_rank(), None
         encoded = images_R[rank]
         if order == "balanced images":
-            owners = np.array(assign_images([[1] * count for count in images_R]), np.int64)
             homes = np.repeat(np.arange(len(images_R)), images_R)
+            owners = assign_images(np.ones(len(homes), np.int64), homes, len(images_R))
             sent = np.bincount(homes[owners == rank], minlength=len(images_R))
             received = np.bincount(owners[homes == rank], minlength=len(images_R))
             counts = Counts(sent.tolist(), received.tolist())

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 prepare_environment test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-draws=8 selected=(-m "not campaign")
+draws=4 selected=(-m "not campaign")
 if [ "${1:-}" = --all ]; then
     draws=${DRAWS:-120} selected=()
     shift
@@ -40,7 +40,7 @@ if ! wait "$data"; then
     [ -z "${CI:-}" ] || { echo "data failed"; exit 1; }
     echo "no real data: tests that need it are skipped"
 fi
-start tests .venv/bin/python -m pytest --quiet -n 2 --dist loadfile "${selected[@]}" "$@"
+start tests .venv/bin/python -m pytest --quiet -n 3 --dist loadfile "${selected[@]}" "$@"
 ended types # they fail before the tests do
 ended tests
 tail -n 1 "$outputs/tests"

@@ -180,6 +180,7 @@ CAMPAIGNS = {
         for seed in (0, 1)
     ),
     # Benchmarks in small.
+    "test_head_to_head_benchmark.py::test_all_methods_run_the_same_batch",
     "test_async_tensor_benchmark.py::test_the_benchmark_writes_rows_and_a_picture",
     "test_balanced_encoders_benchmark.py::test_planning_rows_show_even_work",
     "test_benchmarks.py::test_single_device_writes_rows_of_the_schema",
@@ -258,6 +259,30 @@ CAMPAIGNS = {
     ),
     "test_connections.py::test_large_request_without_token_is_not_stored[ticket]",
     "test_peer_watch.py::test_a_process_whose_main_thread_waits_is_ended[False-False-step]",
+    "test_train_float8.py::test_layouts_round_as_one_process_does[pipeline]",
+    "test_train_float8.py::test_layouts_round_as_one_process_does[recomputed]",
+    "test_train_published.py::test_llavas_two_stages_train_on_llavas_json",
+    "test_decode_once.py::test_what_only_one_rank_knows_to_be_torn_is_found",
+    "test_generator_equality.py::test_wrong_contexts_change_the_loss",
+    "test_optimizer_layouts.py::test_all_layouts_give_the_same_bits",
+    "test_p2p.py::test_messages_arrive_in_order_whatever_their_size",
+    "test_train_faults.py::test_a_damaged_checkpoint_is_refused_by_name",
+    "test_train_faults.py::"
+    "test_a_source_that_gives_nothing_ends_the_run_before_weights_are_read[validation]",
+    "test_uploads.py::test_what_is_wrong_with_the_store_at_the_start_is_named[away]",
+    "test_tuned_equality.py::test_tuned_plans_equal_the_single_process[2]",
+    "test_train_features.py::test_compiled_layers_have_two_graphs_of_a_kind",
+    "test_generate_script.py::test_pictures_are_drawn_for_words[clips-gif]",
+    *(
+        f"test_compilation.py::test_llms_have_few_graphs_whatever_lengths_come[{name}]"
+        for name in ("gemma3_text", "smollm3", "llama")
+    ),
+    "test_step_overlap.py::test_step_counts_and_plans_before_it_waits",
+    *(
+        f"test_model_stages.py::test_random_cuts_and_orders_equal_the_whole_model[{kinds}-{freeze}]"
+        for kinds in ("kinds0", "kinds1", "kinds2", "kinds3")
+        for freeze in ("freeze1", "freeze2")
+    ),
     "test_emoji_scenes.py::test_the_caption_says_what_is_seen_and_where[train]",
 }
 """Tests and files marked `campaign`: they run with `./scripts/test.sh --all` only, as CI does."""

@@ -36,7 +36,7 @@ BEFORE_STEPS = (
     "torchmm.training.tracking.recorder:start_trackers",
 )
 STEPS = (
-    "torchmm.data.waiting:Waiting.get",
+    "torchmm.data.nodes:Waiting.get",
     "torchmm.training.step:TrainStep.run",
     "torchmm.training.optim:Updates.apply",
     "torchmm.training.validation:held_out_losses",

@@ -100,7 +100,7 @@ class CaseProgram:
         self.cpu_ms.append(1e3 * (time.process_time() - begin_cpu_s))
         took_ms = 1e3 * (time.perf_counter() - begin_s)
         records = outcome.result.records or []
-        self.classes.append(by_class(records) | {REST: took_ms - outcome.span_ms})
+        self.classes.append(by_class(records) | {REST: took_ms - outcome.result.span_ms})
         return outcome.compute_ms / 1e3
 
     def replica(self) -> Replica:
