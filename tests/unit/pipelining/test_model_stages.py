@@ -79,7 +79,9 @@ def planned(case: Case, layout: StageLayout, seed: int, dtype: torch.dtype = tor
     return batch, lower_plan(random_order(graph, seed, split), graph, specs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.campaign)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_have_the_foretold_shapes_and_dtypes(kind, dtype):
     case = Case(kind, encoder=kind, tied=False)

@@ -71,7 +71,14 @@ def loaded(path: Path) -> tuple[int, Recipe]:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.campaign] if path.parent.name == "zoo" else [])
+        for path in RECIPES
+    ],
+    ids=lambda p: f"{p.parent.name}/{p.stem}",
+)
 def test_runs_and_forecasts_price_the_same_executions(path, profile, monkeypatch):
     if any(name in path.read_text() for name in ("[model.generator]", "t2v", "disttrain")):
         pytest.importorskip("diffusers")
