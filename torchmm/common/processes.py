@@ -27,12 +27,12 @@ and leaves no cycles, such as plans: there Python finds no garbage, however ofte
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import resource
 import shutil
@@ -51,6 +51,8 @@ from typing import Any, NamedTuple
 from torchmm.common.errors import ConfigError
 
 EXIT_WAIT_S = 2.0
+EXIT_PRIORITY = 100
+"""Of the end of workers, before multiprocessing closes queues (10) and joins children (0)."""
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "in a read that does not return"}
 """Letters of /proc/PID/stat that say why a process does nothing."""
 
@@ -158,7 +160,8 @@ class WorkerSetup:
 def make_worker_setup() -> Callable[[int], None]:
     """A `worker_init_fn` that ties the workers' life to this process."""
     alive, ours = multiprocessing.Pipe(duplex=False)
-    atexit.register(_end_all, ours)  # before multiprocessing joins its children at exit
+    # `atexit` is too late in a process that multiprocessing started: that joins its children first.
+    multiprocessing.util.Finalize(None, _end_all, args=(ours,), exitpriority=EXIT_PRIORITY)
     return WorkerSetup(alive)
 
 

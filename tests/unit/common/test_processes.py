@@ -1,6 +1,7 @@
 """States of processes, and garbage collection while they plan."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,27 @@ import time
 import pytest
 
 from torchmm.common.processes import describe_state, without_collection
+from torchmm.common.step_process import start_process
+
+
+def sleep_forever(connection):
+    while True:
+        time.sleep(60)
+
+
+def start_worker_and_return():
+    start_process(sleep_forever, name="sleeping")
+
+
+def test_forked_process_ends_with_worker():
+    """A child of multiprocessing joins its own children before it runs `atexit` functions."""
+    process = multiprocessing.get_context("fork").Process(target=start_worker_and_return)
+    process.start()
+    process.join(60)
+    exit_code = process.exitcode
+    process.kill()
+    process.join()
+    assert exit_code == 0
 
 
 def test_state_names_stopped_process():
