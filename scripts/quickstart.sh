@@ -38,5 +38,5 @@ cat <<'END'
 What this shows: the model reads pictures. It names two things and says where they are, although it
 never saw these two together; next to another picture the same caption is not what it writes.
 What it does not show: things that it was not trained on, photographs, free descriptions. For those a
-model starts from pretrained weights: docs/start/pretrained.md.
+model starts from pretrained weights: docs/get_started/pretrained.md.
 END

@@ -5,7 +5,7 @@
 #
 # Five minutes before its time is over, or when it has to make room (`scancel --signal=USR1 JOB`), the run
 # saves its last step and ends with exit code 75; the job is queued again and goes on from there. It is also
-# queued again, up to RETRIES times, if a rank or node was lost (6). docs/grow/cluster.md says more.
+# queued again, up to RETRIES times, if a rank or node was lost (6). docs/guides/cluster.md says more.
 #
 # Environment: PYTHON (default .venv/bin/python), RETRIES (3), MASTER_ADDR (the first node), SRUN_OPTIONS:
 # SRUN_OPTIONS="--container-image=$PWD/torchmm.sqsh --container-mounts=$PWD --container-workdir=$PWD" with Pyxis.

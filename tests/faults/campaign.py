@@ -5,7 +5,7 @@ of reliability at commit 4776752 (R, S) or at commit 35e13daa (N: untrusted file
 limited systems), or a letter for later additions: U for copies of checkpoints, P for background
 processes, M for disaggregated modules, Q for schedulers, E for exports. `before` is the outcome in
 that review. Each case of a test is one injection, or `each` of them. `write_page.py` writes
-docs/reference/reliability.md from the table and the outcomes of its tests.
+tests/faults/README.md from the table and the outcomes of its tests.
 
 Rejected: results written manually, which do not change with the code.
 """

@@ -151,7 +151,7 @@ def test_bad_environments_are_refused_by_variable(what):
     changes, words = ENVIRONMENTS[what]
     with pytest.raises(ConfigError, match="environment: ") as caught:
         launched({**PLACE, **changes})
-    assert words in str(caught.value) and "docs/grow/cluster.md" in str(caught.value)
+    assert words in str(caught.value) and "docs/guides/cluster.md" in str(caught.value)
 
 
 def test_good_environments_are_read():

@@ -1,4 +1,4 @@
-"""Writes docs/reference/reliability.md from the table of faults and what tests of them did.
+"""Writes tests/faults/README.md from the table of faults and what tests of them did.
 
 python -m pytest --outcomes=outputs/faults.jsonl TESTS
 python tests/faults/write_page.py outputs/faults.jsonl

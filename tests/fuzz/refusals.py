@@ -1,4 +1,4 @@
-"""docs/reference/refused.md: what is refused and why, from the refusals that drawn recipes met."""
+"""docs/reference/supported_combinations.md: what is refused and why, from the refusals that drawn recipes met."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from fuzz.wording import Refusal, refusal
 
-FILE = "docs/reference/refused.md"
+FILE = "docs/reference/supported_combinations.md"
 HEAD = """# What is refused, and why
 
 Before any processes communicate, a recipe is checked against its model and the number of ranks; all

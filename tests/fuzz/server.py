@@ -44,7 +44,7 @@ from torchmm.training.model_build import build_unfilled_model, cut_model
 Table = dict[str, Any]
 LIMIT = "raise activation_checkpoint.memory_limit"
 """How a plan that cannot stay within memory is refused: when a step's images are known, not before
-(docs/understand/layer_tuning.md). The one refusal that may come late."""
+(docs/concepts/layer_tuning.md). The one refusal that may come late."""
 
 
 class FailedError(Exception):

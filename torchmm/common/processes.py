@@ -267,7 +267,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched:
             problems.append(f"MASTER_PORT = {environment['MASTER_PORT']} is no port")
     if problems:
         remedy = (
-            "start with torchrun (docs/grow/cluster.md), or unset what an earlier launcher left"
+            "start with torchrun (docs/guides/cluster.md), or unset what an earlier launcher left"
         )
         raise ConfigError([f"environment: {problem}; {remedy}" for problem in problems])
     return Launched(rank, size)

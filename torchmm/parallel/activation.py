@@ -6,7 +6,7 @@ outside of the recomputed region. Rejected: `checkpoint_wrapper`, which renames 
 A layer in mode "offload" is recomputed as a whole, from an input that waits in the host's memory
 (`host_inputs`). Rejected: moving all that a layer keeps, as `torch.autograd.graph.save_on_cpu`
 around a layer does: weights too, and tensors as often as they are saved, which takes longer than to
-compute them again (docs/understand/layer_tuning.md).
+compute them again (docs/concepts/layer_tuning.md).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class SourceConfig(Section):
     scores: list[Score] = Field(default=[])
     """Of held-out sources: how the texts are judged that the model writes for their samples
     (`validation.samples`), against all that the data have as answers; see
-    docs/start/evaluation.md."""
+    docs/guides/evaluation.md."""
 
 
 def is_host_port(address: str, lowest_port: int = 1) -> bool:
@@ -292,7 +292,7 @@ class DataConfig(Section):
     the rank that trains on the sample. Losses stay the same. Requires `parallel.pipeline` = 1, and
     not `parallel.llm.context` or producers. "auto": "images" if it is supported and the forecast of
     the first step is at least 1 % faster with it, else "none". See
-    docs/grow/balanced_encoders.md."""
+    docs/guides/balanced_encoders.md."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)

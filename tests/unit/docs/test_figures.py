@@ -19,22 +19,22 @@ DAY = re.compile(r"\b\d{1,2}(?: and \d{1,2})?\s[A-Z][a-z]+\s20\d\d\b")
 RESULTS = "benchmarks/results/"
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 NO_FINDINGS = {
-    "start/generation: Drawing": "sides of pictures",
-    "grow/checkpoints: Stopping": "a limit",
-    "grow/checkpoints: What can go wrong": "a limit",
-    "grow/cluster: Limits of containers": "a default",
-    "grow/cluster: When a machine is lost": "a default",
-    "grow/gpus: A lost peer": "a limit",
-    "grow/large_data: In short": "advice",
-    "grow/large_data: What is read, and by whom": "an estimate that shows how it is made",
-    "grow/memory: Optimizer states and parameters": "a device's size",
-    "grow/orchestration: Planning a cluster": "settings",
-    "grow/placements: Disaggregated": "what a picture assumes",
-    "understand/cost_model: How a number is computed": "a bound that tests hold",
-    "understand/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",
-    "understand/optimus: Adjusted warm-up": "of an example that a test plays again",
-    "understand/pipelining: How a step becomes a plan": "a setting",
-    "understand/pipelining: Pipelining": "of a picture that a test draws again",
+    "guides/generation: Drawing": "sides of pictures",
+    "guides/checkpoints: Stopping": "a limit",
+    "guides/checkpoints: What can go wrong": "a limit",
+    "guides/cluster: Limits of containers": "a default",
+    "guides/cluster: When a machine is lost": "a default",
+    "guides/check_gpus: A lost peer": "a limit",
+    "guides/large_data: In short": "advice",
+    "guides/large_data: What is read, and by whom": "an estimate that shows how it is made",
+    "guides/memory: Optimizer states and parameters": "a device's size",
+    "guides/plan_cluster: Planning a cluster": "settings",
+    "guides/placements: Disaggregated": "what a picture assumes",
+    "concepts/cost_model: How a number is computed": "a bound that tests hold",
+    "concepts/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",
+    "concepts/optimus: Adjusted warm-up": "of an example that a test plays again",
+    "concepts/pipelining: How a step becomes a plan": "a setting",
+    "concepts/pipelining: Pipelining": "of a picture that a test draws again",
 }
 """By page and heading: why its figures are none."""
 

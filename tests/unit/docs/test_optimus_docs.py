@@ -24,7 +24,7 @@ def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
     picture = ROOT / arguments[place]
     arguments[place] = str(tmp_path / "picture.svg")
     assert runpy.run_path(str(ROOT / "scripts/draw.py"))["main"](arguments) == 0
-    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/understand/optimus.md"
+    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/concepts/optimus.md"
     assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
     figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)
     caption = re.sub(r"\s+", " ", TEXT.split("```")[0])

@@ -1,4 +1,4 @@
-"""docs/understand/pipelining.md: its code runs; picture and figures are its command's of today."""
+"""docs/concepts/pipelining.md: its code runs; picture and figures are its command's of today."""
 
 import importlib.util
 import re
@@ -17,7 +17,7 @@ def blocks(language):
 def test_the_example_runs(capsys):
     (code,) = blocks("python")
     names = {}
-    exec(compile(code, "docs/understand/pipelining.md", "exec"), names)
+    exec(compile(code, "docs/concepts/pipelining.md", "exec"), names)
     ET.fromstring(names["picture"])
     assert len(names["records"]) == 3 * 2 * 2 + 3 * 2 * 2  # tasks x stages x (F, B), per module
     assert "warmup" in capsys.readouterr().out
@@ -34,7 +34,7 @@ def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
     spec.loader.exec_module(script)
     assert script.main(arguments) == 0
     stale = (
-        f"{picture.relative_to(ROOT)} is stale; run the command in docs/understand/pipelining.md"
+        f"{picture.relative_to(ROOT)} is stale; run the command in docs/concepts/pipelining.md"
     )
     assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
     figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""docs/reference/reliability.md: of the table as it is, of tests there are, of many injections."""
+"""tests/faults/README.md: of the table as it is, of tests there are, of many injections."""
 
 import re
 import runpy

@@ -34,7 +34,7 @@ def test_every_page_is_in_the_navigation():
 
 def test_what_pages_link_to_is_gathered(gather, tmp_path):
     found = {str(path) for path in gather(tmp_path)}
-    assert {"README.md", "docs/start/own_data.md", "recipes/README.md"} <= found
+    assert {"README.md", "docs/get_started/own_data.md", "recipes/README.md"} <= found
     assert "docs/images/run_page.png" in found
     assert all((tmp_path / path).is_file() for path in found)
     assert set(pages(CONFIG["nav"])) <= found

@@ -117,7 +117,7 @@ def _launch_lines(
     lines = {"start with": f"torchrun {options} {program} {command}"}
     if nodes > 1:
         last = "" if fewer == ranks else f", on one of them with --nproc-per-node {fewer}"
-        lines["start with"] += f"   (on each of {nodes} nodes{last}; docs/grow/cluster.md)"
+        lines["start with"] += f"   (on each of {nodes} nodes{last}; docs/guides/cluster.md)"
     if nodes > 1 and program == "train.py":
         tasks = "" if fewer == ranks else f"--ntasks {world_size} "
         sizes = f"--nodes {nodes} {tasks}--ntasks-per-node {ranks} --gpus-per-node {ranks}"
