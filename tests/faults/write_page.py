@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections import defaultdict
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from campaign import FAULTS, REFUSED, Fault
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reference" / "reliability.md"
+PAGE = ROOT / "tests" / "faults" / "README.md"
 HEAD = """\
 # Reliability
 
@@ -131,7 +132,9 @@ def page(counts: Sequence[int], day: str, kills: str) -> str:
 def row(fault: Fault, count: int) -> str:
     """A line of the table."""
     files = dict.fromkeys(name.partition("::")[0] for name in fault.shown_by)
-    links = ", ".join(f"[{Path(name).stem[5:]}](../../tests/{name})" for name in files)
+    links = ", ".join(
+        f"[{Path(name).stem[5:]}]({os.path.relpath(name, 'faults')})" for name in files
+    )
     before = f"**{fault.before}**" if fault.before.startswith("FAIL") else fault.before
     shown = (fault.code, fault.status, fault.happens, fault.equal)
     cells = (fault.number, fault.what, count, *shown, before, links)

@@ -1,4 +1,4 @@
-"""docs/reference/supported_combinations.md: what is refused and why, from the refusals that drawn recipes met."""
+"""docs/reference/supported_combinations.md: combinations that are rejected, and why."""
 
 from __future__ import annotations
 

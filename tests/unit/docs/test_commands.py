@@ -311,7 +311,7 @@ def test_the_page_shows_the_table():
 SHOWN = re.compile(r"```toml\n(base = .*?)```", re.DOTALL)
 RECIPES = [
     pytest.param(block, id=f"{page.stem}-{number}")
-    for page in sorted((ROOT / "docs" / "start").glob("*.md"))
+    for page in sorted((ROOT / "docs" / "get_started").glob("*.md"))
     for number, block in enumerate(
         re.findall(r"```toml\n(base = .*?)```", page.read_text(), re.DOTALL)
     )

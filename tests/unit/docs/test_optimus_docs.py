@@ -11,7 +11,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-TEXT = (DOCS / "understand" / "optimus.md").read_text()
+TEXT = (DOCS / "concepts" / "optimus.md").read_text()
 
 
 def block(language: str) -> str:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "understand" / "pipelining.md").read_text()
+TEXT = (ROOT / "docs" / "concepts" / "pipelining.md").read_text()
 
 
 def blocks(language):
@@ -33,9 +33,7 @@ def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.main(arguments) == 0
-    stale = (
-        f"{picture.relative_to(ROOT)} is stale; run the command in docs/concepts/pipelining.md"
-    )
+    stale = f"{picture.relative_to(ROOT)} is stale; run the command in docs/concepts/pipelining.md"
     assert (tmp_path / "picture.svg").read_text() == picture.read_text(), stale
     figures = re.findall(r": (\S+) ms,", capsys.readouterr().out)
     caption = re.sub(r"\s+", " ", TEXT.split("```")[0])

@@ -27,7 +27,10 @@ from torchmm.models.hf.config_values import MODEL_ERRORS, build_checked, value_p
 from torchmm.models.layered import WeightFiles
 from torchmm.recipe.model_section import GeneratorConfig
 
-UNET = ". A U-Net has no layers that stages could be cut between (docs/reference/supported_combinations.md)"
+UNET = (
+    ". A U-Net has no layers that stages could be cut between "
+    "(docs/reference/supported_combinations.md)"
+)
 GENERATOR_FILES = WeightFiles(
     renames=(
         (r"caption_projection\.", "connector."),
