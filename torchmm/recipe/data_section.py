@@ -292,7 +292,7 @@ class DataConfig(Section):
     the rank that trains on the sample. Losses stay the same. Requires `parallel.pipeline` = 1, and
     not `parallel.llm.context` or producers. "auto": "images" if it is supported and the forecast of
     the first step is at least 1 % faster with it, else "none". See
-    docs/guides/balance_data.md."""
+    docs/guides/balanced_encoders.md."""
     max_images_per_sample: int = Field(default=64, ge=1)
     """A sample is truncated before the first image or video beyond this number."""
     max_tiles_per_sample: int | None = Field(default=None, ge=1)
