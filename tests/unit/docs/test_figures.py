@@ -23,7 +23,6 @@ NO_FINDINGS = {
     'guides/balance_data: Choice of "auto"': "a setting",
     "guides/balance_data: Reordering": "a limit",
     "guides/check_gpus: Check a GPU": "a default",
-    "guides/checkpoints: Export a model": "a default",
     "guides/checkpoints: Stop a run": "a limit",
     "guides/cluster: Continue without a lost node": "a default",
     "guides/cluster: Limits of containers": "a default",
