@@ -30,11 +30,11 @@ NO_FINDINGS = {
     "guides/memory: Optimizer states and parameters": "a device's size",
     "guides/plan_cluster: Planning a cluster": "settings",
     "guides/placements: Disaggregated": "what a picture assumes",
-    "concepts/cost_model: How a number is computed": "a bound that tests hold",
-    "concepts/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",
-    "concepts/optimus: Adjusted warm-up": "of an example that a test plays again",
-    "concepts/pipelining: How a step becomes a plan": "a setting",
-    "concepts/pipelining: Pipelining": "of a picture that a test draws again",
+    "concepts/cost_model: Limits": "bounds that tests check",
+    "concepts/layer_tuning: Memory that the limit includes": "a default",
+    "concepts/optimus: Encoders in LLM bubbles": "times in a plot that a test computes again",
+    "concepts/pipelining: Pipelining": "times in a plot that a test computes again",
+    "concepts/schedule_search: Segments and sub-microbatches": "settings",
 }
 """By page and heading: why its figures are none."""
 
