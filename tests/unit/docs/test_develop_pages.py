@@ -29,7 +29,7 @@ def test_reading_list_is_readable_in_an_afternoon():
     assert sum(lines.values()) <= MAX_LINES, lines
 
 
-@pytest.mark.parametrize("name", ["architecture", "read_this"])
+@pytest.mark.parametrize("name", ["architecture", "pipeline_internals", "read_this"])
 def test_develop_page_names_existing_files(name):
     page = (ROOT / f"docs/develop/{name}.md").read_text()
     paths = [path for path in re.findall(r"`([\w/]+(?:/|\.py))`", page) if "NAME" not in path]

@@ -32,11 +32,11 @@ NO_FINDINGS = {
     "guides/run_page: Progress of a run": "a limit",
     "guides/run_page: Run report": "an interval",
     "concepts/disaggregated: Disaggregated modules": "assumptions of a figure",
-    "concepts/cost_model: How a number is computed": "a bound that tests hold",
-    "concepts/optimus: Encoders in the LLM's bubbles": "of a picture that a test draws again",
-    "concepts/optimus: Adjusted warm-up": "of an example that a test plays again",
-    "concepts/pipelining: How a step becomes a plan": "a setting",
-    "concepts/pipelining: Pipelining": "of a picture that a test draws again",
+    "concepts/cost_model: Limits": "bounds that tests check",
+    "concepts/layer_tuning: Memory that the limit includes": "a default",
+    "concepts/optimus: Encoders in LLM bubbles": "times in a plot that a test computes again",
+    "concepts/pipelining: Pipelining": "times in a plot that a test computes again",
+    "concepts/schedule_search: Segments and sub-microbatches": "settings",
 }
 """By page and heading: why its figures are none."""
 

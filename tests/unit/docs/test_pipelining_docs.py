@@ -1,4 +1,4 @@
-"""docs/concepts/pipelining.md: its code runs; picture and figures are its command's of today."""
+"""Test the example of pipeline_internals.md, and the plot and the times of pipelining.md."""
 
 import importlib.util
 import re
@@ -8,23 +8,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "concepts" / "pipelining.md").read_text()
+INTERNALS = (ROOT / "docs" / "develop" / "pipeline_internals.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+def blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def test_the_example_runs(capsys):
-    (code,) = blocks("python")
+    (code,) = blocks(INTERNALS, "python")
     names = {}
-    exec(compile(code, "docs/concepts/pipelining.md", "exec"), names)
-    ET.fromstring(names["picture"])
+    exec(compile(code, "docs/develop/pipeline_internals.md", "exec"), names)
+    ET.fromstring(names["svg"])
     assert len(names["records"]) == 3 * 2 * 2 + 3 * 2 * 2  # tasks x stages x (F, B), per module
     assert "warmup" in capsys.readouterr().out
 
 
 def test_the_picture_and_its_figures_are_up_to_date(tmp_path, capsys):
-    command = next(b for b in blocks("sh") if "scripts/draw.py" in b)
+    command = next(b for b in blocks(TEXT, "sh") if "scripts/draw.py" in b)
     arguments = shlex.split(command.replace("\\\n", " "))[2:]
     place = arguments.index("--out") + 1
     picture = ROOT / arguments[place]
