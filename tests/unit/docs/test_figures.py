@@ -19,7 +19,6 @@ DAY = re.compile(r"\b\d{1,2}(?: and \d{1,2})?\s[A-Z][a-z]+\s20\d\d\b")
 RESULTS = "benchmarks/results/"
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 NO_FINDINGS = {
-    "guides/generation: Train an image generator": "image sizes",
     "guides/checkpoints: Stopping": "a limit",
     "guides/checkpoints: What can go wrong": "a limit",
     "guides/cluster: Limits of containers": "a default",
