@@ -19,7 +19,6 @@ DAY = re.compile(r"\b\d{1,2}(?: and \d{1,2})?\s[A-Z][a-z]+\s20\d\d\b")
 RESULTS = "benchmarks/results/"
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 NO_FINDINGS = {
-    "guides/generation: Drawing": "sides of pictures",
     'guides/balance_data: Choice of "auto"': "a setting",
     "guides/balance_data: Reordering": "a limit",
     "guides/check_gpus: Check a GPU": "a default",
