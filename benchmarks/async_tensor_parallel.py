@@ -291,13 +291,13 @@ def compare(
 
 def overlap_rows(found: OverlapTimes) -> list[Row]:
     """Rows of one speed of the link."""
-    case = f"{found.case}, {RANKS} ranks, transfers {found.ratio:g} x compute"
+    case = f"{found.case}, {RANKS} ranks, communication {found.ratio:g} x compute"
     ours_s, plain_s = found.step_s["overlapped"], found.step_s["plain"]
     goal = round(found.bound * NEAR_BOUND, 3) if Mlps.case in found.case else None
     ratio, bound = ours_s / plain_s, found.bound
     return [
         Row(case, "step", "ms", ours_s * 1e3, plain_s * 1e3, better="lower"),
-        Row(case, "step / plain step", "", ratio, bound, goal=goal, better="lower"),
+        Row(case, "step / step without overlap", "", ratio, bound, goal=goal, better="lower"),
     ]
 
 
@@ -327,9 +327,11 @@ def draw_overlap(steps: Sequence[Recorded], file: Path) -> None:
 def main() -> None:
     """Prints the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw one step of each kind")
-    parser.add_argument("--cuda", action="store_true", help="only products, on the GPU")
+    parser.add_argument("--tiny", action="store_true", help="run the smallest cases, for tests")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="plot one step of each case to FILE"
+    )
+    parser.add_argument("--cuda", action="store_true", help="measure only matmuls, on the GPU")
     arguments = parser.parse_args()
     size = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     setting, rows = SETTINGS[size], []

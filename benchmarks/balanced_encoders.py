@@ -289,7 +289,7 @@ def rows_of(case: str, found: Found) -> list[Row]:
     """Rows of one world."""
     times = found.comparison
     rows = [
-        Row(case, "speed ratio", "x", times.speed_ratio("balanced", "plain"), 1.0, goal=1.3),
+        Row(case, "speedup", "x", times.speed_ratio("balanced", "plain"), 1.0, goal=1.3),
         Row(
             case, "step time", "s", times.wall_s("balanced"), times.wall_s("plain"), better="lower"
         ),

@@ -183,16 +183,17 @@ def gain(record: Record, arm: str) -> float:
 
 def markdown(records: Sequence[Record]) -> str:
     """Return the table of the results page."""
-    head = ["workload", "search, s", "no pipeline", *(f"pipeline, {arm}" for arm in ARMS)]
-    head += ["replicas / own", "gain", "best plan with images of replicas distributed"]
-    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 2) + "---|"]
+    head = ["workload", "search (CPU s)", "no pipeline (s)"]
+    head += [f"pipeline, {arm} (s)" for arm in ARMS]
+    head += ["own / replicas (x)", "gain (x)"]
+    lines = [f"| {' | '.join(head)} |", "|---|" + "--:|" * (len(head) - 1)]
     for record in records:
         arms, plain = record["pipelines"], record["no pipeline"]
         cells = [record["workload"], f"{record['search_s']:g}"]
         cells += [f"{plain['step_s']:.3g}" if plain else "-"]
         cells += [f"{arms[arm]['step_s']:.3g}" for arm in ARMS]
         cells += [f"{arms['own']['step_s'] / arms['replicas']['step_s']:.3f}"]
-        cells += [f"{gain(record, 'replicas'):.3f}", arms["replicas"]["sizes"]]
+        cells += [f"{gain(record, 'replicas'):.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -230,7 +231,7 @@ def main() -> None:
         replace_table(arguments.page, markdown(shown))
     rows = [row for record in shown for row in table_rows(record)]
     machine = describe_machine(torch.device("cpu"))
-    report(f"Balanced images in pipelines, simulated; {machine}", rows, arguments.json)
+    report(f"Images balanced over pipeline replicas, simulated; {machine}", rows, arguments.json)
 
 
 if __name__ == "__main__":

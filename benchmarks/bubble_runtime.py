@@ -9,9 +9,9 @@ Compared are plans of the same work:
 
     filled             Optimus: encoder work wherever the LLM leaves a rank idle
     not filled         the same plan, but every rank's encoder work before and after its LLM work
-    tower in stage 0   Megatron-LM's placement
+    encoder in stage 0   Megatron-LM's placement
     coarse             Optimus' best plan that fills no bubble between LLM actions (sleep)
-    balanced chain     all layers in one chain of equally costly stages (sleep)
+    balanced single pipeline     all layers in one chain of equally costly stages (sleep)
 
 Each may choose among sizes that are played through with known or measured times first; "not
 filled" has those of "filled". Numbers of images per microbatch are those of real documents, which
@@ -72,12 +72,12 @@ from torchmm.pipelining.view.timeline import uniform_timeline
 from torchmm.recipe.parallel_section import ParallelConfig
 
 OPTIMUS, FLOAT = OPTIMUS_SCHEDULE, torch.float32
-CHAIN, COARSE, FINE = "balanced chain", "coarse", "filled"
-UNFILLED, FRONT = "not filled", "tower in stage 0"
+CHAIN, COARSE, FINE = "balanced single pipeline", "coarse", "filled"
+UNFILLED, FRONT = "not filled", "encoder in stage 0"
 PATIENCE_S = 20
 """How long to wait for other programs to end."""
 GOALS = {"compute": 1.15, "sleep": 1.3}
-"""For the speed against the tower in stage 0."""
+"""For the speed against the encoder in stage 0."""
 NAP_S = {"full": 4e-3, "quick": 2e-3, "tiny": 2e-4}
 """Forward of an LLM layer."""
 
@@ -97,7 +97,7 @@ class Nap(NamedTuple):
 NAPS = (
     Nap("any stages", 8, TOWER_SHARE, False, (1, 2)),
     Nap("1F1B", 16, 0.35, False, (1,)),
-    Nap("1F1B, frozen tower", 12, 0.25, True, (1,)),
+    Nap("1F1B, frozen encoder", 12, 0.25, True, (1,)),
 )
 
 
@@ -308,7 +308,7 @@ def played_rows(case: str, work: Work, plans: dict[str, Made]) -> list[Row]:
     """What ratios should be: of makespans played through."""
     times_s = {name: played_s(work, made) for name, made in plans.items()}
     return [
-        Row(case, f"ratio when played through, {name}", "x", time_s / times_s[FINE],
+        Row(case, f"simulated speedup, {name}", "x", time_s / times_s[FINE],
             kind="simulated")
         for name, time_s in times_s.items()
         if name != FINE
@@ -337,7 +337,7 @@ def compared(case: str, comparison: Comparison, goal: float) -> list[Row]:
     """The filled plan against the others.
 
     Args:
-        goal: against the tower in stage 0.
+        goal: against the encoder in stage 0.
     """
     goals = {UNFILLED: 1.0, FRONT: goal, COARSE: None, CHAIN: None}
     present = {name: least for name, least in goals.items() if name in comparison.times}

@@ -9,7 +9,7 @@ or 8 pipeline stages); all else is simulated. How many patches there are for eac
 the paper does not say; results are given for several, the first of them fitted to one figure: the
 coarse efficiency on 1536 GPUs.
 
-The encoder plan is the fastest of those that fit and, before encoders keep anything, take at most
+The encoder plan is the fastest of those that fit and, before encoder activations, take at most
 12 % more memory than the leanest baseline, as the paper's do (figure 17); what the others would
 give stands next to it. Memory is that of the fullest device, all activations included, if nothing
 is recomputed: the paper gives neither patches nor recomputation. The paper's planner counts states
@@ -177,12 +177,18 @@ def scheduler_rows(speed: Speed, repetitions: int) -> list[Row]:
         case = f"{row.microbatches} microbatches, {gpus} GPUs"
         paper_s = row.runtime.value
         rows += [
-            Row(case, "costs and timeline of the LLM", "s", least_s[0], better="lower"),
+            Row(case, "LLM costs and timeline", "s", least_s[0], better="lower"),
             Row(case, f"{len(works)} encoder plans", "s", least_s[1], better="lower"),
             Row(
-                case, "scheduler, all", "s", least_s[2], paper=paper_s, goal=GOAL_S, better="lower"
+                case,
+                "scheduler, all plans",
+                "s",
+                least_s[2],
+                paper=paper_s,
+                goal=GOAL_S,
+                better="lower",
             ),
-            Row(case, "speed-up over the paper", "x", paper_s / least_s[2]),
+            Row(case, "speedup over the paper", "x", paper_s / least_s[2]),
         ]
     return rows
 
@@ -219,7 +225,7 @@ def strong_rows(speed: Speed, gpus: int) -> list[Row]:
                     baseline=balanced, paper=paper, better="lower",
                 )
             )  # fmt: skip
-            rows.append(simulated(f"Eff {name}", "", own.efficiency, paper=printed))
+            rows.append(simulated(f"bubble efficiency, {name}", "", own.efficiency, paper=printed))
         rows += memory_rows(case, found, f"{found.name}{chosen}", goal=index == 0)
     best = every[0]
     steps_s = [best.fine.total_ms / 1e3, best.coarse.total_ms / 1e3, balanced, megatron]
@@ -243,11 +249,11 @@ def weak_rows(speed: Speed) -> list[Row]:
         rows += [
             Row(case, name, "s", step_s, balanced, better="lower", kind="simulated"),
             Row(
-                case, "speed-up over balanced", "x", balanced / step_s,
+                case, "speedup over balanced", "x", balanced / step_s,
                 paper=OPTIMUS_MAX_SPEEDUP["Megatron-LM balanced"].value, kind="simulated",
             ),
             Row(
-                case, "speed-up over Megatron-LM", "x", megatron / step_s,
+                case, "speedup over Megatron-LM", "x", megatron / step_s,
                 paper=OPTIMUS_MAX_SPEEDUP["Megatron-LM"].value, kind="simulated",
             ),
             *memory_rows(case, found, found.name, goal=True),
@@ -265,7 +271,7 @@ def two_encoder_rows(speed: Speed) -> list[Row]:
         rows += [
             Row(case, name, "s", step_s, megatron, better="lower", kind="simulated"),
             Row(
-                case, "speed-up over Megatron-LM", "x", megatron / step_s,
+                case, "speedup over Megatron-LM", "x", megatron / step_s,
                 paper=OPTIMUS_TWO_ENCODERS[model.name].value, kind="simulated",
             ),
             *memory_rows(case, found, found.name, goal=True),
@@ -279,7 +285,7 @@ def optimum_rows(cases: int) -> list[Row]:
     kinds: tuple[Granularity, ...] = ("coarse", "fine")
     for alike, kind in product((True, False), kinds):
         ratios = [optimum_ratio(seed, alike, kind) for seed in range(cases)]
-        case = f"microbatches {'alike' if alike else 'different'}, {cases} seeds from 0"
+        case = f"{'identical' if alike else 'different'} microbatches, {cases} seeds from 0"
         for metric, ours, goal in (("worst", max(ratios), 1.01), ("mean", fmean(ratios), None)):
             name = f"{kind} / optimum, {metric}"
             rows.append(Row(case, name, "", ours, goal=goal, better="lower", kind="simulated"))

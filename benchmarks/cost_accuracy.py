@@ -204,10 +204,10 @@ def rows(found: dict[int, list[CaseResult]]) -> list[Row]:
             case = f"{own.case}; {ranks} rank{'s' * (ranks > 1)}"
             made += [
                 Row(case, "predicted step", "ms", own.predicted_ms, own.median_ms, better="lower"),
-                Row(case, "accuracy", "share", own.accuracy, own.floor),
+                Row(case, "accuracy", "fraction", own.accuracy, own.floor),
             ]
             if own.cpu_ms:
-                made.append(Row(case, "accuracy, CPU time", "share", own.cpu_accuracy))
+                made.append(Row(case, "accuracy, CPU time", "fraction", own.cpu_accuracy))
     case = f"all {len(every)} cases"
     for metric, combine, goal, paper in (
         ("mean accuracy", mean, PAPER, PAPER),
@@ -215,18 +215,18 @@ def rows(found: dict[int, list[CaseResult]]) -> list[Row]:
     ):
         ours, floors = combine(own.accuracy for own in every), [own.floor for own in every]
         floor = combine(f for f in floors if f is not None) if any(floors) else None
-        made.append(Row(case, metric, "share", ours, floor, paper, goal))
+        made.append(Row(case, metric, "fraction", ours, floor, paper, goal))
     on_core = [own.cpu_accuracy for own in every if own.cpu_ms]
     for metric, combine in (("mean", mean), ("worst", min)):
         name = f"{metric} accuracy, CPU time, 1 rank"
-        made.append(Row(case, name, "share", combine(on_core)))
+        made.append(Row(case, name, "fraction", combine(on_core)))
     return made
 
 
 def main() -> None:
     """Prints the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="for tests: seconds, says nothing")
+    parser.add_argument("--tiny", action="store_true", help="run the smallest cases, for tests")
     arguments = parser.parse_args()
     name = "tiny" if arguments.tiny else "quick" if arguments.quick else "full"
     setting = SETTINGS[name]
@@ -237,7 +237,7 @@ def main() -> None:
     found = {}
     for ranks, cases in enumerate(setting.cases, start=1):
         found[ranks] = run_cases(ranks, cases, setting)
-    report("Predicted against measured steps", rows(found), arguments.json)
+    report("Predicted and measured step times", rows(found), arguments.json)
 
 
 if __name__ == "__main__":

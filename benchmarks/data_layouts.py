@@ -246,7 +246,7 @@ def case_rows(name: str, reader: SampleReader, count: int, pairs: int) -> list[R
     found_per_s, own_per_s = count / times.median_ours_s, count / times.median_baseline_s
     return [
         Row(name, "samples per second", "1/s", found_per_s, own_per_s),
-        Row(name, "speed against our own layout", "", times.cpu_ratio, 1, None, GOAL),
+        Row(name, "speed / native format", "", times.cpu_ratio, 1, None, GOAL),
     ]
 
 
@@ -260,7 +260,7 @@ def main() -> None:
     rows: list[Row] = []
     for name in CASES:
         rows += case_rows(name, reader, *((50, 5) if arguments.quick else (200, 21)))
-    report("Reading samples, baseline: our own layout", rows, arguments.json)
+    report("Record formats, baseline: the native format", rows, arguments.json)
 
 
 if __name__ == "__main__":

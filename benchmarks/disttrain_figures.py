@@ -272,7 +272,7 @@ def step_rows(title: str, found: Step, baseline: Step, paper_mfu: float | None) 
         Row(title, f"MFU, {devices}", "%", 100 * found.mfu, 100 * baseline.mfu, paper_mfu,
             kind="simulated"),
         Row(title, "step", "s", found.seconds, baseline.seconds, None, None, "lower", "simulated"),
-        Row(title, f"peak: ours {fit[0]}, baseline {fit[1]}", "GiB", found.peak_gib,
+        Row(title, f"peak: torchmm {fit[0]}, baseline {fit[1]}", "GiB", found.peak_gib,
             baseline.peak_gib, None, None, "lower", "simulated"),
     ]  # fmt: skip
 
@@ -281,7 +281,7 @@ def certificate_row(title: str, case: Case) -> Row:
     """How far from the best of all plans ours may be."""
     best, found = best_of(case), judged(case, False)
     gap = 100 * (best.step_ms / min(found.bound_ms, best.step_ms) - 1)
-    return Row(title, "ours slower than any plan, at most", "%", gap, better="lower",
+    return Row(title, "torchmm slower than any plan, at most", "%", gap, better="lower",
                kind="simulated")  # fmt: skip
 
 
@@ -297,8 +297,8 @@ def range_rows(
     if not gains:
         return []
     return [
-        row(title, f"{metric}, least", "x", min(gains), least),
-        row(title, f"{metric}, most", "x", max(gains), most),
+        row(title, f"{metric}, minimum", "x", min(gains), least),
+        row(title, f"{metric}, maximum", "x", max(gains), most),
     ]
 
 

@@ -85,7 +85,7 @@ def truncate(page: Sequence[int], limit: int, image_tokens: int, shorten: int) -
 def main() -> None:
     """Writes the file from prepared data."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", type=Path, help="where prepare_data.py has put its sets")
+    parser.add_argument("data", type=Path, help="directory of the data from prepare_data.py")
     data = parser.parse_args().data
     manifest = json.loads((data / "MANIFEST.json").read_text())["gimp_help"]
     tokenizer = AutoTokenizer.from_pretrained(data / "smollm2_135m", trust_remote_code=False)

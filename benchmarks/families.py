@@ -79,14 +79,16 @@ def main() -> int:
         if args.json is not None:
             cases = {row.case for row in found}
             write_rows(kept_rows(args.json, cases) + found, args.json)
-    report("A packed step against Hugging Face's padded one", rows, None)
+    report("Training step: packed torchmm and padded Hugging Face", rows, None)
     return 0
 
 
 def _parse() -> argparse.Namespace:
     parser = make_parser(__doc__.splitlines()[0])
-    parser.add_argument("--families", nargs="+", metavar="NAME", help="only these")
-    parser.add_argument("--pairs", type=int, help="timings of each side per family")
+    parser.add_argument(
+        "--families", nargs="+", metavar="NAME", help="model types to measure (default: all)"
+    )
+    parser.add_argument("--pairs", type=int, help="timed pairs per model type")
     return parser.parse_args()
 
 
@@ -110,9 +112,9 @@ def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
     positions = padded["input_ids"].numel()
     padding = 1 - len(packed.input_ids_T) / positions
     return [
-        Row(family.name, "speed ratio", "x", times.speed_ratio, baseline=1.0, goal=1.0),
+        Row(family.name, "speedup", "x", times.speed_ratio, baseline=1.0, goal=1.0),
         Row(family.name, "CPU time ratio", "x", times.cpu_ratio, baseline=1.0, goal=1.0),
-        Row(family.name, "padding", "share", 0.0, padding, better="lower"),
+        Row(family.name, "padding", "fraction", 0.0, padding, better="lower"),
     ]
 
 

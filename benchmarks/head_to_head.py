@@ -57,6 +57,8 @@ from torchmm.pipelining.view.draw import Panel, timelines_svg
 METHODS = (
     FSDP2, HSDP, REORDERED, PLANNED, MEGATRON, CHAIN, STATIC, WHOLE, KERNELS, SEARCHED, SEPARATE
 )  # fmt: skip
+HEADS = {WHOLE: "Optimus, action granularity"}
+"""Column heads of methods whose names in records differ."""
 NOT_DRAWN = (FSDP2, HSDP, REORDERED, PLANNED, MEGATRON)
 """Methods without a pipeline, and a step that is several times longer than the others."""
 BUDGET_S = 75.0
@@ -129,8 +131,9 @@ def record_rows(record: Record) -> list[Row]:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Return the table of steps in seconds, workloads by methods."""
-    lines = [f"| workload | {' | '.join(METHODS)} |", "|---|" + "--:|" * len(METHODS)]
+    """Return the table of step times in seconds, one line per workload."""
+    heads = [HEADS.get(name, name) for name in METHODS]
+    lines = [f"| workload | {' | '.join(heads)} |", "|---|" + "--:|" * len(METHODS)]
     for record in records:
         fastest = fastest_method(record)
         cells = []
@@ -163,7 +166,9 @@ def main() -> None:
     """Simulate the workloads and print the tables."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     add_options(parser, BUDGET_S)
-    parser.add_argument("--pictures", type=Path, metavar="DIRECTORY", help="draw the steps there")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="DIRECTORY", help="directory for plots of the steps"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     workloads, budget_s = select_workloads(arguments, QUICK if arguments.quick else COMPARED)
@@ -184,7 +189,7 @@ def main() -> None:
         replace_table(arguments.page, summary(shown))
     rows = [row for record in shown for row in record_rows(record)]
     machine = describe_machine(torch.device("cpu"))
-    report(f"Head to head, simulated; {machine}", rows, arguments.json)
+    report(f"All methods, simulated; {machine}", rows, arguments.json)
 
 
 if __name__ == "__main__":

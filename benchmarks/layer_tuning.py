@@ -165,11 +165,11 @@ def solving_rows(step: Step, case: str, repetitions: int) -> list[Row]:
         rows += [
             Row(name, "one solve, slowest rank", "ms", max(times), goal=GOAL_MS, better="lower"),
             Row(
-                name, f"all {len(times)} solves, one after the other", "ms", sum(times),
+                name, f"all {len(times)} solves, sequential", "ms", sum(times),
                 goal=GOAL_MS, better="lower",
             ),
             Row(
-                name, "proven gap", "share", (extra - bound) / extra if extra else 0.0,
+                name, "proven gap", "fraction", (extra - bound) / extra if extra else 0.0,
                 goal=GOAL_GAP, better="lower", kind="simulated",
             ),
         ]  # fmt: skip
@@ -186,7 +186,7 @@ def highs_rows(step: Step, case: str, limit_s: float) -> list[Row]:
     assert quick is not None
     quick_ms = least_ms(partial(solve_quickly, problem), 3)
     name = f"{case}, rank 0, {len(problem)} pairs, limit at 30%"
-    rows = [Row(name, "prices against HiGHS (baseline)", "ms", quick_ms, exact_s * 1e3,
+    rows = [Row(name, "dual solver, HiGHS", "ms", quick_ms, exact_s * 1e3,
                 better="lower")]  # fmt: skip
     if exact is not None:
         rows.append(Row(name, "time added", "ms", quick.extra_ms, exact.extra_ms, better="lower",
@@ -205,17 +205,17 @@ def offload_rows(step: Step, case: str) -> list[Row]:
         extra_M = (own.forward_ms_KMN + own.again_ms_KMN)[0].mean(1)
         kept_M = own.kept_bytes_KMN[0].mean(1)
         rows += [
-            Row(f"{case}, {module}", f"{LAYER_MODES[mode]}, against copying", "ms/GiB",
+            Row(f"{case}, {module}", f"{LAYER_MODES[mode]} recomputation, offloading", "ms/GiB",
                 extra_M[mode] / (kept_M[0] - kept_M[mode]) * GIB, 2e3 * GIB / rate,
                 better="lower", kind="simulated")
             for mode in (1, 2)
         ]  # fmt: skip
     (least, _), (without, _) = (step.needs(offloads=offloads) for offloads in (True, False))
-    rows.append(Row(case, "least memory, against no offloading", "GiB", least / GIB, without / GIB,
+    rows.append(Row(case, "minimum memory, without offloading", "GiB", least / GIB, without / GIB,
                     better="lower", kind="simulated"))  # fmt: skip
     tuned_ms, _ = step.tuned(least)
     full_ms, _ = step.uniform(("full",) * len(step.modules))
-    rows.append(Row(case, "step with the least memory, against full recomputation", "ms", tuned_ms,
+    rows.append(Row(case, "step at minimum memory, full recomputation", "ms", tuned_ms,
                     full_ms, better="lower", kind="simulated"))  # fmt: skip
     return rows
 
@@ -238,18 +238,18 @@ def gain_rows(step: Step, case: str, limits: Sequence[float]) -> list[Row]:
         rows += [
             Row(name, "step", "ms", tuned_ms, min(fitting.values(), default=None), better="lower",
                 kind="simulated"),
-            Row(name, "memory used of the limit", "share", peak / limit, better="higher",
+            Row(name, "memory / limit", "fraction", peak / limit, better="higher",
                 kind="simulated"),
         ]  # fmt: skip
         full: tuple[Recompute, ...] = ("full",) * len(step.modules)
         full_ms, full_peak = uniform[full]
         if fitting:
             rows.append(
-                Row(name, "gain over the best uniform modes", "x",
+                Row(name, "speedup over the best fixed modes", "x",
                     min(fitting.values()) / tuned_ms, 1.0, kind="simulated")
             )  # fmt: skip
         if full_peak <= limit:
-            rows.append(Row(name, "gain over full recomputation", "x", full_ms / tuned_ms, 1.0,
+            rows.append(Row(name, "speedup over full recomputation", "x", full_ms / tuned_ms, 1.0,
                             PAPER_GAIN if case.startswith("vlm_s") else None,
                             kind="simulated"))  # fmt: skip
     return rows
@@ -270,11 +270,11 @@ def fixed_rows(name: str, case: str, limit_share: float, steps: int) -> list[Row
     rows = [
         Row(label, "mean step", "ms", mean_ms, min(fixed.values(), default=None), better="lower",
             kind="simulated"),
-        Row(label, "largest peak of the limit", "share", max(p for _, p in tuned) / limit, goal=1.0,
+        Row(label, "largest peak / limit", "fraction", max(p for _, p in tuned) / limit, goal=1.0,
             better="lower", kind="simulated"),
     ]  # fmt: skip
     if fixed:
-        rows.append(Row(label, "gain over the best fixed modes", "x",
+        rows.append(Row(label, "speedup over the best fixed modes", "x",
                         min(fixed.values()) / mean_ms, 1.0, kind="simulated"))  # fmt: skip
     return rows
 

@@ -75,7 +75,9 @@ METRICS = {
 def main() -> int:
     """Prepares, compares tensors, takes turns; 1 if tensors differ."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--packages", type=Path, help="directory with the others' packages")
+    parser.add_argument(
+        "--packages", type=Path, help="directory with the packages of the other loaders"
+    )
     parser.add_argument("--samples", type=int)
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--ranks", type=int, nargs="+")
@@ -98,7 +100,7 @@ def main() -> int:
         except DifferentTensorsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    report("What a sample costs until it is tensors", rows, args.json)
+    report("Data loading: cost per sample", rows, args.json)
     return 0
 
 

@@ -132,15 +132,15 @@ def planning(size: str) -> Iterator[list[Row]]:
                 used_s, step = cpu_s(lambda steps=steps: next(steps))
                 taken_s.append(used_s)
             share_s, _ = cpu_s(lambda step=step: step.ranks[0])
-            case = f"{replicas} replicas x {PACKS} packs"
+            case = f"{replicas} replicas x {PACKS} packed sequences"
             goal = 50.0 if replicas <= 1024 else None
             yield [
                 Row(case, "samples of a step", "", sample_count(step)),
                 Row(case, "planning a step", "ms CPU", min(taken_s) * 1e3, goal=goal,
                     better="lower"),
-                Row(case, "own share as objects", "ms CPU", share_s * 1e3, better="lower"),
-                Row(case, "a plan", "MB", plan_bytes(step) / 1e6, better="lower"),
-                Row(case, "state", "kB", len(json.dumps(step.state)) / 1e3, better="lower"),
+                Row(case, "local samples as objects", "ms CPU", share_s * 1e3, better="lower"),
+                Row(case, "plan size", "MB", plan_bytes(step) / 1e6, better="lower"),
+                Row(case, "data state", "kB", len(json.dumps(step.state)) / 1e3, better="lower"),
             ]  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def billion(size: str) -> Iterator[list[Row]]:
         assert int(resumed.state["feeds"]["s0"]["draws"]) > draws and steps is not None
         yield [
             Row(case, "start and first step", "s CPU", start_s, goal=10.0, better="lower"),
-            Row(case, "memory, mapped pages aside", "MB", grown / 1e6, goal=200.0, better="lower"),
+            Row(case, "memory without mapped pages", "MB", grown / 1e6, goal=200.0, better="lower"),
             Row(case, "resume at step 10^5", "s CPU", resume_s, goal=10.0, better="lower"),
             Row(case, "same order on 1, 8 and 1,024 ranks", "", float(same), goal=1.0),
         ]

@@ -80,7 +80,9 @@ class Size(NamedTuple):
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{self.targets:,} targets x {self.vocabulary:,} words of {self.hidden}, {kind}"
+        return (
+            f"{self.targets:,} targets, vocabulary {self.vocabulary:,}, width {self.hidden}, {kind}"
+        )
 
 
 SIZES = [
@@ -150,14 +152,14 @@ def loss_rows(size: Size, pairs: int) -> list[Row]:
     theirs = loss.peak_bytes(loss.at_once)
     chunks, whole = (partial(loss.run, f) for f in (loss.in_chunks, loss.at_once))
     times = time_pairs(chunks, whole, pairs, CPU)
-    case = f"loss in chunks, {size}"
+    case = f"chunked loss, {size}"
     return [
         Row(case, "peak", "MiB", ours / MIB, theirs / MIB, better="lower"),
-        Row(case, "peak of all logits'", "share", ours / theirs, 1.0, goal=GOAL_SHARE,
+        Row(case, "peak / peak with full logits", "fraction", ours / theirs, 1.0, goal=GOAL_SHARE,
             better="lower"),
-        Row(case, "peak over prediction", "x", ours / loss.planned_bytes(), better="lower"),
+        Row(case, "peak / prediction", "x", ours / loss.planned_bytes(), better="lower"),
         Row(case, "time", "s", times.median_ours_s, times.median_baseline_s, better="lower"),
-        Row(case, "speed ratio", "x", times.speed_ratio, 1.0, goal=GOAL_SPEED),
+        Row(case, "speedup", "x", times.speed_ratio, 1.0, goal=GOAL_SPEED),
     ]  # fmt: skip
 
 
@@ -211,10 +213,10 @@ def state_rows() -> list[Row]:
         between = planned.weight_bytes + planned.optimizer_bytes
         said = ", ".join([f"parameters {dtype}", *(f"{k} {v}" for k, v in keys.items())])
         case = f"states, {said}"
-        rows.append(Row(case, "held", "MiB", measured.between / MIB, better="lower"))
-        rows.append(Row(case, "held over prediction", "x", measured.between / between))
+        rows.append(Row(case, "between steps", "MiB", measured.between / MIB, better="lower"))
+        rows.append(Row(case, "between steps / prediction", "x", measured.between / between))
         rows.append(Row(case, "update", "MiB", measured.most / MIB, better="lower"))
-        rows.append(Row(case, "update over prediction", "x", measured.most / sum(expected)))
+        rows.append(Row(case, "update / prediction", "x", measured.most / sum(expected)))
     return rows
 
 
@@ -265,7 +267,7 @@ def recompute_rows() -> list[Row]:
         measured, wanted = step_bytes(mode)
         case = f"recomputation {mode}, {TOKENS} tokens, {LLM['num_hidden_layers']} layers"
         rows.append(Row(case, "peak", "MiB", measured / MIB, better="lower"))
-        rows.append(Row(case, "peak over prediction", "x", measured / wanted))
+        rows.append(Row(case, "peak / prediction", "x", measured / wanted))
     return rows
 
 
@@ -307,7 +309,7 @@ def device_rows(through: Path | None) -> list[Row]:
     for name, peak in device_peaks(through, names):
         case = f"run, {name}"
         rows.append(Row(case, "peak", "MiB", peak.measured / MIB, better="lower"))
-        rows.append(Row(case, "peak over prediction", "x", peak.measured / peak.predicted))
+        rows.append(Row(case, "peak / prediction", "x", peak.measured / peak.predicted))
     return rows
 
 
@@ -315,8 +317,12 @@ def main() -> None:
     """Prints the table."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--device", action="store_true", help="whole runs instead")
-    parser.add_argument("--through", type=Path, help="script that starts them on other devices")
+    parser.add_argument(
+        "--device", action="store_true", help="measure complete training runs on the device instead"
+    )
+    parser.add_argument(
+        "--through", type=Path, help="script that starts the runs on emulated devices"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def measure(schedule: str, repetitions: int) -> list[Row]:
         return Row(case, metric, "ms", ours, goal=goal, better="lower")
 
     return [
-        row("compute order", lambda: ORDERS[schedule](graph)),
+        row("schedule", lambda: ORDERS[schedule](graph)),
         row("lowering", lambda: lower_plan(order, graph, specs, sharding="step")),
         row("validation", lambda: validate_plan(plan), GOAL_MS),
     ]

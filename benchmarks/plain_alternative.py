@@ -58,6 +58,8 @@ from torchmm.balance.search.search import search_plans
 from torchmm.commands.plan import default_budget_s
 
 BY_HAND = "by hand"
+TYPES = {BY_HAND: "manual sizes", "chain": "single pipeline", "fsdp": "FSDP2 or HSDP"}
+"""Types of plans on the page, by their names in records."""
 PIPELINES = ("chain", "separated", "colocated", "disaggregated")
 BUDGET_S = 20.0
 TOLERANCE = 1.005
@@ -178,9 +180,9 @@ def table_rows(record: Record) -> list[Row]:
 
 def markdown(records: Sequence[Record]) -> str:
     """Return the table for the results page."""
-    head = ["workload", FSDP2, HSDP, "reordered", "no pipeline, planner"]
-    head += ["best pipeline", "", "no pipeline / pipeline", "planner", "", "picks the fastest"]
-    head += ["time to plan, s"]
+    head = ["workload", FSDP2, HSDP, REORDERED, "no pipeline, planner"]
+    head += ["best pipeline", "type", "no pipeline / pipeline (x)", "planned step", "type of plan"]
+    head += ["fastest plan", "planning (CPU s)"]
     lines = [f"| {' | '.join(head)} |", "|---|--:|--:|--:|--:|--:|---|--:|--:|---|---|--:|"]
     for record in records:
         plain, pipelines = record["plain"], record["pipelines"]
@@ -191,9 +193,11 @@ def markdown(records: Sequence[Record]) -> str:
             _seconds((plain.get(name) or {}).get("step_s"))
             for name in (FSDP2, HSDP, REORDERED, PLANNED)
         ]
-        cells += [_seconds(pipeline_s), best_name(pipelines)]
+        name = best_name(pipelines)
+        cells += [_seconds(pipeline_s), TYPES.get(name, name)]
         cells += ["-" if ratio is None else f"{ratio:.2f}"]
-        cells += [_seconds(record["planner"].get("step_s")), record["planner"].get("method", "")]
+        method = record["planner"].get("method", "")
+        cells += [_seconds(record["planner"].get("step_s")), TYPES.get(method, method)]
         cells += ["yes" if picks_fastest(record) else "**no**", f"{record['planner_s']:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -152,12 +152,21 @@ def case_rows(images: int, side_px: int, step_s: float, steps: int) -> list[Row]
     if not found == planned == expected:
         raise AssertionError(f"producers gave other pixels: {found}, {planned}, not {expected}")
     case = f"{images} images of {side_px} x {side_px}, steps of {step_s:g} s"
-    rows = [Row(case, "waiting per step", "ms", 1e3 * found_s, 1e3 * own_s, better="lower")]
+    rows = [Row(case, "data wait per step", "ms", 1e3 * found_s, 1e3 * own_s, better="lower")]
     for name, own in (("", found_s), (", planned", planned_s)):
-        share = f"waiting as a share of the step{name}"
+        share = f"data wait / step{name}"
         rows.append(Row(case, share, "", own / step_s, own_s / step_s, None, 0.01, "lower"))
     # DistTrain's figure 21 in words: seconds become milliseconds.
-    rows.append(Row(case, "share of the waiting left", "", found_s / own_s, 1, better="lower"))
+    rows.append(
+        Row(
+            case,
+            "data wait / data wait with local decoding",
+            "",
+            found_s / own_s,
+            1,
+            better="lower",
+        )
+    )
     return rows
 
 
@@ -245,7 +254,7 @@ def main() -> None:
         first = rows[-4]
         print(f"{first.case}: {first.baseline:.0f} -> {first.ours:.1f} ms", flush=True)
     rows += sending_rows(arguments.quick)
-    report("Waiting for samples, ours: producers, baseline: decoded in place", rows, arguments.json)
+    report("Data wait: remote data workers, baseline: local decoding", rows, arguments.json)
 
 
 if __name__ == "__main__":

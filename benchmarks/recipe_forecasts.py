@@ -64,9 +64,17 @@ PEAK = re.compile(r"^peak memory +([\d.]+) GiB", re.MULTILINE)
 def main() -> int:
     """Plans the recipes one after the other; 0 whatever comes out."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, metavar="NAME", help="only these")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="Markdown to bring up to date")
-    parser.add_argument("--candidates", action="store_true", help="plan other settings, too")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=RECIPES,
+        metavar="NAME",
+        help="recipes to simulate (default: all)",
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="Markdown page whose table is updated"
+    )
+    parser.add_argument("--candidates", action="store_true", help="also plan other settings")
     arguments = parser.parse_args()
     names = arguments.recipes or (["smolvlm"] if arguments.quick else list(RECIPES))
     print(f"machine: {describe_machine(torch.device('cpu'))}")

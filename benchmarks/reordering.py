@@ -73,7 +73,7 @@ def groups_rows(repetitions: int) -> list[Row]:
             Row(case, "time", "ms", spent_ms, None, PAPER_MS[groups][0], 0.2, "lower"),
             Row(case, "largest load / bound", "x", ours / bound, natural / bound, None, 1.004,
                 "lower"),
-            Row(case, "different counts", "", counts, goal=1, better="lower"),
+            Row(case, "different group sizes", "", counts, goal=1, better="lower"),
         ]  # fmt: skip
     return rows
 
@@ -133,7 +133,7 @@ def orders_rows(
         Row(case, "above best known", "%", above(ours_ms_G), natural, None,
             1.0 if per_rank == 1 else None, "lower"),
         Row(case, "Algorithm 3 above best known", "%", rule, natural, better="lower"),
-        Row(case, "slowest group, gain", "x",
+        Row(case, "speedup of the slowest group", "x",
             natural_ms_G.max() / ours_ms_G.max(), 1.0),
     ]  # fmt: skip
     paper, goal = (PAPER_MS[groups][1],) * 2 if per_rank == 1 else (None, None)

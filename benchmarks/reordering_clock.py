@@ -292,7 +292,7 @@ def rows_of(case: str, found: Comparison) -> list[Row]:
     rows = []
     for mode in (m for m in (*MODES[1:], *SHARD_ORDERS[1:]) if m in found.times):
         rows += [
-            Row(case, f"speed ratio, {mode}", "x", found.speed_ratio(mode, "natural"), 1.0),
+            Row(case, f"speedup, {mode}", "x", found.speed_ratio(mode, "natural"), 1.0),
             Row(case, f"step, {mode}", "s", found.wall_s(mode), found.wall_s("natural"),
                 better="lower"),
         ]  # fmt: skip
@@ -304,7 +304,7 @@ def main() -> None:
     arguments = make_parser(__doc__ or "").parse_args()
     setting = QUICK if arguments.quick else FULL
     cases: dict[str, Any] = {
-        "4 ranks, 2 pipelines of tower and LLM, sleeping": (run_sleeping, GROUPS * PIPELINE),
+        "4 ranks, 2 pipelines of encoder and LLM, sleeping": (run_sleeping, GROUPS * PIPELINE),
         "2 data-parallel ranks, computing": (run_computing, GROUPS),
         "4 FSDP2 shards, sleeping": (run_shards, SHARDS),
     }

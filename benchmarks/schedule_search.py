@@ -48,7 +48,7 @@ NAMES = {
     "dfs": "depth first",
     "random": "random",
     "mcts": "MCTS",
-    "annealing": "annealing (ours)",
+    "annealing": "annealing (torchmm)",
 }
 POINTS = 60
 """Of a curve."""
@@ -92,7 +92,7 @@ def run(instance: Instance, seconds: dict[str, float]) -> tuple[list[Searched], 
         searched.append(watched(instance, strategy, dispatcher, budget_s, bound_ms))
     natural = searched[0].gap_percent(searched[0].found.natural_ms)
     rows = [
-        Row(instance.name, "building the tables", "s", built_s, better="lower"),
+        Row(instance.name, "setup", "s", built_s, better="lower"),
         static_row(searched[0], dispatcher, natural),
         *(row_of(each, budget, natural) for each, budget in
           zip(searched, seconds.values(), strict=True)),
@@ -127,7 +127,7 @@ def row_of(each: Searched, budget_s: float, natural: float) -> Row:
     goal = GOAL_PERCENT.get(each.instance.cap) if each.strategy == "annealing" else None
     metric = f"gap, {NAMES[each.strategy]}, {budget_s:g} s"
     if each.strategy == "natural":
-        metric = "gap, natural order"
+        metric = "gap, default order"
     gap = each.gap_percent(each.found.makespan_ms)
     return Row(
         each.instance.name, metric, "%", gap, baseline=natural, goal=goal, better="lower",
@@ -201,7 +201,9 @@ def measure(quick: bool) -> tuple[list[Searched], list[Row]]:
 def main() -> None:
     """Prints the table."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the gap over time")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="plot the gap over time to FILE"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warm = Instance(0, 1, 4, LOOSE, microbatches=4)

@@ -15,12 +15,12 @@ weights on the same microbatches in the same processes, and the same step in eac
 
     1F1B                  Megatron-LM's placement: the whole tower in front of the LLM's first stage
     static separated      modality-separated segments, ordered by the separated schedule
-    stock, interleaved    torch's `ScheduleInterleaved1F1B`, of two or three stages per rank
+    torch interleaved    torch's `ScheduleInterleaved1F1B`, of two or three stages per rank
 
 Segments, sub-microbatches and torch's cuts are chosen likewise for all: candidates are played
 through with measured (or known) times, the best few run for real, the fastest stays. What is
-searched may also have the stages of 1F1B or of one balanced chain, and their orders are among those
-that it compares. Our plans are made before, as they are during training. Searches get as many
+searched may also have the stages of 1F1B or of one balanced single pipeline, and their orders are
+among those that it compares. Our plans are made before, as they are during training. Searches get as many
 evaluations as a recipe's default.
 """
 
@@ -66,7 +66,7 @@ from torchmm.planning.step import plan_layout
 from torchmm.recipe.parallel_section import ParallelConfig
 
 SEARCHED, MEGATRON, SEPARATED, STOCK = (
-    "searched", "1F1B", "static separated", "stock, interleaved",
+    "searched", "1F1B", "static separated", "torch interleaved",
 )  # fmt: skip
 EVALUATIONS, PLAYED_EVALUATIONS = 2000, 100
 """Of orders that run; of those that candidates are compared with."""
@@ -397,9 +397,9 @@ def batch_rows(case: str, comparison: Comparison) -> list[Row]:
     for step, (theirs, ours) in zip(comparison.steps, pairs, strict=True):
         by_step.setdefault(step, []).append(theirs.wall_s / ours.wall_s)
     ratios = [median(own) for own in by_step.values()]
-    found = {"least": min(ratios), "median": median(ratios), "most": max(ratios)}
+    found = {"minimum": min(ratios), "median": median(ratios), "maximum": max(ratios)}
     return [
-        Row(case, f"speed ratio of a batch, {name}, best static plan ({static})", "x", value, 1.0,
+        Row(case, f"speedup of a batch, {name}, best static plan ({static})", "x", value, 1.0,
             goal=1.0 if name == "median" else None)
         for name, value in found.items()
     ]  # fmt: skip

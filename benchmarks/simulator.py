@@ -222,9 +222,9 @@ def subgraph_rows(size: Size) -> list[Row]:
     case = f"{size.name}: {len(operators)} operators"
     share = cache.simulated / (cache.simulated + cache.reused)
     return [
-        Row(case, "subgraphs simulated", "share", share, 1.0, better="lower"),
+        Row(case, "subgraphs simulated", "fraction", share, 1.0, better="lower"),
         Row(case, "operators as subgraphs", "s", reused_s, flat_s, better="lower"),
-        Row(case, "speed-up by subgraphs", "x", flat_s / reused_s, 1.0),
+        Row(case, "speedup by subgraphs", "x", flat_s / reused_s, 1.0),
     ]
 
 

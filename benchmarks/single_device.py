@@ -121,7 +121,7 @@ def main() -> int:
         return 1
     finally:
         dist.destroy_process_group()
-    report("One training step on one device, against Hugging Face + AdamW and TRL", rows, args.json)
+    report("Training step on one device, baselines Hugging Face + AdamW and TRL", rows, args.json)
     return 0
 
 
@@ -130,7 +130,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, metavar="NAME", help=str([*SHAPES]))
     parser.add_argument("--activation-checkpoint", choices=("none", "selective", "full"))
-    parser.add_argument("--pairs", type=int, help="timings of each side per case")
+    parser.add_argument("--pairs", type=int, help="timed pairs per case")
     parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=_installed())
     return parser.parse_args()
 
@@ -343,14 +343,14 @@ def _speed_rows(
     goal = case.speed_goal
     rows = [
         Row(case.name, "throughput", "tokens/s", tokens / ours_s, tokens / baseline_s),
-        Row(case.name, "speed ratio", "x", times.speed_ratio, baseline=1.0, goal=goal),
+        Row(case.name, "speedup", "x", times.speed_ratio, baseline=1.0, goal=goal),
     ]
     if device.type == "cpu":
         ratio = times.cpu_ratio
         rows.append(Row(case.name, "CPU time ratio", "x", ratio, baseline=1.0, goal=goal))
     if peak is not None:
         ours, baseline = flops / ours_s / peak, flops / baseline_s / peak
-        rows.append(Row(case.name, "MFU", "share", ours, baseline, goal=case.mfu_goal))
+        rows.append(Row(case.name, "MFU", "fraction", ours, baseline, goal=case.mfu_goal))
     return rows
 
 
@@ -359,7 +359,7 @@ def _padding_row(case: Case, batches: list[StepBatch], padded: list[PaddedBatch]
     used = _used_tokens(batches)
     ours = 1 - used / sum(m.meta.tokens for b in batches for m in b.microbatches)
     baseline = 1 - used / sum(p["labels"].numel() for p in padded)
-    return Row(case.name, "padding", "share", ours, baseline, better="lower")
+    return Row(case.name, "padding", "fraction", ours, baseline, better="lower")
 
 
 def _used_tokens(batches: list[StepBatch]) -> int:

@@ -127,7 +127,7 @@ class Comparison:
         return median(b.wall_s / a.wall_s for a, b in pairs)
 
     def rows(self, case: str, ours: str, goals: Mapping[str, float | None]) -> list[Row]:
-        """Ratio, step times and idle shares of one program against others.
+        """Ratio, step times and idle fractions of one program against others.
 
         Args:
             goals: by name of the other: for the ratio; None: no goal.
@@ -138,9 +138,9 @@ class Comparison:
             idle = self.idle_share(ours), self.idle_share(name)
             ratio = self.speed_ratio(ours, name)
             made += [
-                Row(case, f"speed ratio, {name}", "x", ratio, 1.0, goal=goal),
+                Row(case, f"speedup, {name}", "x", ratio, 1.0, goal=goal),
                 Row(case, f"step time, {name}", "s", *times, better="lower"),
-                Row(case, f"idle share, {name}", "share", *idle, better="lower"),
+                Row(case, f"idle fraction, {name}", "fraction", *idle, better="lower"),
             ]
         return made
 

@@ -129,7 +129,7 @@ class Front(Choice):
         return graph, interleaved_1f1b(graph)
 
     def __str__(self) -> str:
-        return f"tower in stage 0, LLM {self.llm_segments} stages per rank"
+        return f"encoder in stage 0, LLM {self.llm_segments} stages per rank"
 
 
 class Program(OurProgram):
@@ -209,7 +209,7 @@ def run_rank(setting: Setting, names: tuple[str, str, str]) -> dict[str, Any]:
     """Everything one rank does; what rank 0 reports.
 
     Args:
-        names: of the filled program, the same without filling, and the tower in stage 0.
+        names: of the filled program, the same without filling, and the encoder in stage 0.
     """
     filled, unfilled, front = names
     _, steps = load_steps(setting.steps, setting.microbatches)

@@ -355,7 +355,7 @@ class Energon(Side):
 
 SIDES: dict[str, type[Side]] = {
     "ours": Parquet,
-    "ours, tar files": Tar,
+    "torchmm, tar files": Tar,
     "datasets + DataLoader": Datasets,
     "webdataset": Webdataset,
     "litdata": Litdata,

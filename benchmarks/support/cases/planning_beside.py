@@ -101,9 +101,9 @@ class Cores:
 
     def __str__(self) -> str:
         if not self.spare:
-            return f"{RANKS} ranks, no core spare"
+            return f"{RANKS} ranks, no spare core"
         shared = ", one core for both" if len(self.ranks) < RANKS else ""
-        return f"{RANKS} ranks{shared}, a core spare"
+        return f"{RANKS} ranks{shared}, one spare core"
 
 
 def divisions() -> list[Cores]:
@@ -275,9 +275,9 @@ def measure(setting: Setting) -> Iterator[list[Row]]:
 
 
 def _case(cores: Cores | None, evaluations: int | None) -> str:
-    where = cores or f"{RANKS} ranks, cores as they come"
-    orders = "any number of" if evaluations is None else f"at most {evaluations:,}"
-    return f"{where}, {orders} orders"
+    where = cores or f"{RANKS} ranks, cores not pinned"
+    limit = "unlimited" if evaluations is None else f"at most {evaluations:,}"
+    return f"{where}, {limit} schedules"
 
 
 def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) -> list[Row]:
@@ -290,8 +290,8 @@ def rows(cores: Cores | None, evaluations: int | None, found: dict[str, Any]) ->
     planned_s, replayed_s = comparison.wall_s(ON), comparison.wall_s(REPLAY)
     share = statistics.get("planner_ms", 0.0) / 1e3 / planned_s
     return [
-        Row(case, "step time, planning beside / replay", "x", ratio, 1.0, None, goal, "lower"),
-        Row(case, "step time, planning beside and replay", "s", planned_s, replayed_s,
+        Row(case, "step time, background planning / replay", "x", ratio, 1.0, None, goal, "lower"),
+        Row(case, "step time, background planning, replay", "s", planned_s, replayed_s,
             better="lower"),
-        Row(case, "planning, of the last step's time", "share", share, better="lower"),
+        Row(case, "planning time / step time", "fraction", share, better="lower"),
     ]  # fmt: skip

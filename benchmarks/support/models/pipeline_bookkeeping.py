@@ -162,9 +162,11 @@ def measure(repetitions: int) -> list[Row]:
     theirs = median(b - plain for _, b, plain in alone) / tasks * 1e6
     _, pair = run_ranks(time_sides, 2, repetitions)
     step_ms = [median(times) * 1e3 for times in zip(*pair, strict=True)]
-    name = "bookkeeping per compute action"
+    name = "overhead per compute action"
     return [
         Row(case, name, "us", ours, theirs, goal=GOAL_US, better="lower"),
-        Row(case, f"{name} / torch's", "share", ours / theirs, 1, goal=GOAL_SHARE, better="lower"),
+        Row(
+            case, f"{name} / torch's", "fraction", ours / theirs, 1, goal=GOAL_SHARE, better="lower"
+        ),
         Row(case.replace("1 rank", "2 ranks", 1), "step time", "ms", *step_ms, better="lower"),
     ]

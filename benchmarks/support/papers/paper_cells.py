@@ -67,7 +67,7 @@ class Comparison:
     def rows(self) -> Iterator[Row]:
         """The cell, and its error if there is a goal."""
         case, unit = self.figure.source, self.figure.unit
-        metric = "value, an identity" if self.identity else "value"
+        metric = "value, derived" if self.identity else "value"
         yield Row(case, metric, unit, self.ours, paper=self.figure.value, kind="simulated")
         if self.goal is not None:
             error = abs(self.error_percent)

@@ -225,7 +225,7 @@ PIPEWEAVER_GAINS = {
     ),
 }
 """Of figure 9a, which is a picture, the text has these."""
-PIPEWEAVER_COARSE_PEAK = Figure("PipeWeaver figure 11, Optimus' peak over Megatron-LM's", 0.253, "")
+PIPEWEAVER_COARSE_PEAK = Figure("PipeWeaver figure 11, Optimus' peak above Megatron-LM", 0.253, "")
 PIPEWEAVER_FLUCTUATION = Figure("PipeWeaver figure 11, fewer fluctuations", 0.529, "")
 PIPEWEAVER_COARSE_GAIN = Figure("PipeWeaver figure 11, over Optimus", 0.122, "")
 PIPEWEAVER_MIXED = Figure("PipeWeaver section 5, mixed stages over separated (figure 8)", 0.131, "")

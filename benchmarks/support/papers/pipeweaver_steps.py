@@ -46,7 +46,7 @@ SEED = 0
 VIRTUAL_STAGES = 4
 """Of Megatron-LM, per rank."""
 MEMORY_SHARE = 0.85
-COARSE = "module after module"
+COARSE = "sequential modules"
 Modes = tuple[Recompute, ...]
 
 
@@ -246,7 +246,7 @@ def ladder(setting: Setting, modes: Modes, evaluations: int) -> Iterator[tuple[s
 
 
 def systems(setting: Setting, evaluations: int) -> dict[str, Timed]:
-    """One step by system; everything recomputed but where it is tuned."""
+    """One step by system; full recomputation but where it is tuned."""
     full: Modes = ("full",) * len(setting.modules)
     found = {}
     for name, graph in (("Megatron-LM", setting.megatron()), ("static plan", setting.static())):

@@ -54,7 +54,7 @@ def test_single_device_writes_rows_of_the_schema(tmp_path, train_server):
             assert isinstance(row[name], kind), (name, row[name])
         assert row["better"] in ("higher", "lower") and row["kind"] in ("measured", "simulated")
         assert (row["met"] is None) == (row["goal"] is None)
-    metrics = {"throughput", "speed ratio", "CPU time ratio", "MFU", "padding"}
+    metrics = {"throughput", "speedup", "CPU time ratio", "MFU", "padding"}
     assert {row["metric"] for row in rows} == metrics
     padding = {r["case"]: r["baseline"] for r in rows if r["metric"] == "padding"}
     assert padding["tiny, equal lengths, float32"] == 0 < padding["tiny, real lengths, float32"]
