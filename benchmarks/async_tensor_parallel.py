@@ -1,17 +1,17 @@
-"""Async tensor parallelism against plain: layers behind a slow link, and products in blocks.
+"""Measure async tensor parallelism: layers on a slow link, and matmuls in blocks.
 
     python benchmarks/async_tensor_parallel.py [--quick] [--json FILE] [--picture FILE] [--cuda]
 
-    mlp       forward and backward of gated MLPs on two ranks behind a slow link. Transfers take as
-              long as on a link of stated speed (`slow_link`); on one machine, gloo's own take next
-              to nothing. At best a step takes max(compute, transfers) instead of their sum
-    layers    the same of whole Hugging Face Llama layers, through the tensor-parallel plan. Nothing
-              of the linears' transfers can be hidden below attention and norms
-    products  what cutting a product into blocks costs on this device, without any transfer
-              (--cuda: only this, at the shapes of Llama 3 8B and 70B)
+    mlp       forward and backward of gated MLPs on two ranks. Transfers take as long as on a link
+              of the stated speed (`slow_link`), because gloo on one machine takes almost no time.
+              The lower bound of a step is max(compute, transfers)
+    layers    the same for Hugging Face Llama layers with the tensor-parallel plan. Nothing overlaps
+              with attention and norms
+    products  cost of splitting a matmul into blocks, without transfers
+              (--cuda: only this case, with the shapes of Llama 3 8B and 70B)
 
-Every rank computes with one thread. Overlapped, a rank receives more, for it does not keep gathered
-inputs but gathers them again; the bound takes this into account.
+Every rank uses one thread. With overlap a rank receives more data, because it gathers inputs again
+instead of storing them. The lower bound includes this.
 """
 
 from __future__ import annotations

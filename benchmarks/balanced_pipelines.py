@@ -1,19 +1,18 @@
-"""Bound on the gain of images that are distributed over the replicas of a pipeline, simulated.
+"""Simulate an upper bound on the gain of balancing images over the replicas of a pipeline.
 
     python benchmarks/balanced_pipelines.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
 
-Pipelines do not support `data.balance = "images"`. This benchmark shows how much faster they could
-be with it. Replicas exchange images of microbatch i, the exchange is free, and replicas do not wait
-for each other. A runtime would therefore gain less. Arms:
+Pipelines do not support `data.balance = "images"`. In this simulation, replicas exchange images of
+microbatch i without cost and do not wait for each other, so a real run would gain less. Arms:
 
-- "own": every replica encodes its own images;
-- "replicas": the images of microbatch i of all replicas are distributed evenly;
+- "own": each replica encodes its own images.
+- "replicas": the images of microbatch i of all replicas are distributed evenly.
 - "even": the images of the complete step are distributed evenly over replicas and microbatches.
   Replicas that exchange images of one microbatch cannot reach this.
 
 The planner searches plans for "own" and "replicas", and all arms simulate the plans of both. The
-opponent is the best plan without a pipeline, whose images may be balanced. Nothing is fitted and no
-device is measured.
+baseline is the best plan without a pipeline, which may balance its images. No value is fitted and
+no device is measured.
 """
 
 from __future__ import annotations

@@ -1,29 +1,26 @@
-"""Encoders in the LLM's bubbles on the wall clock.
+"""Measure encoder work in the bubbles of the LLM pipeline (Optimus).
 
     python benchmarks/bubble_runtime.py [--quick] [--json FILE] [--cases NAME ...]
 
     compute    `bubble_compute_case`: Hugging Face layers on two ranks of one thread each
-    sleep      eight ranks whose layers sleep: runtime, processes and messages are real
+    sleep      eight ranks whose layers sleep; runtime, processes and messages are real
 
-Compared are plans of the same work:
+Compared plans of the same work:
 
-    filled             Optimus: encoder work wherever the LLM leaves a rank idle
-    not filled         the same plan, but every rank's encoder work before and after its LLM work
-    encoder in stage 0   Megatron-LM's placement
-    coarse             Optimus' best plan that fills no bubble between LLM actions (sleep)
-    balanced single pipeline     all layers in one chain of equally costly stages (sleep)
+    filled                    Optimus: encoder work in all idle times of the LLM
+    not filled                the same plan, with encoder work before and after the LLM work
+    encoder in stage 0        Megatron-LM's placement
+    coarse                    the best Optimus plan that fills no bubble between LLM actions (sleep)
+    balanced single pipeline  all layers in stages of equal cost (sleep)
 
-Each may choose among sizes that are played through with known or measured times first; "not
-filled" has those of "filled". Numbers of images per microbatch are those of real documents, which
-are committed.
+Each plan is selected by simulation with known or measured times. "not filled" has the sizes of
+"filled". Image counts are those of real documents.
 
-Sleeping ranks run three cases. In the first, all may choose how many stages of the LLM a rank has,
-and the tower takes as much of the time as in SmolVLM-500M. With two stages per rank the bubbles
-between LLM actions are short, and the tower's work is many times as long as they are: there is
-nothing to be won over coarse placement. In the others the LLM runs under 1F1B, with bubbles of
-half its own time, and the tower's work is about as long as they are: trained, or frozen, as while a
-connector is trained. Forwards then go into bubbles in the LLM's warm-up, which coarse placement has
-in front of the step. What each ratio is when played through stands next to what was measured.
+Sleeping ranks run three cases. In the first, all plans may choose the number of LLM stages per
+rank. With two stages per rank, bubbles between LLM actions are short compared with encoder work, so
+filling them gains nothing over coarse plans. In the other cases, the LLM runs under 1F1B and the
+encoder (trained or frozen) needs about as long as the bubbles. Each measured speedup is reported
+with its simulated speedup.
 """
 
 from __future__ import annotations
@@ -350,7 +347,7 @@ CASES = {"compute": run_compute, "sleep": run_sleep}
 def main() -> None:
     """Prints a table whenever a case has ended; the file then has the rows so far."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
-    run_cases("Bubbles filled on the wall clock", __doc__, CASES, conditions)
+    run_cases("Filled bubbles, measured", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":

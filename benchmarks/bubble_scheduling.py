@@ -1,19 +1,17 @@
-"""Encoders in an LLM's bubbles: how fast the scheduler is, how much it hides, what a step takes.
+"""Simulate Optimus tables 5 to 7 and figures 15 to 17, and time its bubble scheduler.
 
     python benchmarks/bubble_scheduling.py [--quick] [--json FILE]
 
-Optimus' tables 5 and 7 (ViT-22B + GPT-175B on 1536, 2048 and 3072 GPUs), figure 15 (weak scaling),
-table 6 with figure 16 (two encoders) and figure 17 (memory), from the model in `bubble_model`.
-Scheduler times are measured, for all four encoder plans with whole tensor-parallel groups (1, 2, 4
-or 8 pipeline stages); all else is simulated. How many patches there are for each token of the LLM
-the paper does not say; results are given for several, the first of them fitted to one figure: the
-coarse efficiency on 1536 GPUs.
+The tables are 5 and 7 (ViT-22B + GPT-175B on 1536, 2048 and 3072 GPUs) and 6 (two encoders), the
+figures 15 (weak scaling), 16 and 17 (memory). `bubble_model` has the model. Scheduler times are
+measured for all four encoder plans with full tensor-parallel groups (1, 2, 4 or 8 pipeline stages).
+All other values are simulated. The paper does not report the number of patches per LLM token.
+Results use several values. The first one is fitted to the coarse efficiency on 1536 GPUs.
 
-The encoder plan is the fastest of those that fit and, before encoder activations, take at most
-12 % more memory than the leanest baseline, as the paper's do (figure 17); what the others would
-give stands next to it. Memory is that of the fullest device, all activations included, if nothing
-is recomputed: the paper gives neither patches nor recomputation. The paper's planner counts states
-and the LLM's activations alone. Steps that need more than the 80 GB of a device are marked.
+The chosen encoder plan is the fastest that fits and that uses at most 12 % more memory than the
+baseline with the lowest memory, without encoder activations (figure 17). Memory is that of the
+device with the highest use, with all activations and without recomputation. The paper includes only
+states and LLM activations. Steps that need more than 80 GB are marked.
 
 Small cases are compared with the best of all assignments of microbatches to pipelines.
 """
@@ -345,7 +343,9 @@ CASES: dict[str, Callable[[str], Iterable[list[Row]]]] = {"scheduler": scheduler
 
 def main() -> None:
     """Print the tables."""
-    run_cases("Bubble scheduling", __doc__, CASES, "simulated but for the scheduler's times")
+    run_cases(
+        "Bubble scheduling", __doc__, CASES, "all values are simulated, except scheduler times"
+    )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
-"""How well the cost model and the simulator predict real steps of training on this CPU.
+"""Compare predicted and measured step times on this CPU.
 
     python benchmarks/cost_accuracy.py [--quick] [--json FILE]
 
-Operators are measured for each number of ranks (`torchmm.balance.measure.operators`, as
-`scripts/calibrate.py` does), before, between and after the steps, because the machine's own speed
-changes within minutes. Models that calibration has never seen (`cost_cases`) are trained as the
-trainer does it, each in processes of its own (`cost_program`), twice, in both orders. A step's
-prediction is `simulate` of the very plan that the runtime executes, with `plan_costs` of that
-profile, and `update_ms` for the optimizer; nothing is learned from the steps.
+Operators are measured for each number of ranks (`torchmm.balance.measure.operators`, as in
+`scripts/calibrate.py`), before, between and after the steps, because the speed of the machine
+changes. The models (`cost_cases`) are not part of the calibration. Each one is trained twice in
+separate processes (`cost_program`). The prediction is `simulate` of the executed plan with
+`plan_costs` of the profile, and `update_ms` for the optimizer. No value is fitted to the steps.
 
-Accuracy is 1 - |predicted - measured| / measured, of the median over runs. The baseline is the
-noise floor: runs of the first half against those of the second. The paper's figure is the mean of
-PipeWeaver's simulator. One rank's time on a core is compared too: on an idle machine it is the time
-that passes, on others it still holds. Where a prediction is off shows in the printed sums over
-classes of actions.
+Accuracy is 1 - |predicted - measured| / measured, for the median over runs. Its baseline is the
+noise of the machine: runs of the first half compared with those of the second. The paper value is
+the mean of PipeWeaver's simulator. For one rank, CPU time is compared as well, because it is also
+valid on a busy machine. The printed sums by type of action show where a prediction is wrong.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Samples per second in the layouts that data sets are published in, against our own.
+"""Measure samples per second of published record formats, compared with the native format.
 
-Every layout has the same content as our own (`messages` with parts, files in `images`): a picture,
-a question and its answer, or two of these. Reading is what measuring a source and every worker do
-first: parse the record, look at the file's header, write the chat template, tokenise. Pixels are
-not decoded, as that costs the same in all layouts and would hide what differs. Both are read in
-turns, pair by pair, and compared by CPU time; tokens, labels and files are compared first, and have
-to be the same.
+All formats have the same content as the native one (`messages` with content parts, files in
+`images`): an image, a question and its answer, or two of these. A sample is parsed, image headers
+are read, the chat template is applied and text is tokenized. Pixels are not decoded, because this
+costs the same in all formats. Both formats are read in interleaved pairs and compared by CPU time.
+Tokens, labels and files have to be identical.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
-"""DistTrain's figures 15 to 20, simulated: overall, orchestration, reordering, frozen modules.
+"""Simulate DistTrain figures 15 to 20: overall, orchestration, reordering, frozen modules.
 
-Models are the recipes of MLLM-9B, -15B and -72B on A800 devices, which nobody has measured here: no
-number is fitted. Every step is one that `train.py --dry-run` would show for the same recipe:
-planned as a run plans it and simulated action by action, for the replica group whose busiest rank
-has most to do. Megatron-LM is as in §8: tensor 8; LLM pipelines of 1, 2 and 10; one stage each for
-encoder and generator, which are copied to the eight devices of a stage and divide a microbatch's
-images among them; batches as sampled. "FLOP ratio" gets nodes in proportion to FLOPs, and the same
-search within them as ours.
+The models are the recipes of MLLM-9B, -15B and -72B on A800 devices. No value is fitted or
+measured. Every step is planned as in `train.py --dry-run` and simulated action by action, for the
+replica group with the most loaded rank. Megatron-LM is as in section 8: tensor 8, LLM pipelines of
+1, 2 and 10 stages, one stage each for encoder and generator, which are replicated on the eight
+devices of a stage and divide the images of a microbatch. "FLOP ratio" has nodes in proportion to
+FLOPs and the same search within them.
 
-All have the same freedom: Megatron-LM the best of 1F1B and interleaved 1F1B, the FLOP ratio every
-schedule and recomputation that ours has; and the same memory: each row says whether both keep to 90
-% of a device, by the simulated peak with messages. A baseline that does not fit is shown all the
-same, as the paper's ran. Ours is never slower than the FLOP ratio's plan by construction, for that
-is one of the plans it may choose.
+Megatron-LM uses the better of 1F1B and interleaved 1F1B. The FLOP ratio may use every schedule and
+recomputation that torchmm may use. Each row shows whether both fit into 90 % of a device, by
+simulated peak memory with messages. Baselines that do not fit are still shown. The torchmm plan is
+never slower than the FLOP ratio, because this plan is one of its candidates.
 
-The paper prints most bars only as pictures and gives ranges over models in the text: where a value
-is a range, its ends stand next to the least and the most of ours. Throughput is of the whole job,
-whose number of devices differs a little; MFU is of the devices in use. U-Net and LAION-400M have
-stand-ins, see recipes/papers/bases/disttrain.toml.
+The paper prints most bars only in figures, and ranges over models in the text. The minimum and
+maximum are compared with these ranges. Throughput is that of the full job, whose number of devices
+varies slightly. MFU is that of the devices in use. See recipes/papers/bases/disttrain.toml for the
+replacements of U-Net and LAION-400M.
 """
 
 from __future__ import annotations
@@ -327,7 +325,7 @@ CASES = {name: partial(figure, name) for name in FIGURES}
 
 def main() -> None:
     """Print the tables."""
-    run_cases("DistTrain's figures", __doc__, CASES, "simulated")
+    run_cases("DistTrain figures", __doc__, CASES, "simulated")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""What microbatches of interleaved documents contain: image counts as in real data.
+"""Image counts and text lengths of real interleaved documents, for benchmarks without data.
 
-`gimp_help_documents.json` has, for every training page of the manual that
-`scripts/prepare_data.py gimp_help` prepares, its text runs and images in reading order; text and
-pixels are left out, so benchmarks need no data. It was written by
+`gimp_help_documents.json` has the text lengths and images of every training page of the manual that
+`scripts/prepare_data.py gimp_help` prepares, without text and pixels. It was written by
 
     python scripts/prepare_data.py gimp_help smollm2_135m
     python benchmarks/documents.py data

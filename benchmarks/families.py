@@ -1,17 +1,14 @@
-"""One training step of every family, packed, against Hugging Face's own model on padded samples.
-
-Both sides begin with the same weights, see the same captions (composites: with their images; models
-that hear: with sounds of noise) and do a forward, a backward, clipping and AdamW in float32. Ours
-gets the samples packed into one row; Hugging Face's model gets them padded to the longest, with
-labels, and gives its own loss. Losses are compared before anything is timed. The models are small
-and have random weights: what is shown is that no family falls behind its own implementation, not
-how fast large models are. So that a table of embeddings does not outweigh all layers, token ids are
-numbered anew among those in use.
-Rows of families that were not run stay in the file: the whole takes minutes, and can be cut.
-The last rows ("patch embedding") compare Qwen's convolution over patches with the matrix product
-that takes its place.
+"""Compare a packed training step of every model type with Hugging Face on padded samples.
 
     python benchmarks/families.py [--quick] [--json FILE] [--families NAME ...]
+
+Both programs start with the same weights, use the same captions (with images, or noise as audio)
+and run forward, backward, gradient clipping and AdamW in float32. torchmm packs the samples into
+one sequence. Hugging Face pads them to the longest and computes its own loss. Losses are compared
+before timing. Models are small with random weights, so the results do not predict large models.
+Token ids are renumbered among those in use, so that embeddings do not dominate. Rows of model types
+that were not run stay in the JSON file. The last rows ("patch embedding") compare the convolution
+over patches of Qwen with the matmul that torchmm uses.
 """
 
 from __future__ import annotations

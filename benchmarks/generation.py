@@ -1,16 +1,16 @@
-"""Tokens per second of text, with a cache and without, against Hugging Face's `generate`.
-
-Both sides have the same weights: Hugging Face's model is opened from our export. Prompts are random
-tokens, with pictures where the model sees; the likeliest token is chosen, nothing ends a text, and
-both sides have to write the same tokens. A run of either side includes the prompts. Sides are timed
-in turns, pair by pair; ratios are medians over pairs.
-
-    one prompt          64 tokens
-    eight prompts       16 to 128 tokens; Hugging Face pads them to the left
-    pictures            four prompts with a picture each
-    hybrid              one prompt for a model of delta nets and attention
+"""Measure text generation in tokens per second, compared with Hugging Face `generate`.
 
     python benchmarks/generation.py [--quick] [--json FILE] [--cases NAME ...]
+
+Both programs have the same weights: the Hugging Face model is loaded from the torchmm export.
+Prompts are random tokens. Decoding is greedy without an end token, and both programs have to
+generate the same tokens. A run includes the prompts. Pairs are interleaved; ratios are medians over
+pairs.
+
+    one prompt          64 tokens
+    eight prompts       16 to 128 tokens; Hugging Face pads on the left
+    images              four prompts with one image each
+    hybrid              one prompt for a model of delta nets and attention
 """
 
 from __future__ import annotations

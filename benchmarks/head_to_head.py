@@ -1,4 +1,4 @@
-"""Ways of training a multimodal model, simulated on the same models, data and clusters.
+"""Simulate all training methods on the same models, data and clusters.
 
     python benchmarks/head_to_head.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
     python benchmarks/head_to_head.py --rows rows.jsonl --report [--pictures DIRECTORY]
@@ -6,17 +6,17 @@
 Without a pipeline: FSDP2, HSDP, the faster of both with sequences reordered over the ranks, and the
 plan of the planner, which may also balance images over the ranks.
 Pipelines: Megatron-LM (all encoder layers before the first LLM stage), Megatron-LM balanced (all
-layers in one chain), a static plan made for one representative batch (nnScaler* in PipeWeaver),
-Optimus (encoders in the bubbles of the LLM: whole actions as torchmm executes them, and kernels
-inside of LLM layers as in the paper, which is a bound), PipeWeaver (module segments in a searched
-order) and DistTrain (modules on separate GPUs, sequences reordered).
+layers in one pipeline), a static plan for one representative batch (nnScaler* in PipeWeaver),
+Optimus (encoders in the bubbles of the LLM, at action granularity as torchmm executes them, and at
+kernel granularity as in the paper, which is a bound), PipeWeaver (separated modules in a searched
+schedule) and DistTrain (modules on separate GPUs, sequences reordered).
 
-One simulator with one cost model times all methods. Nothing is fitted and no device is measured.
-Every pipeline method uses the faster of the sizes that the paper prints and the sizes that the
-planner chooses. FSDP2 and HSDP use their best sizes, microbatches and recomputation. All plans have
-to keep within the same part of the memory.
+One simulator with one cost model computes all methods. No value is fitted and no device is
+measured. Every pipeline method uses the faster of the sizes in the paper and the sizes of the
+planner. FSDP2 and HSDP use their best sizes, microbatches and recomputation. All plans have the
+same memory limit.
 
-`--rows` appends every finished workload to a file of JSON lines; a later call skips these.
+`--rows` appends each finished workload to a file of JSON lines. A later call skips these.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Layer tuning (PipeWeaver §6.3): how long a solve takes, how near to the optimum, what it gains.
+"""Measure per-layer activation checkpointing (PipeWeaver section 6.3): solve time and speedup.
 
-Solving: a solve is one rank's, whose memory no other rank's choices touch; a step has one for each
-rank. Every rank of VLM-L's step (8 ranks, 64 microbatches; paper's models and image sizes, our
-image counts) on separated modules, at limits between what full recomputation needs and what keeping
-everything takes. Times are the least CPU time of several runs, one thread; the gap is proven, not
-guessed. HiGHS gets the same problem of one rank of a smaller step, with the paper's 5 % gap.
+Solve time: each rank solves one problem per step, independent of other ranks. The step is VLM-L (8
+ranks, 64 microbatches, models and image sizes of the paper, image counts of torchmm) with separated
+modules. Limits are between the memory of full recomputation and that of saving all activations.
+Times are the minimum CPU time of several runs, one thread. The gap is proven. HiGHS solves the same
+problem of one rank of a smaller step, with the 5 % gap of the paper.
 
-Gains: simulated steps under a memory limit, tuned against the best of the nine ways to give each of
-the two modules one mode (keep all, selective, full) for all layers and microbatches. That best one
-is found with hindsight for every step; *fixed modes* are the best that fit into memory in all of
-many steps, as a recipe has to have them. The paper's figure is the last row of its table 5: 17.61 s
-against 16.05 s on 16 H800, of a searched schedule; its memory limit is not printed, nor what was
-recomputed before.
+Speedup: simulated steps under a memory limit, compared with the best of nine fixed modes (none,
+selective or full recomputation for each of two modules), selected separately for every step. "fixed
+modes" over many steps are the best that fit into memory in all of them, as in a recipe. The paper
+value is the last row of its table 5 (17.61 s and 16.05 s on 16 H800, searched schedule). Its memory
+limit and previous recomputation are not printed.
 
-Offloading: what a GiB costs that is copied to the host's memory and back, or recomputed; with how
-little memory a step runs.
+Offloading: cost per GiB of copying to host memory and back, or of recomputation, and the minimum
+memory of a step.
 """
 
 from __future__ import annotations
@@ -310,7 +309,7 @@ CASES: dict[str, Callable[[str], Iterable[list[Row]]]] = {
 
 def main() -> None:
     """Print the tables."""
-    run_cases("Layer tuning", __doc__, CASES, "seed 0")
+    run_cases("Per-layer activation checkpointing", __doc__, CASES, "seed 0")
 
 
 if __name__ == "__main__":

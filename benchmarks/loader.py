@@ -1,20 +1,20 @@
-"""What a sample costs until it is tensors: our loader, and five others, on the same pictures.
-
-All yield the same pixels and token ids of the same JPEG files and captions; this is checked before
-anything is timed. Ranks are processes of one core each, without workers, so that their CPU time is
-all there is. Sides take turns, in rounds; ratios are medians over rounds.
-
-    CPU per sample     of all ranks, from the first batch to the last
-    samples per second of all ranks together: wall clock, which neighbours of this machine disturb
-    bytes read         by system calls; mapped files (Arrow tables) are not in it
-    memory             of a rank: its peak above what it began with
-    start-up           until the first batch, without imports, with everything prepared
-    prepared once      CPU for what each writes or measures before its first run
-
-The others' packages are not dependencies of torchmm; what is missing is left out and said:
+"""Compare the cost per sample of the torchmm data loader with five other loaders.
 
     pip install --no-deps --target DIR -r benchmarks/support/loader_packages.txt
     python benchmarks/loader.py [--quick] [--json FILE] [--packages DIR]
+
+All loaders return the same pixels and token ids of the same JPEG files and captions, which is
+checked before timing. Ranks are processes of one core without workers. Rounds of all loaders are
+interleaved. Ratios are medians over rounds.
+
+    CPU per sample     of all ranks, from the first batch to the last
+    samples per second of all ranks in total, wall-clock time
+    bytes read         by system calls, without memory-mapped files (Arrow tables)
+    memory             of a rank: its peak above the memory at start
+    start-up           until the first batch, without imports, with all data prepared
+    prepared once      CPU time of everything that is written or measured before the first run
+
+The other packages are not dependencies of torchmm. Missing packages are skipped with a message.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Planning at the size of clusters: steps of thousands of replicas, sources of 10^9 samples.
+"""Measure data planning for thousands of replicas and sources of 10^9 samples.
 
     python benchmarks/loader_scale.py --cases planning billion index --json FILE
 
-Sizes are fabricated: a manifest of as many lines as there would be shards, all of one file. What
-reads, orders, packs and resumes them is the run's own code; no record is read, except in "index",
-which measures synthetic texts. Times are CPU seconds of one process, so that neighbours on a shared
-machine do not count; memory is what the process grew by, mapped pages aside. Goals are those of a
-5 s step: planning at most 1 % of it, starting and resuming in 10 s.
+Sample lengths are synthetic: a manifest with one line per shard, all shards being one file. The
+code that reads, orders, packs and resumes is that of a run. No record is read, except in "index",
+which measures synthetic text. Times are CPU seconds of one process. Memory is the growth of the
+process, without memory-mapped pages. Goals are for steps of 5 s: planning takes at most 1 %, start
+and resume take 10 s.
 """
 
 from __future__ import annotations

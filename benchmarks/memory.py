@@ -1,17 +1,17 @@
-"""Memory of switches that save it: what is held at most, with and without them, and as planned.
+"""Compare measured memory of memory-saving settings with predictions.
 
-States (`[optimizer]`, `training.parameter_dtype`): what a small LLM's weights and moments take
-between steps, and with gradients during the update. Recomputation (`[activation_checkpoint]`): the
-peak of a whole step of it, forward and backward, with weights, gradients and moments. Both against
-what planners and `--dry-run` expect.
+States (`[optimizer]`, `training.parameter_dtype`): weights and optimizer states of a small LLM
+between steps, and with gradients during the update. Recomputation (`[activation_checkpoint]`): peak
+of a full step with weights, gradients and optimizer states. Both are compared with the predictions
+of planners and `--dry-run`.
 
-Loss in chunks (`[model] chunked_loss`): head and cross entropy, forward and backward, against
-Hugging Face's head with all logits and against what the planners expect. Every allocation is
-followed, so peaks are exact; what is there without a loss (the weight, its gradient, the rows) is
-not counted. Times are of pairs in turns, one thread.
+Chunked loss (`[model] chunked_loss`): LM head and cross entropy, forward and backward, compared
+with the Hugging Face head with full logits and with the prediction. Peaks are exact, because every
+allocation is counted. Memory that exists without a loss (weight, its gradient, hidden states) is
+not included. Times are from interleaved pairs, one thread.
 
-Whole runs (`--device`): the quickstart's recipe with one switch after the other, as the allocator
-of the device counts them, against `--dry-run`. Needs GPUs, or emulated ones: `--device --through
+Training runs (`--device`): the quickstart recipe with one setting at a time, as counted by the
+device allocator, compared with `--dry-run`. This needs GPUs, or emulated GPUs: `--device --through
 tests/cuda_emulation/emulate.py`.
 """
 
@@ -315,7 +315,7 @@ def device_rows(through: Path | None) -> list[Row]:
 
 def main() -> None:
     """Prints the table."""
-    parser = make_parser(__doc__ or "")
+    parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument(
         "--device", action="store_true", help="measure complete training runs on the device instead"

@@ -7,8 +7,8 @@ are those of PipeWeaver recipes. No value is fitted.
 
     Entrain (arXiv 2605.27918)   A static schedule suffices, because samples are deferred within an
                                  iteration until all microbatches have the same cost.
-    BigMac (arXiv 2605.25451)    Encoders nested into the LLM pipeline use constant activation memory
-                                 for any batch size, at the speed of unlimited memory.
+    BigMac (arXiv 2605.25451)    Encoders nested into the LLM pipeline use constant activation
+                                 memory for any batch size, at the speed of unlimited memory.
 
 The bound for Entrain is the balanced single pipeline under (interleaved) 1F1B with its best number
 of stages per rank. The images of the batch are distributed evenly over the microbatches, which no
@@ -191,7 +191,7 @@ def nested_rows(model: Model, sizes: Sequence[int], evaluations: int) -> list[Ro
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     quick: bool = arguments.quick
     models, evaluations = (MODELS[:1], 100) if quick else (MODELS, 2000)

@@ -1,11 +1,11 @@
-"""The papers' tables, recomputed: each cell ours, the paper's, and the relative error.
+"""Recompute the tables of the papers: torchmm value, paper value and relative error per cell.
 
     python benchmarks/paper_tables.py [--quick] [--json FILE]
 
-Exact cells first (one partition, parameters, FLOPs; then identities: parallel sizes, MFU, the
-arithmetic that tables owe each other), then simulated steps (`paper_steps.py`), for which one
-factor is fitted on one cell. Where a figure does not follow from a paper's text, its note says so.
-Everything follows from recipes in recipes/papers; nothing is random, and no device is needed.
+Exact cells are first: one partition, parameters and FLOPs, and identities (parallel sizes, MFU, and
+values that follow from other tables). Simulated steps follow (`paper_steps.py`), with one factor
+fitted on one cell. A note explains each value that does not follow from the text of a paper. All
+values follow from recipes in recipes/papers. No random numbers and no device are used.
 """
 
 from __future__ import annotations

@@ -1,53 +1,50 @@
-"""PipeWeaver's ablation, iterations, sub-microbatches, sizes and large models, in simulation.
+"""Simulate PipeWeaver table 5 and figures 8, 9, 10, 11, 13 and 14.
 
     python benchmarks/pipeweaver_figures.py [--quick] [--json FILE] [--cases NAME ...]
 
-VLM-S (ViT 5B + Llama3 8B, TP 4, PP 4, 16 H800) on 32 microbatches of 8192 tokens; image counts are
-ours, sampled with the printed seed. Technique after technique, as in the paper:
+Table 5 is VLM-S (ViT 5B + Llama3 8B, TP 4, PP 4, 16 H800) with 32 microbatches of 8192 tokens.
+Image counts are sampled with the printed seed. The techniques are added one at a time:
 
-1. Vanilla Megatron-LM: all layers in one chain of virtual stages with equal numbers of parameters,
-   interleaved 1F1B; a microbatch's images together.
-2. Modality-aware partitioner: every module in segments of its own on all ranks, a stage takes a
-   microbatch's groups of images one after the other, still interleaved 1F1B.
-3. Stage interleaving: the dispatcher, segments in natural order.
+1. Megatron-LM: all layers in one pipeline of virtual stages with equal parameter counts,
+   interleaved 1F1B; all images of a microbatch in one batch.
+2. Modality-aware partitioner: separate segments of each module on all ranks; a stage processes
+   groups of images sequentially, still interleaved 1F1B.
+3. Stage interleaving: the dispatcher, segments in the default order.
 4. Ranking: the order of segments is searched.
-5. Layer tuning: recomputation chosen per layer and microbatch up to the memory limit.
+5. Layer tuning: per-layer and per-microbatch recomputation up to the memory limit.
 
-Rows 1 to 4 recompute everything, as the paper's baseline does not print what it recomputes; a
-second table has the best fixed mode of each module that fits instead. The paper prints neither
-virtual stages, microbatches nor memory limit; seconds are therefore compared as ratios to the first
-row. The cost model is not calibrated: nothing was measured on an H800.
+Rows 1 to 4 use full recomputation, because the paper does not print the recomputation of its
+baseline. A second table has the best fixed mode of each module that fits. The paper prints no
+virtual stages, microbatches or memory limit, so times are ratios to the first row. The cost model
+is not calibrated: nothing was measured on an H800.
 
-Figure 9b: every third of 40 iterations with rising and falling numbers of images, modules cut once
-for typical data. *static plan*: the chain cut into equally costly stages (the paper's nnScaler*);
-*sequential modules*: all encoder segments before the LLM's (its Optimus, coarse); *no search*: row
-2. Printed are: Megatron-LM 52.9 % slower at iteration 6, Optimus and nnScaler 10.4 % in iterations
-1 to 10, nnScaler 50.5 % in iterations 15 to 20. How image counts fall is not; here both bounds do
-so evenly.
+Figure 9b: every third of 40 iterations with rising and falling image counts, modules split once for
+typical data. "static plan": a single pipeline with stages of equal cost (nnScaler* of the paper).
+"sequential modules": all encoder segments before the LLM (Optimus, coarse). "no search": row 2. The
+paper prints: Megatron-LM 52.9 % slower at iteration 6, Optimus and nnScaler 10.4 % in iterations 1
+to 10, nnScaler 50.5 % in iterations 15 to 20. It does not print how image counts fall. Here both
+bounds fall evenly.
 
-Figure 10: for each size of sub-microbatches the best order that is found, and the worst: the
-longest of as many random orders as the search tries, which is less bad than the paper's worst, for
-which a search was inverted.
+Figure 10: the best and the worst schedule for each sub-microbatch size. The worst is the longest of
+as many random schedules as the search tries. The paper used an inverted search for it.
 
-Figure 9a: table 4's five models, on one step of their recipes' data and not on 100 of the paper's.
-Printed are the least and the most gain over any baseline; the paper has no *sequential modules*
-for T2V.
+Figure 9a: the five models of table 4, on one step of the data of their recipes instead of 100. The
+paper prints the minimum and maximum gain over any baseline. It has no "sequential modules" for T2V.
 
-Figure 11: memory of VLM-M's first rank. The paper does not say what a fluctuation is; here it is
-the least to the most in use in the middle half of a step.
+Figure 11: memory of the first rank of VLM-M. The paper does not define a fluctuation. Here it is
+the range of memory in use in the middle half of a step.
 
-Figure 8: the best order that is found for stages of a chain, and for those of each module alone.
-The text's model (ViT 2B + LM 5B) has no printed shape; here it is VLM-S.
+Figure 8: the best schedule for mixed stages and for separate stages of each module. The model of
+the text (ViT 2B + LM 5B) has no printed shape, so VLM-S replaces it.
 
-Figure 13: VLM-M on 64 devices, all sizes that are powers of two, on one global batch; how large the
-paper's is, is not printed. It is a picture but for the best sizes and their MFU; what was measured
-there, and so the accuracy of 97.6 %, needs its devices.
+Figure 13: VLM-M on 64 devices, all sizes that are powers of two, on one global batch. The paper
+does not print the size of its batch. It prints the best sizes and their MFU. The accuracy of 97.6 %
+needs the devices of the paper.
 
-Figure 14: table 6's models of 102 and 197 billion parameters on 3,072 to 16,384 H100, one pipeline
-of 32 microbatches, with gathers and reductions of data parallelism. Data-parallel ranks get their
-sequences by work (`data.reorder`); a row tells how uneven they are as they come. Printed are one
-MFU for each model, not for each size, and the most that any baseline is slower (82.8 %); the rest
-is a picture.
+Figure 14: models of table 6 with 102 and 197 billion parameters on 3,072 to 16,384 H100, one
+pipeline of 32 microbatches, with the collectives of data parallelism. Data-parallel ranks get their
+sequences by work (`data.reorder`). One row shows the imbalance without reordering. The paper prints
+one MFU for each model, and the maximum slowdown of a baseline (82.8 %).
 """
 
 from __future__ import annotations

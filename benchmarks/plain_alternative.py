@@ -1,20 +1,19 @@
-"""No pipeline against the best pipeline, and the answer of the planner, on many workloads.
+"""Compare the best plan without a pipeline, the best pipeline, and the plan of the planner.
 
     python benchmarks/plain_alternative.py --rows rows.jsonl [--cases NAME ...] [--gpus N ...]
 
 For each model, data and cluster of `support/workloads.py`, this benchmark simulates the best plan
 without a pipeline (FSDP2 and HSDP, also with sequences reordered over the ranks) and the best plan
 of each pipeline method of the planner (chain, separated, colocated, disaggregated). It then runs
-the planner over all methods and checks that its plan is at least as fast as all of these. One cost
-model times all plans. Nothing is fitted and no device is measured.
+the planner over all methods and checks that its plan is at least as fast. One cost model computes
+all plans. No value is fitted and no device is measured.
 
 Plans without a pipeline are enumerated by `support/cases/plain_methods.py`, and some pipelines ("by
-hand") by `support/cases/hand_pipelines.py`, not by the planner. They check its answer.
-All plans keep within the same part of the memory, and all methods but "FSDP2" and "HSDP" may
-reorder the sequences of a step.
+hand") by `support/cases/hand_pipelines.py`, to check the planner. All plans have the same memory
+limit. All methods but "FSDP2" and "HSDP" may reorder the sequences of a step.
 
-`--rows` appends every finished row to a file of JSON lines. A later call with the same file skips
-these rows, so that the benchmark can run in pieces. `--report` prints the table of the file only.
+`--rows` appends each finished row to a file of JSON lines. A later call with the same file skips
+these rows. `--report` only prints the table of the file.
 """
 
 from __future__ import annotations

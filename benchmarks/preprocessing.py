@@ -1,14 +1,13 @@
-"""How long a step waits for heavy images: prepared in the training process, or by producers.
+"""Measure the data wait per step for large images, with local and with remote data workers.
 
-As DistTrain's figure 21 does, images of several sizes are decoded, resized and tokenised for every
-step. A step itself is a sleep: the accelerator is busy and the CPU is not, and its length is given.
-*In the training process* is `data.workers = 0`; producers are two processes of this machine, asked
-by two waiting workers; *planned* is the same for a rank that has neither the data nor their index.
-Waiting times are medians over steps, the first two left out; batches are compared, and have to be
-the same.
+As in DistTrain figure 21, images of several sizes are decoded, resized and tokenized for every
+step. A step is a sleep of the given length, because the GPU is busy and the CPU is not. The
+baseline is `data.workers = 0`. Remote data workers are two processes on this machine, queried by
+two local workers. "planned" is the same for a rank that has neither the data nor their index. Times
+are medians over steps without the first two. Batches have to be identical.
 
-What sending costs is the CPU time of both sides for messages of 16 MB of pixels, through Flight as
-producers send them, and pickled through a TCP connection of multiprocessing.
+The cost of sending is the CPU time of both ends for messages of 16 MB of pixels, over Arrow Flight
+and, as the baseline, pickled over a TCP connection of multiprocessing.
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ def sending_rows(quick: bool) -> list[Row]:
 
 def main() -> None:
     """Prints the table."""
-    arguments = make_parser(__doc__ or "").parse_args()
+    arguments = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     datasets.disable_progress_bars()
     print(describe_machine(torch.device("cpu")))
     print(f"seed {SEED}")

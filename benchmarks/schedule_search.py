@@ -1,17 +1,15 @@
-"""How near searched schedules come to the proven lower bound, how fast, with which strategy.
+"""Measure the gap of searched schedules to a lower bound, by strategy and time.
 
-The steps are like those of PipeWeaver's VLM-L (`search_instances`); seeds are printed. Every
-strategy runs on one core, with the same dispatcher and from the same natural order, so that only
-what it tries differs. The bound is that of equal ranks (`bounds`): it knows no memory, so
-with a tight cap part of the gap is the cap's, not the search's. PipeWeaver needs 10 s on 64 cores
-for "near-optimal" schedules (section 6), and compares MCTS with random and depth-first search over
-time (figure 12).
+Steps are like those of PipeWeaver's VLM-L (`search_instances`), with printed seeds. Every strategy
+uses one core, the same dispatcher and the same default order. The bound is that of equal ranks
+(`bounds`), without a memory limit, so with a tight cap a part of the gap comes from the cap.
+PipeWeaver needs 10 s on 64 cores for "near-optimal" schedules (section 6). It compares MCTS with
+random and depth-first search over time (figure 12).
 
-Goals: at most 0.2 % within 1 s with a loose memory cap, at most 1 % within 10 s with a tight one.
-Others have none. Seconds are CPU time of the one thread, which on an idle core is the
-time that passes.
+Goals: at most 0.2 % within 1 s with a loose memory cap, at most 1 % within 10 s with a tight cap.
+Other caps have no goal. Seconds are CPU time of one thread.
 
---picture FILE draws the gap over time, mean over the steps of each cap.
+`--picture FILE` plots the gap over time, the mean over the steps of each cap.
 """
 
 from __future__ import annotations

@@ -1,27 +1,26 @@
-"""Searched orders in real wall clock: against 1F1B, static separated plans and torch's schedules.
+"""Measure searched schedules, compared with 1F1B, static separated plans and PyTorch schedules.
 
     python benchmarks/searched_pipeline.py [--quick] [--json FILE] [--cases NAME ...]
 
-    model         an image-text model on two ranks of one thread each, each with the best choice
+    model         an image-text model on two ranks of one thread each
     small_model   the same with a smaller LLM; not with --quick
-    sleep         eight ranks whose layers sleep: the schedule alone decides
+    sleep         eight ranks whose layers sleep
     varied        the same, 20 batches whose microbatches have 0 to 48 images
-    varied_model  *model* on such batches
-    planning      `planning_beside`: whether planning the next step slows the one that trains
+    varied_model  "model" on such batches
+    planning      `planning_beside`: step time with background planning
 
-Numbers of images per microbatch are those of real documents (`documents`), 6 to 16 in most, but
-for the *varied* ones, where each number is equally likely. All sides run the same
-weights on the same microbatches in the same processes, and the same step in each run. Compared are
+Image counts are those of real documents (`documents`), mostly 6 to 16. In the varied cases, all
+counts are equally likely. All programs run the same weights on the same microbatches in the same
+processes, and the same step in each run. Compared are
 
-    1F1B                  Megatron-LM's placement: the whole tower in front of the LLM's first stage
-    static separated      modality-separated segments, ordered by the separated schedule
-    torch interleaved    torch's `ScheduleInterleaved1F1B`, of two or three stages per rank
+    1F1B                  Megatron-LM's placement: the encoder before the first LLM stage
+    static separated      modality-separated segments with the separated schedule
+    torch interleaved     PyTorch's `ScheduleInterleaved1F1B`, two or three stages per rank
 
-Segments, sub-microbatches and torch's cuts are chosen likewise for all: candidates are played
-through with measured (or known) times, the best few run for real, the fastest stays. What is
-searched may also have the stages of 1F1B or of one balanced single pipeline, and their orders are
-among those that it compares. Our plans are made before, as they are during training. Searches get as many
-evaluations as a recipe's default.
+Segments, sub-microbatches and splits are selected in the same way for all: candidates are simulated
+with measured (or known) times, the best few run, and the fastest is used. Searched schedules may
+also use the stages of 1F1B or of a balanced single pipeline. Plans are made before the step, as in
+training. Searches have the number of evaluations of a recipe's default.
 """
 
 from __future__ import annotations
@@ -432,7 +431,7 @@ CASES = {
 def main() -> None:
     """Prints a table whenever a case has ended; the file then has the rows so far."""
     conditions = f"documents: {load_documents().source}; seed {SEED}"
-    run_cases("Searched orders", __doc__, CASES, conditions)
+    run_cases("Searched schedules", __doc__, CASES, conditions)
 
 
 if __name__ == "__main__":

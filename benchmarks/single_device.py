@@ -1,20 +1,19 @@
-"""Speed of one training step on one device against Hugging Face with AdamW and against TRL.
-
-Ours is `Trainer.run_step` of a real recipe, with everything a step does (counting targets, the
-check for non-finite numbers, the figures of the step); the baselines are in `hf_baseline.py`. Both
-sides begin with the same weights and see the same samples in the same order; reading and preparing
-them is not timed.
-
-    equal lengths   samples whose captions have the same number of tokens: neither side pads
-    real lengths    samples as they come: the baselines pad to the longest, we pack
-    against TRL     its SFTTrainer, of which the loss needs no logits but those of targets
-    compiled        both sides, layer by layer
-
-Tokens are those of samples, without padding. FLOPs for MFU are what the samples need
-(`torchmm.costs.flops`), on both sides. On CUDA both compute in bf16, with and without
-torch.compile, on shapes of published models.
+"""Compare a training step on one device with Hugging Face + AdamW and with TRL.
 
     python benchmarks/single_device.py [--quick] [--json FILE] [--shapes NAME ...]
+
+torchmm runs `Trainer.run_step` of a real recipe, including target counts, the check for non-finite
+numbers and metrics. The baselines are in `hf_baseline.py`. Both programs start with the same
+weights and use the same samples in the same order. Data loading is not timed.
+
+    equal lengths   samples whose captions have the same number of tokens, so nothing is padded
+    real lengths    samples in the original order; baselines pad, torchmm packs
+    against TRL     its SFTTrainer, whose loss needs logits of targets only
+    compiled        both programs with torch.compile per layer
+
+Tokens are those of samples, without padding. FLOPs for MFU are those of the samples
+(`torchmm.costs.flops`) for both programs. On CUDA both use bf16, with and without torch.compile, on
+the shapes of published models.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The recipes that train on two CPU cores, run to their end: what they learn, and in what time.
-
-Each is trained as its first lines say, and once for a single step with learning rates of zero: the
-figures of that run are those of the untrained model, on the same held-out samples. The time is that
-of the whole command, from its start to the exported model. Recipes that start from another's export
-come after it. Rows of recipes that were not run stay in the file.
+"""Train the recipes for two CPU cores, and report held-out metrics and run time.
 
     python benchmarks/small_recipes.py [--quick] [--json FILE] [--recipes NAME ...]
+
+Each recipe is trained as its first lines show, and once for a single step with learning rates of
+zero. The metrics of that step are those of the untrained model on the same held-out samples. The
+run time includes the export. Recipes that start from another export run after it. Rows of recipes
+that were not run stay in the JSON file.
 """
 
 from __future__ import annotations
