@@ -81,7 +81,7 @@ SETTINGS = {
 
 
 class Recorded(NamedTuple):
-    """One step of one rank."""
+    """Recorded times of one step on one rank."""
 
     name: str
     step: Interval
@@ -100,7 +100,7 @@ class OverlapTimes(NamedTuple):
     step_s: dict[str, float]
     disturbed: str
     steps: list[Recorded]
-    """One of each program, for a picture."""
+    """One step of each program, for the plot."""
 
     @property
     def bound(self) -> float:
@@ -141,7 +141,7 @@ class SplitProgram(ABC):
         return recorded.step.end_s - recorded.step.begin_s - waited_s
 
     def record(self) -> Recorded:
-        """A step and what the link did meanwhile."""
+        """A step and the transfers of the link during it."""
         self._link.take_records()
         begin_s = time.perf_counter()
         self.run()
@@ -150,7 +150,7 @@ class SplitProgram(ABC):
 
 
 class Mlps(SplitProgram):
-    """Gated MLPs one after the other, whose input and output are slices of the sequence."""
+    """A sequence of gated MLPs whose inputs and outputs are slices of the sequence dimension."""
 
     case = "MLPs"
 
@@ -302,7 +302,7 @@ def overlap_rows(found: OverlapTimes) -> list[Row]:
 
 
 def draw_overlap(steps: Sequence[Recorded], file: Path) -> None:
-    """One step of each program: when the rank computed and when its link was busy."""
+    """Plot computation and transfers of one step of each program."""
     figure = Figure(figsize=(9, 1.1 + 0.9 * len(steps)), layout="constrained")
     axes = figure.subplots()
     labels = []

@@ -125,7 +125,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Front:
-    """The whole tower in front of the LLM's first stage.
+    """The full encoder before the first LLM stage.
 
     Attributes:
         virtual: stages of the LLM per rank.
@@ -143,7 +143,7 @@ class Front:
 
 @dataclass(frozen=True)
 class Colocated:
-    """The tower in pipelines of its own.
+    """Optimus: the encoder in separate pipelines.
 
     Attributes:
         bubbles: "coarse" or "fine".
@@ -215,7 +215,7 @@ class PlannedSleep(OurSleep):
 
 
 def played_s(work: Work, choice: Choice | Made) -> float:
-    """Makespan of all steps, played through."""
+    """Simulated makespan of all steps."""
     total = 0.0
     for index in range(len(work.images)):
         graph, order = choice.plan(work, index)
@@ -270,7 +270,7 @@ def candidates(virtual: Sequence[int] = (1, 2)) -> dict[str, list[Choice]]:
 
 
 def best_plans(nap: Nap, work: Work) -> dict[str, Made]:
-    """The plans that are the fastest when played through, by name."""
+    """Return the fastest plan of each method in the simulation, by name."""
     best = {}
     for name, every in candidates(nap.virtual).items():
         made = [Made.of(choice, work) for choice in every]
@@ -302,7 +302,7 @@ def run_sleep(size: str) -> Iterator[list[Row]]:
 
 
 def played_rows(case: str, work: Work, plans: dict[str, Made]) -> list[Row]:
-    """What ratios should be: of makespans played through."""
+    """Return speedups of simulated makespans."""
     times_s = {name: played_s(work, made) for name, made in plans.items()}
     return [
         Row(case, f"simulated speedup, {name}", "x", time_s / times_s[FINE],

@@ -73,7 +73,7 @@ from torchmm.pipelining.schedules.layouts import ModuleLayers
 
 GOAL_S = 0.5
 EVALUATIONS = 24
-"""Assignments tried per plan: microbatches are alike, so the first one is nearly the best."""
+"""Assignments tried per plan: microbatches are identical, so the first one is nearly the best."""
 OPTIMUS_ERROR = 0.15
 """Of table 5's cells."""
 FITTED = 1.75
@@ -89,14 +89,14 @@ class Filled(NamedTuple):
     coarse: BubbleSchedule
     fine: BubbleSchedule
     planned: float
-    """Memory on the fullest device beyond that of the leanest baseline, as a share of it, as the
+    """Peak memory above the baseline with the lowest memory use, as a fraction of it, as the
     paper's planner counts: states and the LLM's activations."""
     overhead: float
     """The same with encoders' activations, on both sides."""
     activations: float
     """Of encoders, on the device that keeps most of them, in bytes."""
     memory: float
-    """On the fullest device, in bytes."""
+    """Bytes on the device with the highest memory use."""
 
     @property
     def fits(self) -> bool:
@@ -278,7 +278,7 @@ def two_encoder_rows(speed: Speed) -> list[Row]:
 
 
 def optimum_rows(cases: int) -> list[Row]:
-    """Ours over the best of all assignments: 4 to 8 microbatches, two pipelines."""
+    """torchmm / the best of all assignments: 4 to 8 microbatches, two pipelines."""
     rows = []
     kinds: tuple[Granularity, ...] = ("coarse", "fine")
     for alike, kind in product((True, False), kinds):
@@ -291,7 +291,7 @@ def optimum_rows(cases: int) -> list[Row]:
 
 
 def optimum_ratio(seed: int, alike: bool, granularity: Granularity) -> float:
-    """One case. Where microbatches are alike, too few assignments are tried to see all."""
+    """Return one ratio. With identical microbatches, not all assignments are tried."""
     rng = random.Random(seed)
     microbatches = rng.choice((4, 6, 8))
     layers = ModuleLayers("llm", "llm", (1.0,) * 8)

@@ -54,7 +54,7 @@ class Content(NamedTuple):
 
 
 def make_contents(count: int) -> list[Content]:
-    """Pictures of one size and random words."""
+    """Images of one size and random words."""
     draw = random.Random(SEED)
     contents = []
     for number in range(count):
@@ -89,7 +89,7 @@ def turn(role: str, content: Any) -> Message:
 
 
 def asked(text: str, **file: Any) -> Message:
-    """A question behind a picture."""
+    """A question after an image."""
     return turn("user", [{"type": "image", **file}, {"type": "text", "text": text}])
 
 
@@ -125,7 +125,7 @@ def named_parts(content: Content) -> dict[str, Any]:
 
 
 def openai(content: Content) -> dict[str, Any]:
-    """`messages` with pictures as base64."""
+    """`messages` with images as base64."""
     address = "data:image/jpeg;base64," + base64.b64encode(content.image).decode()
     part = {"type": "image_url", "image_url": {"url": address}}
     first = turn("user", [part, {"type": "text", "text": content.question}])

@@ -62,7 +62,7 @@ EFFORT = {LARGE[0]: 150_000, SMALL[0]: 100_000}
 
 
 class Step(NamedTuple):
-    """A simulated step of a whole job."""
+    """A simulated step of a complete job."""
 
     seconds: float
     mfu: float
@@ -129,7 +129,7 @@ def judged(case: Case, ratio: bool) -> SearchResult:
 
 
 def best_of(case: Case) -> Candidate:
-    """The best plan; one of the FLOP ratio's is as much ours as any."""
+    """The best plan, which may be one of the FLOP ratio."""
     found = [judged(case, ratio).best for ratio in ((False, True) if not case.frozen else (False,))]
     return min((each for each in found if each is not None), key=lambda each: each.step_ms)
 
@@ -168,7 +168,7 @@ def megatron(case: Case) -> Step:
 
 
 def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
-    """Encoder and generator whole on every device of their stages, image by image; batches as they
+    """Encoder and generator replicated on all devices of their stages, image by image; batches as they
     come."""
     table = recipe.model_dump(exclude_none=True)
     for unit in plan.units:
@@ -181,7 +181,7 @@ def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
 
 
 def run(case: Case, recipe: Recipe, devices: int) -> Step:
-    """A step of a recipe with modules on devices of their own."""
+    """A step of a recipe with modules on separate devices."""
     forecaster = Forecaster(recipe, devices, PROFILE, sample=sample_of(case))
     return Step.of(forecaster.forecast_parallel(recipe.parallel), devices)
 
@@ -276,7 +276,7 @@ def step_rows(title: str, found: Step, baseline: Step, paper_mfu: float | None) 
 
 
 def certificate_row(title: str, case: Case) -> Row:
-    """How far from the best of all plans ours may be."""
+    """Return a bound on the distance of the torchmm plan from the best of all plans."""
     best, found = best_of(case), judged(case, False)
     gap = 100 * (best.step_ms / min(found.bound_ms, best.step_ms) - 1)
     return Row(title, "torchmm slower than any plan, at most", "%", gap, better="lower",

@@ -24,7 +24,7 @@ from torchmm.data.steps.packing import pack_all
 FILE = Path(__file__).with_name("gimp_help_documents.json")
 OPEN_PACKS = 32
 IMAGE = 0
-"""Stands in a document where an image is; other numbers are tokens of a run of text."""
+"""Marker of an image in a document; other numbers are tokens of a run of text."""
 
 
 class Sample(NamedTuple):

@@ -101,7 +101,9 @@ def compare(family: Family, samples: list[Sample], pairs: int) -> list[Row]:
     loss = (ours(packed) / packed.target_count).item()
     expected = theirs(**padded).loss.item()
     if not abs(loss - expected) <= TOLERANCE * abs(expected):
-        raise LossMismatchError(f"{family.name}: ours {loss:.6f}, Hugging Face's {expected:.6f}")
+        raise LossMismatchError(
+            f"{family.name}: loss {loss:.6f} (torchmm), {expected:.6f} (Hugging Face)"
+        )
     step = _step(ours, lambda: ours(packed) / packed.target_count)
     plain = _step(theirs, lambda: theirs(**padded).loss)
     step(), plain()

@@ -56,13 +56,13 @@ GOAL = 1.0
 NEW_TOKENS = {"full": 256, "quick": 48, "tiny": 6}
 PAIRS = {"full": 7, "quick": 3, "tiny": 1}
 PAIRS_WITHOUT_CACHE = {"full": 3, "quick": 1, "tiny": 1}
-"""The whole text for every token takes long."""
+"""Without a cache, every token needs the full text, so fewer pairs are timed."""
 WIDTHS = {"full": 384, "quick": 192, "tiny": 32}
 LAYERS = {"full": 8, "quick": 4, "tiny": 2}
 VOCABULARY = 8192
 IMAGE_TOKEN = 8191
 PATCHES = 16
-"""Of a picture, each of which is a token."""
+"""Of an image, each of which is a token."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def make_model(workload: Workload, size: str) -> MultimodalModel:
 
 
 def make_prompt(workload: Workload, number: int) -> Microbatch:
-    """Random words, behind a picture if there is one."""
+    """Random tokens, after an image if there is one."""
     draw = torch.Generator().manual_seed(SEED + number)
     words = workload.lengths[number]
     shown = PATCHES if workload.pictures else 0
@@ -253,7 +253,7 @@ def padded(prompts: Sequence[Microbatch]) -> dict[str, torch.Tensor]:
 
 
 def written_by(model: Any, inputs: dict[str, torch.Tensor], new: int) -> list[list[int]]:
-    """The likeliest tokens by Hugging Face's `generate`."""
+    """The most probable tokens by Hugging Face's `generate`."""
     with torch.no_grad():
         ids_BT = model.generate(
             **inputs,

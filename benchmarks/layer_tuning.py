@@ -121,7 +121,7 @@ class Step:
         return step.makespan_ms, max(step.peak_bytes)
 
     def needs(self, *, offloads: bool) -> tuple[int, int]:
-        """Bytes: the least that the fullest rank needs, and what it takes if all is kept."""
+        """Return the minimum and the maximum memory of the most loaded rank, in bytes."""
         tuning = self.tuning(0, offloads=offloads)
         ranks = memory_needs(self.plan, self.modules, self.metas, tuning)
         least, most = (max(each) for each in zip(*ranks, strict=True))
@@ -255,7 +255,7 @@ def gain_rows(step: Step, case: str, limits: Sequence[float]) -> list[Row]:
 
 
 def fixed_rows(name: str, case: str, limit_share: float, steps: int) -> list[Row]:
-    """Many steps: tuned against the modes of all steps that the heaviest of them needs."""
+    """Compare many tuned steps with the fixed modes that the largest step needs."""
     every = [Step(name, 32, seed) for seed in range(steps)]
     limit = round(limit_share * every[0].forecaster.profile.device.memory_bytes)
     fixed: dict[tuple[str, ...], float] = {}

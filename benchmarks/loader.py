@@ -45,7 +45,7 @@ SEED = 0
 SIZE_PX = (320, 240)
 OURS = "ours"
 EPOCHS = 6
-"""In which ours has given every sample."""
+"""Epochs in which torchmm returns every sample."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def measure(sides: dict[str, Side], ranks: int, rounds: int) -> dict[str, list[C
 
 
 def rows_of(costs: dict[str, list[Cost]], ranks: int) -> list[Row]:
-    """Ours against each of the others, and against the fastest of them."""
+    """Compare torchmm with each other loader, and with the fastest of them."""
     rows = []
     ours = costs[OURS]
     of_others = {name: found for name, found in costs.items() if not name.startswith(OURS)}
@@ -210,7 +210,7 @@ def prepare(side: Side) -> float:
 
 
 def fingerprints(side: Side) -> list[str]:
-    """Of every sample's tensors, sorted; ours is read for some epochs, as packs stay open."""
+    """Hash the tensors of every sample, sorted. torchmm needs several epochs to return all."""
     found: set[str] = set()
     wanted = len(set(zip(side.task.jpegs, side.task.captions, strict=True)))
     seen = 0
@@ -275,7 +275,7 @@ def _rank(side: Side, rank: int, ranks: int, share: int, start: Any, answers: An
 
 
 def in_process(function: Callable[[Side], Any], side: Side) -> Any:
-    """The function's result, from a process of its own: some start threads, which do not fork."""
+    """Return the result of a function from a separate process, because threads do not fork."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
 

@@ -45,7 +45,7 @@ SEED = 5
 
 
 def fabricate(directory: Path, samples: int) -> None:
-    """An index of so many samples, whose shards are all the same one."""
+    """An index of the given number of samples, whose shards are all the same one."""
     rng = np.random.default_rng(SEED)
     count = min(samples, measuring.MANY_SAMPLES)
     tokens = rng.gamma(2.0, MEAN_TOKENS / 2, count).clip(8, LENGTH).astype("<u4")

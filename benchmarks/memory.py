@@ -261,7 +261,7 @@ def update_bytes(
 
 
 def recompute_rows() -> list[Row]:
-    """Of whole steps of one microbatch, by what they recompute."""
+    """Return peaks of full steps of one microbatch, by recomputation mode."""
     rows = []
     for mode in MODES:
         measured, wanted = step_bytes(mode)
@@ -302,7 +302,7 @@ def step_bytes(mode: Recompute) -> tuple[float, float]:
 
 
 def device_rows(through: Path | None) -> list[Row]:
-    """Of whole runs, as far as there are devices."""
+    """Return peaks of training runs, for the available devices."""
     rows = []
     devices = max(s.ranks for s in SWITCHES.values()) if through else torch.cuda.device_count()
     names = [name for name, switch in SWITCHES.items() if switch.ranks <= devices]

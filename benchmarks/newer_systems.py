@@ -75,7 +75,7 @@ def forecaster_of(
 
 
 def alike(metas: Sequence[MicrobatchMeta]) -> list[MicrobatchMeta]:
-    """The same images and tokens, dealt evenly to as many microbatches of one sample each."""
+    """Distribute the images and tokens evenly over the same number of microbatches."""
     samples = [sample for meta in metas for sample in meta.samples]
     images = (image for sample in samples for image in sample.images)
     encoder = next((sample.encoder for sample in samples if sample.images), None)
@@ -104,7 +104,7 @@ def static_ms(forecaster: Forecaster, metas: Sequence[MicrobatchMeta]) -> float:
 
 
 def deferral_rows(model: Model, microbatches: int, evaluations: int, seeds: int) -> list[Row]:
-    """A static layout, as microbatches come and with all of them alike, and searched orders."""
+    """Compare a static schedule, also with identical microbatches, and searched schedules."""
     came, even, ours = [], [], []
     for seed in range(SEED, SEED + seeds):
         forecaster = forecaster_of(model, microbatches, evaluations, seed)

@@ -175,14 +175,14 @@ def _virtual_stages(idle_s: float) -> Comparison:
 
 
 def _scheduler_runtimes() -> Iterator[Comparison]:
-    """Enumerating all ways to deal N microbatches to 4 pipelines costs C(N - 1, 3) N."""
+    """Enumerating all assignments of N microbatches to 4 pipelines costs C(N - 1, 3) N."""
     first, *others = paper.OPTIMUS_SCHEDULER.values()
 
     def work(row: paper.Scheduler) -> int:
         return math.comb(row.microbatches - 1, 3) * row.microbatches
 
     for row in others:
-        note = "runtime at 1536 GPUs, scaled by C(N - 1, 3) N: N dealt to 4 pipelines in all ways"
+        note = "runtime at 1536 GPUs, scaled by C(N - 1, 3) N: all assignments to 4 pipelines"
         yield Comparison(row.runtime, first.runtime.value * work(row) / work(first), note, 10.0)
 
 
@@ -223,7 +223,7 @@ def exact_sections() -> list[Section]:
 
 def main() -> None:
     """Prints all tables."""
-    parser = make_parser("The papers' tables: ours, the paper's, the error.")
+    parser = make_parser("Tables of the papers: torchmm, paper, relative error.")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     found = [*exact_sections(), *paper_steps.sections(arguments.quick)]

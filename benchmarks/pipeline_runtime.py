@@ -51,7 +51,7 @@ CASES = {"bookkeeping": run_bookkeeping, "model": run_model, "sleep": run_sleep}
 
 def _describe(case: str, found: dict) -> None:
     print(f"{case}: images per microbatch, by step: {found['images']}")
-    print(f"{case}: ours: {found['choice']}")
+    print(f"{case}: torchmm: {found['choice']}")
     for name, split in found["splits"].items():
         print(f"{case}: stock, {name}: layers per stage {split}")
     print(f"{case}: {found['comparison']}")

@@ -214,7 +214,7 @@ def average_rows(names: Sequence[str], microbatches: int, evaluations: int) -> l
                 gain = found[system].ms / found["tuned"].ms - 1
                 gains.setdefault(kind, []).append(gain)
                 case = f"figure 9a, {name}: {system}"
-                rows.append(Row(case, "ours faster by", "fraction", gain, kind="simulated"))
+                rows.append(Row(case, "torchmm faster by", "fraction", gain, kind="simulated"))
     for kind, own in gains.items():
         least, most = PIPEWEAVER_GAINS[kind]
         case = f"figure 9a, {kind}"
@@ -324,7 +324,7 @@ def large_rows(models: Sequence[str], microbatches: int, evaluations: int) -> li
             ]  # fmt: skip
             if step is not ours:
                 gain = step.ms / ours.ms
-                rows.append(Row(case, "ours faster", "x", gain, 1.0, kind="simulated"))
+                rows.append(Row(case, "torchmm faster", "x", gain, 1.0, kind="simulated"))
                 gains += [gain] * (system in BASELINES)
     return [*rows, Row("figure 14, all", "maximum over a baseline", "x", max(gains), 1.0,
                        1 + PIPEWEAVER_LARGE_GAIN.value, kind="simulated")]  # fmt: skip

@@ -56,7 +56,7 @@ MESSAGE_BYTES = 16 << 20
 
 
 def make_samples(directory: Path, count: int, side_px: int) -> SourceConfig:
-    """Pictures with smooth contents, as photographs are for a JPEG decoder."""
+    """Images with smooth contents, as photographs are for a JPEG decoder."""
     rng = np.random.default_rng(SEED)
     rows = []
     for number in range(count):
@@ -185,7 +185,7 @@ class Sender(Server):
 
 
 def send(told: Connection, count: int, by_flight: bool) -> None:
-    """The sending process: tells its port, sends, tells its CPU seconds."""
+    """Run the sending process: report its port, send, and report its CPU seconds."""
     message = Message({"part": "vision"}, {"pixels": torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)})
     if by_flight:
         sender = Sender(message)

@@ -61,7 +61,7 @@ PEAK = re.compile(r"^peak memory +([\d.]+) GiB", re.MULTILINE)
 
 
 def main() -> int:
-    """Plans the recipes one after the other; 0 whatever comes out."""
+    """Plan the recipes sequentially and return 0."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--recipes",

@@ -145,7 +145,7 @@ def static_row(each: Searched, dispatcher: Dispatcher, natural: float) -> Row:
 
 
 def summary(searched: Sequence[Searched], budgets: dict[float, float]) -> list[Row]:
-    """Mean and worst of ours by cap."""
+    """Mean and worst gap of annealing by cap."""
     rows = []
     for cap, name in CAPS.items():
         ours = [s for s in searched if s.instance.cap == cap and s.strategy == "annealing"]

@@ -135,7 +135,7 @@ class PlannedProgram(OurProgram):
 
 
 def searched_s(costs: Costs, choice: SearchedChoice) -> float:
-    """Makespan of searched orders of all steps, played through."""
+    """Simulated makespan of the searched schedules of all steps."""
     config, rates = choice.config(), costs.rates(choice)
 
     def order(graph: StageGraph, flops: Callable[[Action], float]) -> ComputeOrder:
@@ -146,7 +146,7 @@ def searched_s(costs: Costs, choice: SearchedChoice) -> float:
 
 
 def searched_choices(setting: model_case.Setting, costs: Costs) -> list[SearchedChoice]:
-    """The best when played through: of separated segments, and of stages that form a chain."""
+    """The best in simulation: of separated segments, and of stages that form a chain."""
     separate = [
         SearchedChoice(*astuple(choice), PLAYED_EVALUATIONS)
         for choice in model_case.choices(setting)
@@ -286,7 +286,7 @@ SleepChoice = SleepSeparated | SleepSearched | SleepMegatron
 
 
 def sleep_candidates(work: sleepers.Work, tried: int) -> tuple[dict[str, list[Any]], list]:
-    """The best when played through: choices of each of our plans, and splits of the stock one."""
+    """The best in simulation: choices of each of our plans, and splits of the stock one."""
     sizes = [(tower, llm, n) for tower in (1, 2, 3) for llm in (2, 3, 4) for n in (2, 4, 8)]
     if tried == 1:  # --quick
         sizes = sizes[::3]

@@ -229,7 +229,7 @@ def subgraph_rows(size: Size) -> list[Row]:
 
 
 def command_rows(runs: int) -> list[Row]:
-    """The whole of `scripts/simulate.py` in a process of its own, imports included."""
+    """All of `scripts/simulate.py` in a separate process, imports included."""
     command = [sys.executable, "scripts/simulate.py", "--config", str(COMMAND_RECIPE)]
     command += ["--schedule", "megatron_balanced"]
     seconds = []

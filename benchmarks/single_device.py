@@ -95,7 +95,7 @@ class Case:
 
     @property
     def speed_goal(self) -> float:
-        """Ours over the baseline's."""
+        """torchmm / baseline."""
         return 1.0 if self.equal_lengths else 1.1
 
 
@@ -312,7 +312,9 @@ def _compare(
 
 def _check_losses(what: str, ours: float, baseline: float, tolerance: float) -> None:
     difference = abs(ours - baseline) / abs(baseline)
-    text = f"{what}: ours {ours:.6f}, baseline {baseline:.6f}, relative difference {difference:.1e}"
+    text = (
+        f"{what}: torchmm {ours:.6f}, baseline {baseline:.6f}, relative difference {difference:.1e}"
+    )
     if not difference <= tolerance:
         raise LossMismatchError(f"{text}, more than {tolerance:.0e}")
     print(text)

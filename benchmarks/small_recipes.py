@@ -95,7 +95,7 @@ class RunError(Exception):
 
 
 def main() -> int:
-    """Runs the recipes one after the other; 0 whatever they learn, 1 if one failed."""
+    """Run the recipes sequentially and return 1 if one failed, else 0."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--recipes",

@@ -94,7 +94,7 @@ class StepTime(NamedTuple):
     busy_s: float
     """Computing, summed over ranks."""
     others: float
-    """Share of the machine's CPU time that other programs took meanwhile."""
+    """Share of the machine's CPU time that other programs used during a run."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Comparison:
         return median(1 - t.busy_s / (self.ranks * t.wall_s) for t in self.times[name])
 
     def speed_ratio(self, ours: str, baseline: str) -> float:
-        """Median over runs of baseline time / our time: above 1, ours is faster."""
+        """Median over runs of baseline time / torchmm time. Above 1, torchmm is faster."""
         pairs = zip(self.times[ours], self.times[baseline], strict=True)
         return median(b.wall_s / a.wall_s for a, b in pairs)
 

@@ -134,7 +134,7 @@ class Setup:
     def first_step_s(self, recipe: Recipe) -> float:
         """Return the step time of the first batch in seconds.
 
-        Infinite if the recipe is not valid, or if the first or the heaviest batch does not fit.
+        Infinite if the recipe is not valid, or if the first or the largest batch does not fit.
         """
         if check_recipe(recipe, self.gpus):
             return inf

@@ -1,4 +1,4 @@
-"""Pipelines with sizes as a user would try them by hand, to check the planner.
+"""Pipelines with sizes as a user would try them manually, to check the planner.
 
 Like the plans of `plain_methods`, they do not come from the planner.
 """

@@ -1,9 +1,9 @@
 """Whether planning the next step slows the one that trains: two ranks and a planning process.
 
 Two programs run the same plan of a step of the image-text model. One has the trainer's planner: its
-process searches, lowers and validates the next step's plan meanwhile; the step takes the plan that
+process searches, lowers and validates the next plan in the background. The step uses the plan that
 is there, sends it to the pipeline, makes actions of it and adds up measured times. The other
-replays the plan, which is in memory. Both run it in turns, and a run begins when the planning
+replays the plan, which is in memory. Both run it alternately, and a run begins when the planning
 process has nothing to do. It tries as many orders as a recipe's default allows, and, in cases of
 their own, so many that the time budget ends the search: planning then takes four fifths of every
 step.
@@ -52,7 +52,7 @@ from torchmm.training.step import StepOutcome, TrainStep
 ON, REPLAY = "planning", "replay"
 GOAL = 1.02
 ALL = 1 << 20
-"""Images of a sub-microbatch that is the whole microbatch."""
+"""Images of a sub-microbatch that is the full microbatch."""
 ENDLESS = 1 << 30
 """Steps of a run that does not end."""
 PATIENCE_S = 60.0

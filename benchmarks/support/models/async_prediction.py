@@ -51,7 +51,7 @@ def prediction_rows(device: str = "a800_disttrain") -> list[Row]:
 def layers_ms(
     llm: ModuleDescription, device: str, tensor: int, overlap: bool, tokens: int
 ) -> tuple[float, float]:
-    """Forward and backward of all layers but the first and the last: whole, exposed transfers."""
+    """Forward and backward of inner layers: total time, exposed communication."""
     execution = Execution(tensor=tensor, sequence_parallel=True, async_tensor=overlap)
     model = CostModel(load_profile(device), "bfloat16", {llm.name: execution})
     meta = MicrobatchMeta((SampleMeta("text", 0, tokens),), tokens)

@@ -2,7 +2,7 @@
 
 `LlavaForConditionalGeneration` with sdpa attention on padded batches of its processor, labels in,
 loss out; bf16 by autocast over float32 parameters; `clip_grad_norm_`; one fused AdamW. Compiling
-is per layer, as Accelerate's regional compilation does it: a whole-model graph would be compiled
+is per layer, as Accelerate's regional compilation does it: a full-model graph would be compiled
 again for every padded length.
 """
 

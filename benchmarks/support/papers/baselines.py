@@ -57,8 +57,8 @@ def rigid_plan(
 def ratio_shares(problem: OrchestrationProblem, node: int = 8) -> dict[str, int]:
     """Devices in proportion to `UnitCosts.flops`, by unit.
 
-    Nodes are given whole: one to each unit, the others one by one to the unit that has least for
-    its FLOPs. Devices that no sizes make use of stay idle.
+    Complete nodes are assigned: one to each unit, and each further node to the unit with the fewest
+    devices for its FLOPs. Devices that no sizes use stay idle.
 
     Args:
         node: devices of a node; less if there are not as many nodes as units.

@@ -130,7 +130,7 @@ class Setting:
         return replace(found, memory_limit_bytes=self.limit_bytes if self.limited else None)
 
     def megatron(self) -> StageGraph:
-        """One chain with equal numbers of parameters per virtual stage, whole microbatches."""
+        """One chain with equal numbers of parameters per virtual stage, full microbatches."""
         layers = []
         typical = module_layers(self.modules, self.typical)
         for own, module in zip(typical, self.modules, strict=True):
@@ -140,7 +140,7 @@ class Setting:
         return self._chain(megatron_balanced_layout(layers, self.sizes.pipeline, VIRTUAL_STAGES))
 
     def separated(self) -> StageGraph:
-        """Every module in segments of its own, in the partitioner's sub-microbatches."""
+        """Every module in separate segments, in the partitioner's sub-microbatches."""
         layout: StageLayout = plan_layout(self.parallel, self.modules, self.typical)
         return step_graph(layout, self.parallel, self.metas)
 
@@ -194,7 +194,7 @@ class Timed(NamedTuple):
 
 
 def timed(plan: PipelinePlan, costs: PlanCosts) -> Timed:
-    """Time, peak of the fullest rank, share of bubbles between (not inside of) actions."""
+    """Step time, peak memory over ranks, and fraction of bubbles between actions."""
     step = simulate(plan, costs)
     shares = step.timeline.bubble_share
     bubbles = sum(shares.values()) - shares["tp"]
