@@ -168,8 +168,7 @@ def megatron(case: Case) -> Step:
 
 
 def copied_in_stages(recipe: Recipe, plan: OrchestrationPlan) -> Recipe:
-    """Encoder and generator replicated on all devices of their stages, image by image; batches as they
-    come."""
+    """Return a recipe with encoder and generator replicated on all devices of their stages."""
     table = recipe.model_dump(exclude_none=True)
     for unit in plan.units:
         if unit.name != "llm":

@@ -1,8 +1,8 @@
 """Optimus with kernels in bubbles inside the LLM's layers: what its steps take at best.
 
 `optimus` makes plans at action granularity. Here encoders are placed kernel by kernel, as in the
-paper (§4.2): a tensor-parallel collective of the LLM leaves the compute units idle for less than a layer
-of an encoder takes, but for longer than one product. Each encoder action becomes its layers' chain:
+paper (§4.2): a tensor-parallel collective of the LLM is shorter than an encoder layer, but longer
+than one matmul. Each encoder action becomes its layers' chain:
 gather, product, product, scatter, once for attention and once for the feed-forward block.
 Collectives are marked, so that the scheduler places them alongside computation of the LLM. The LLM
 may have any order, a searched one included (PipeWeaver's search, on the LLM alone).
