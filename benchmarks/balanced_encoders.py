@@ -9,10 +9,10 @@
     images   regular and balanced FSDP2 on ranks that sleep or compute
     host     CPU time of the assignment of images for 1,024 ranks
 
-Arms without a pipeline are FSDP2, A (`data.reorder` = "intra"), C (`data.balance` = "images") and D
-(`data.packing` = "balanced"). Pipelines have static 1F1B, separated modules with a static rule, or
-searched schedules. They run on the original sequences, and on those of D with `data.reorder` =
-"both".
+Arms without a pipeline are FSDP2, "reordered" (`data.reorder` = "intra"), "balanced images"
+(`data.balance` = "images") and "balanced packing" (`data.packing` = "balanced"). Pipelines have
+static 1F1B, separated modules with a static rule, or searched schedules. They run on the original
+sequences, and on those of balanced packing with `data.reorder` = "both".
 
 In "images", FSDP2 ranks synchronize in every layer, so the slowest encoder determines the time of a
 microbatch. Layers of a small model sleep for as long as they would compute, with 0.7 of the work in

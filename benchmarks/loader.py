@@ -43,7 +43,7 @@ from support.harness import Row, describe_machine, make_parser, report
 
 SEED = 0
 SIZE_PX = (320, 240)
-OURS = "ours"
+OURS = "torchmm"
 EPOCHS = 6
 """Epochs in which torchmm returns every sample."""
 

@@ -354,7 +354,7 @@ class Energon(Side):
 
 
 SIDES: dict[str, type[Side]] = {
-    "ours": Parquet,
+    "torchmm": Parquet,
     "torchmm, tar files": Tar,
     "datasets + DataLoader": Datasets,
     "webdataset": Webdataset,

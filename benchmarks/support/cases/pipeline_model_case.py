@@ -44,7 +44,7 @@ QUIET = 0.05
 """Share of the CPU that other programs may take: ranks need all of it."""
 ACTION_S = 2e-3
 """Assumed when playing through: an action's time in addition to its layers, mostly for messages."""
-FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "ours"
+FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "torchmm"
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ TRANSFER_S = 5e-4
 GOAL = 1.3
 QUIET = 0.3
 """Share of the CPU that other programs may take: sleeping takes none."""
-FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "ours"
+FRONT, SPREAD, OURS = "encoder in stage 0", "single pipeline", "torchmm"
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def product_rows(products: Products, device: torch.device, repetitions: int) -> 
     return [
         Row(
             f"{products.name}, tensor {products.ranks}, {products.tokens} tokens",
-            f"product in {(products.ranks - 1) * chunks + 1} blocks",
+            f"matmul in {(products.ranks - 1) * chunks + 1} blocks",
             "ms",
             median(times_s[chunks][1:]) * 1e3,
             whole_ms,

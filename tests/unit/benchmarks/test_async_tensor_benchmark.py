@@ -70,7 +70,7 @@ def test_the_benchmark_writes_rows_and_a_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(rows_file.read_text())
     assert [row["metric"] for row in rows] == [
-        *(f"product in {blocks} blocks" for blocks in (2, 3, 5)),
+        *(f"matmul in {blocks} blocks" for blocks in (2, 3, 5)),
         *("step", "step / step without overlap") * 2,
     ]
     assert all(row["ours"] > 0 and row["better"] == "lower" for row in rows)

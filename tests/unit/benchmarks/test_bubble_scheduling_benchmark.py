@@ -29,7 +29,7 @@ def test_fine_hides_more_than_coarse_and_both_beat_the_baselines(benchmark):
     assert steps[" fine"] < steps[" coarse"] < rows["step, balanced"].ours
     assert rows["step, balanced"].ours < rows["step, Megatron-LM"].ours
     assert rows["fine < coarse < balanced < Megatron-LM"].ours == 1
-    shares = [row for name, row in rows.items() if name.startswith("Eff")]
+    shares = [row for name, row in rows.items() if name.startswith("bubble efficiency")]
     assert len(shares) == 8 and all(-1 < r.ours <= 1 and r.paper is not None for r in shares)
 
 

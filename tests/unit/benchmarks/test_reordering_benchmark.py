@@ -19,7 +19,7 @@ def test_groups_are_balanced_in_all_cases(benchmark):
     for row in rows:
         if row.metric == "largest load / bound":
             assert 1 - 1e-12 <= row.ours <= row.goal and row.ours <= row.baseline
-        elif row.metric == "different counts":
+        elif row.metric == "different group sizes":
             assert row.ours == 1
         else:
             assert row.metric == "time" and row.ours > 0 and row.paper

@@ -77,9 +77,9 @@ def test_planning_has_a_goal_where_a_core_is_spare(load, planning, goal, met):
     assert (seconds.ours, seconds.baseline) == (2.2, 2.0)
     assert share.ours == pytest.approx(0.5)
     assert ("no core spare" in ratio.case) == (goal is None)
-    assert ratio.case.endswith("at most 2,000 orders")
+    assert ratio.case.endswith("at most 2,000 schedules")
     unbounded, *_ = beside.rows(cores, None, found)
-    assert unbounded.case.endswith("any number of orders")
+    assert unbounded.case.endswith("unlimited schedules")
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
