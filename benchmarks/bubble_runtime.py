@@ -318,7 +318,7 @@ def run_compute(size: str) -> Iterator[list[Row]]:
         names = FINE, UNFILLED, FRONT
         found = run_ranks(compute_case.run_rank, compute_case.RANKS, setting, names)
         print_choices("compute", found)
-        print(f"compute: the tower takes {found['tower share']:.0%} of the computing time")
+        print(f"compute: the encoder takes {found['tower share']:.0%} of the compute time")
         case = (
             f"{compute_case.RANKS} ranks, {setting.size.tower_layers} + {setting.size.llm_layers} "
             f"layers, {setting.microbatches} microbatches"

@@ -149,15 +149,17 @@ def run_cases(ranks: int, cases: Sequence[CostCase], setting: Setting) -> list[C
     first, last = (predictions(profile(m)) for m in (every[0], every[-1]))
     drift = median(b.step_ms / a.step_ms for a, b in zip(first, last, strict=True))
     taken_s = sum(seconds for _, _, seconds in calibrations)
-    print(f"{ranks} rank(s): calibrated in {taken_s:.0f} s, {len(every)} times around the steps,")
-    print(f"of whose predictions the last differs from the first by {drift - 1:+.1%}: {name};")
+    print(
+        f"{ranks} rank(s): {len(every)} calibrations in {taken_s:.0f} s, before, between and after the steps;"
+    )
+    print(f"predictions of the last one differ from the first by {drift - 1:+.1%}: {name};")
     times = [t for found in runs.values() for own in found for t in own.times]
     disturbed = sum(own.disturbed for found in runs.values() for own in found)
     print(
         f"{setting.passes} x {setting.runs} runs of a step, in which other programs took at most "
-        f"{max(t.others for t in times):.0%} of the CPU; {disturbed} more were left out"
+        f"{max(t.others for t in times):.0%} of the CPU; {disturbed} more were skipped"
     )
-    print("by class of action, all ranks together: predicted / measured ms")
+    print("by type of action, sum over ranks: predicted / measured ms")
     results = []
     for (case, found), own in zip(runs.items(), predicted, strict=True):
         print(f"  {case}: {_classes(own, found)}")
@@ -231,7 +233,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"machine: {describe_machine(CPU)}")
     print(f"documents: {load_documents().source}; seeds 0")
-    print("baseline: of predicted steps, the measured ones; of accuracy, runs against themselves")
+    print("baseline: the measured step for predicted steps, repeated runs for accuracy")
     found = {}
     for ranks, cases in enumerate(setting.cases, start=1):
         found[ranks] = run_cases(ranks, cases, setting)

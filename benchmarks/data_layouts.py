@@ -233,7 +233,7 @@ def case_rows(name: str, reader: SampleReader, count: int, pairs: int) -> list[R
     for one, other in zip(published, ours, strict=True):
         found, expected = reader.read(one), reader.read(other)
         if (found.text, found.files) != (expected.text, expected.files):
-            raise AssertionError(f"{name} is not the same sample as in our own layout")
+            raise AssertionError(f"{name}: the sample differs from the native format")
 
     def read_all(records: list[Record]) -> None:
         for record in records:

@@ -152,7 +152,7 @@ def case_rows(name: str, size: str, mesh: ParallelMesh) -> list[Row]:
 
     texts = {"cache": cached(), "no cache": uncached(), "Hugging Face": by_hugging_face()}
     if texts["cache"] != texts["Hugging Face"] or texts["cache"] != texts["no cache"]:
-        raise ValueError(f"{name}: the sides write different tokens: {texts}")
+        raise ValueError(f"{name}: torchmm and the baseline generate different tokens: {texts}")
     against = time_pairs(cached, by_hugging_face, PAIRS[size], CPU)
     without = time_pairs(cached, uncached, PAIRS_WITHOUT_CACHE[size], CPU)
     return _rows(f"{name}, {new} new tokens", new * len(prompts), against, without)

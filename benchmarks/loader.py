@@ -139,7 +139,7 @@ def compare(task: Task, names: Sequence[str], counts: Sequence[int], rounds: int
     sides = {name: SIDES[name](task) for name in names}
     absent = [name for name, side in sides.items() if side.missing()]
     for name in absent:
-        print(f"{name} is not installed ({sides.pop(name).module}): left out")
+        print(f"{name} is not installed ({sides.pop(name).module}) and is skipped")
     prepared = {name: in_process(prepare, side) for name, side in sides.items()}
     for name, cpu_us in prepared.items():
         print(f"{name}: prepared once in {cpu_us:,.0f} us of CPU per sample")
@@ -151,7 +151,7 @@ def compare(task: Task, names: Sequence[str], counts: Sequence[int], rounds: int
             raise DifferentTensorsError(
                 f"{name} and {first} agree in {same} of {len(task.jpegs)} samples"
             )
-    print(f"{len(sides)} sides yield the same pixels and token ids of {len(task.jpegs)} samples")
+    print(f"{len(sides)} loaders return the same pixels and token ids of {len(task.jpegs)} samples")
     rows = []
     for count in counts:
         costs = measure(sides, count, rounds)

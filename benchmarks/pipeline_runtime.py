@@ -34,7 +34,7 @@ def run_model(size: str) -> Iterator[list[Row]]:
     for setting in model_case.SETTINGS[size]:
         found = run_ranks(model_case.run_rank, model_case.RANKS, setting)
         _describe("model", found)
-        print(f"model: the tower takes {found['tower share']:.0%} of the computing time")
+        print(f"model: the encoder takes {found['tower share']:.0%} of the compute time")
         yield model_case.rows(setting, found)
 
 

@@ -149,7 +149,9 @@ def case_rows(images: int, side_px: int, step_s: float, steps: int) -> list[Row]
             found_s, found = waits_s(site.loader(2, addresses), steps, step_s)
             planned_s, planned = waits_s(site.loader(2, addresses, plan=True), steps, step_s)
     if not found == planned == expected:
-        raise AssertionError(f"producers gave other pixels: {found}, {planned}, not {expected}")
+        raise AssertionError(
+            f"remote data workers returned other pixels: {found}, {planned}, expected {expected}"
+        )
     case = f"{images} images of {side_px} x {side_px}, steps of {step_s:g} s"
     rows = [Row(case, "data wait per step", "ms", 1e3 * found_s, 1e3 * own_s, better="lower")]
     for name, own in (("", found_s), (", planned", planned_s)):

@@ -137,7 +137,7 @@ def _parse() -> argparse.Namespace:
 def _installed() -> list[str]:
     trl = find_spec("trl") is not None and find_spec("accelerate") is not None
     if not trl:
-        print("TRL is not compared with: pip install trl accelerate")
+        print("TRL is not installed and is skipped; run: pip install trl accelerate")
     return [name for name in BASELINES if name != "TRL" or trl]
 
 

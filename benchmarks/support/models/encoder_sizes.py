@@ -175,7 +175,7 @@ def colocated_plans(
     ]
     if not every:
         names = [encoder.name for encoder in encoders]
-        raise ValueError(f"no plan of {names} has stages and heads for {llm}")
+        raise ValueError(f"no plan of {names} has enough stages and heads for {llm}")
     fitting = [plan for plan in every if plan.worst_bytes <= limit_bytes]
     if not fitting:
         leanest = min(every, key=lambda plan: plan.worst_bytes)

@@ -145,4 +145,6 @@ def _check_ids(batch: PaddedBatch, microbatch: Microbatch) -> None:
     ]
     for number, (theirs, ours) in enumerate(zip(padded, packed, strict=True)):
         if not torch.equal(theirs, ours):
-            raise ValueError(f"sample {number}: ids {theirs.tolist()} and {ours.tolist()} differ")
+            raise ValueError(
+                f"sample {number}: ids differ: {theirs.tolist()}, {ours.tolist()} (torchmm)"
+            )

@@ -67,7 +67,7 @@ def ratio_shares(problem: OrchestrationProblem, node: int = 8) -> dict[str, int]
         ValueError: FLOPs are not given.
     """
     if not sum(unit.flops for unit in problem.units) > 0:
-        raise ValueError("FLOPs of all units are 0: give UnitCosts.flops")
+        raise ValueError("FLOPs of all units are 0; set UnitCosts.flops")
     while problem.devices // node < len(problem.units):
         node -= 1
     nodes = {unit.name: 1 for unit in problem.units}
