@@ -2,8 +2,8 @@
 
 Everything that planning needs comes from the header, so nothing is decoded for it, and a file
 that claims 100 megapixels is refused before it costs memory. The conversions are
-listed in `docs/reference/data_formats.md`; each exists because Pillow's plain `convert("RGB")` silently drops alpha, clips
-16-bit values and ignores EXIF rotation.
+listed in `docs/reference/data_formats.md`; each exists because Pillow's plain `convert("RGB")`
+silently drops alpha, clips 16-bit values and ignores EXIF rotation.
 
 Preprocessing is the Hugging Face image processor itself (Pillow backend), or what gives its bits in
 less time (`stored_pixels.py`), so checkpoints see the pixels they were trained with. Rejected:
