@@ -104,13 +104,13 @@ METRICS: Mapping[str, Metric] = {
         nullable=True, shown="word errors {:.1%}"),
     "scores": Metric(
         "validation", "",
-        'Scores of generated text by "SOURCE/SCORE", for held-out sources with `scores`, and of '
+        'Scores of generated text by "SOURCE/SCORE", for held-out sources with `metrics`, and of '
         'benchmarks by "TASK/METRIC". A benchmark score is part of the step in which it becomes '
         "available, or of the last step.",
         dict, nullable=True, shown="{:.3f}"),
     "grad_norm": Metric("train", "", "Global norm of all gradients, before it is clipped."),
     "lr": Metric("train", "", "Learning rate of the step (`optimizer.lr`)."),
-    "expert_load": Metric(
+    "max_expert_load_ratio": Metric(
         "train", "",
         "Tokens of the busiest expert over the mean of the experts of its layer, in this step "
         "over all ranks, on average over layers: 1 at best, the number of experts at worst. Null "
@@ -122,10 +122,10 @@ METRICS: Mapping[str, Metric] = {
     "samples_per_s": Metric(
         "time", "1/s", "Samples of all ranks together.",
         reduce="rate", shown="{:.1f} samples/s"),
-    "images_per_s": Metric(
+    "media_per_s": Metric(
         "time", "1/s", "Images, audio clips and videos that encoders read, of all ranks.",
         reduce="rate", shown="{:.1f} images/s"),
-    "generated_per_s": Metric(
+    "generated_images_per_s": Metric(
         "time", "1/s", "Images and videos that the generator is trained on, of all ranks.",
         nullable=True, reduce="rate", shown="{:.1f} drawn/s"),
     "mfu": Metric(
@@ -167,23 +167,23 @@ METRICS: Mapping[str, Metric] = {
         "Rank with the most time in data wait and in modules. Fast ranks also wait in collectives "
         "inside a phase, so it points to slow readers better than to slow devices.",
         int),
-    "straggler_share": Metric(
+    "straggler_fraction": Metric(
         "pipeline", "0..1",
         "Fraction of the time of that rank that the median rank did not need. 0 means equally "
         "fast ranks."),
-    "graphs": Metric(
+    "compiled_graphs": Metric(
         "time", "", "Graphs of layers that one rank compiled in the step, at most.",
         int, reduce="max"),
     "compile_ms": Metric(
         "time", "ms", "Compile time of the slowest rank. Null if no graph was compiled.",
         nullable=True, reduce="max"),
-    "decoded_images": Metric(
+    "decoded_media": Metric(
         "data", "",
         "Images, audio clips and videos (or their frames) of the step that all ranks together "
         "decoded, by encoder that reads them, and images to generate. Equal to the number in its "
         "samples, without those of corrupt samples.",
         int, reduce="sum"),
-    "read_bytes": Metric(
+    "data_read_bytes": Metric(
         "data", "bytes",
         "Records and files that all ranks together read. Every rank reads the records of its "
         "samples, including embedded files, and other files only to decode them. A character of "
@@ -220,7 +220,7 @@ METRICS: Mapping[str, Metric] = {
     "sequence_imbalance_before": Metric(
         "balance", "", "`sequence_imbalance` of the sequences in their original order.",
         nullable=True),
-    "predicted_ms": Metric(
+    "predicted_step_ms": Metric(
         "planner", "ms",
         "With a schedule that is planned in the background, in the first pipeline: predicted time "
         "of the forward and backward passes, from measured times of earlier steps. With Optimus: "
@@ -238,25 +238,26 @@ METRICS: Mapping[str, Metric] = {
         nullable=True),
     "planner_evaluations": Metric(
         "planner", "", "Orders that the search simulated.", int, nullable=True),
-    "gain_over_natural": Metric(
+    "speedup_over_default_order": Metric(
         "planner", "share",
         "Relative time by which the natural order, or the best coarse order of Optimus, was "
         "predicted to be slower.",
         nullable=True),
-    "save_wait_ms": Metric(
+    "checkpoint_wait_ms": Metric(
         "checkpoint", "ms",
         "Time for which training waited for a checkpoint. This metric and the next four are of "
         "rank 0, and of saves and copies that finished since the previous record.",
         nullable=True),
-    "save_ms": Metric(
+    "checkpoint_save_ms": Metric(
         "checkpoint", "ms", "Time from then until the checkpoint was committed.", nullable=True),
-    "save_bytes": Metric("checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
-    "upload_ms": Metric(
+    "checkpoint_bytes": Metric(
+        "checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
+    "checkpoint_upload_ms": Metric(
         "checkpoint", "ms",
-        "Time in which all ranks copied a checkpoint to `checkpoint.upload`.", nullable=True),
-    "upload_bytes": Metric(
+        "Time in which all ranks copied a checkpoint to `checkpoint.remote_dir`.", nullable=True),
+    "checkpoint_upload_bytes": Metric(
         "checkpoint", "bytes", "Size of the copied files.", int, nullable=True),
-    "failed_uploads": Metric(
+    "checkpoint_upload_failures": Metric(
         "checkpoint", "",
         "Checkpoints that could not be copied since this start. Null if none failed.",
         int, nullable=True),
@@ -321,11 +322,11 @@ class StepMeter:
         return {
             "tokens_per_s": sum(m.used_tokens for m in metas),
             "samples_per_s": sum(len(m.samples) for m in metas),
-            "images_per_s": sum(m.image_count for m in metas),
-            "generated_per_s": sum(len(m.generated) for m in metas),
+            "media_per_s": sum(m.image_count for m in metas),
+            "generated_images_per_s": sum(len(m.generated) for m in metas),
             "flops": sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
-            "decoded_images": batch.decoded_images,
-            "read_bytes": batch.read_bytes,
+            "decoded_media": batch.decoded_media,
+            "data_read_bytes": batch.read_bytes,
         }
 
     def measure(
@@ -359,7 +360,7 @@ class StepMeter:
             "generator_ms": generator_ms,
             "pipeline_ms": outcome.result.span_ms if mesh.pipeline_size > 1 else 0.0,
             "peak_memory_bytes": peak_memory_bytes(mesh.device),
-            "graphs": len(graphs),
+            "compiled_graphs": len(graphs),
             "compile_ms": sum(graph.compile_ms for graph in graphs),
         }
 
@@ -412,7 +413,7 @@ def make_record(
     busy_ms = [rank["data_wait_ms"] + ms for rank, ms in zip(ranks, compute_ms, strict=True)]
     slowest_ms = max(busy_ms)
     record["slowest_rank"] = busy_ms.index(slowest_ms)
-    record["straggler_share"] = 1.0 - median(busy_ms) / slowest_ms if slowest_ms else 0.0
+    record["straggler_fraction"] = 1.0 - median(busy_ms) / slowest_ms if slowest_ms else 0.0
     record |= others
     assert record.keys() == METRICS.keys(), record.keys() - METRICS.keys()
     return record

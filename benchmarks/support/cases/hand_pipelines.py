@@ -25,7 +25,7 @@ def hand_pipelines(
     A balanced chain and separate segments are tried with all sizes, a searched order with the best
     sizes of the segments, and the recipe as it is if it has a pipeline on shared ranks.
     """
-    lean = recomputing(recipe, "tuned")
+    lean = recomputing(recipe, "auto")
     tried = {
         schedule: [
             in_one_chain(

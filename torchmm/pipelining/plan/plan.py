@@ -91,7 +91,7 @@ class PipelinePlan:
         training: whether there are backwards; False when validating the model.
         recompute: by task: the mode of each of its stage's layers, in order; tasks that are not in
             it run as their module always does. For modules that are built so that tasks may choose
-            (`apply_activation_checkpoint`, "tuned").
+            (`apply_activation_checkpoint`, "auto").
         launches: by LLM action: pieces of later encoder actions that run during its
             tensor-parallel collectives (`launches`). The rest of such an action runs at its place.
     """
