@@ -166,7 +166,7 @@ class Colocated:
             virtual_stages=self.virtual,
             placement="colocated",
             schedule="optimus",
-            bubbles=self.bubbles,
+            bubble_granularity=self.bubbles,
             vision={"pipeline": self.tower, "segments": self.slices},
         )
         images = work.images[index]

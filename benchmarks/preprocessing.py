@@ -96,7 +96,7 @@ class Site:
         return DataConfig(
             sources=[nowhere if plan and addresses else self.source],
             workers=workers,
-            index_cache=str(self.directory / "index"),
+            index_cache_dir=str(self.directory / "index"),
             producers=ProducersConfig(addresses=addresses, plan=plan),
         )
 

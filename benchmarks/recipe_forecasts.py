@@ -45,7 +45,7 @@ COLUMNS = {
 }
 """Of tables: metric, form, and what a unit of the metric is there."""
 NO_PIPELINE = ("--parallel.pipeline=1", "--parallel.schedule=separated")
-TUNED = ("--activation_checkpoint.mode=tuned", "--activation_checkpoint.modules={}")
+TUNED = ("--activation_checkpoint.mode=auto", "--activation_checkpoint.modules={}")
 HSDP = (*NO_PIPELINE, "--parallel.shard=8", "--parallel.replicate=-1")
 CANDIDATES = {
     "tuned": TUNED,

@@ -253,9 +253,9 @@ def _recipe(case: Case, captions: Captions, scratch: Path, device: torch.device)
         data=DataConfig(
             sources=[SourceConfig(path=str(scratch / "captions.parquet"), name="captions")],
             workers=0,
-            index_cache=str(scratch / "index"),
+            index_cache_dir=str(scratch / "index"),
         ),
-        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.0, schedule="constant"),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.0, lr_schedule="constant"),
         training=TrainingConfig(
             steps=10**6,
             global_batch_size=sequences,

@@ -7,7 +7,7 @@ predicted best by a profile measured on as many: they compete for memory.
 python scripts/calibrate.py --out profile.json
 torchrun --nproc-per-node 2 scripts/calibrate.py --out profile.json
 python scripts/calibrate.py --profile profile.json --out learned.json --config recipe.toml \\
-    --learn outputs/NAME/timeline/step-*.json
+    --fit-from-timeline outputs/NAME/timeline/step-*.json
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from torchmm.common.errors import TorchmmError
 from torchmm.common.log import loading, log_to_console, make_console, working
 from torchmm.common.processes import launched
+from torchmm.recipe.changes import reject_renamed_options
 from torchmm.recipe.read import load_recipe
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=".*_tensor. is deprecated")
     try:
         log_to_console(make_console(stderr=True), launched().rank or None, only_progress=True)
-        if options.learn:
+        if options.fit_from_timeline:
             profile = _learn(options)
         else:
             found = _measure(options)
@@ -67,12 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as is usual")
     parser.add_argument("--seconds", type=float, default=30.0, help="for operators, about")
     parser.add_argument("--quick", action="store_true", help="few sizes, to see that it works")
-    parser.add_argument("--profile", type=Path, help="with --learn: profile to improve")
-    parser.add_argument("--learn", type=Path, nargs="+", default=[], help="recorded steps (.json)")
-    parser.add_argument("--config", type=Path, help="with --learn: recipe of the steps")
+    parser.add_argument("--profile", type=Path, help="with --fit-from-timeline: profile to improve")
     parser.add_argument(
-        "--world-size", type=int, help="with --learn: ranks of the run; default: one pipeline"
+        "--fit-from-timeline", type=Path, nargs="+", default=[], help="recorded steps (.json)"
     )
+    parser.add_argument("--config", type=Path, help="with --fit-from-timeline: recipe of the steps")
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        help="with --fit-from-timeline: ranks of the run; default: one pipeline",
+    )
+    reject_renamed_options(parser, "calibrate")
     return parser
 
 
@@ -143,7 +149,7 @@ def _print(profile: Profile, dtype: str) -> None:
 def _learn(options: argparse.Namespace) -> Profile:
     """The given profile with factors from recorded steps."""
     if options.profile is None or options.config is None:
-        raise ValueError("--learn needs --profile and the steps' recipe, --config")
+        raise ValueError("--fit-from-timeline needs --profile and the steps' recipe, --config")
     recipe = load_recipe(options.config).recipe
     with loading():
         from torchmm.balance.costs.calibration import Observed, RecordedStep, learn, observe
@@ -161,7 +167,7 @@ def _learn(options: argparse.Namespace) -> Profile:
     ranks = options.world_size or parallel.pipeline * parallel.tensor
     costs = run_costs(resolve(recipe, ranks), modules, profile)
     observed: list[Observed] = []
-    for path in options.learn:
+    for path in options.fit_from_timeline:
         records, graph = read_records(path)
         content = read_content(path)
         if content is None:

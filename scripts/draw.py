@@ -203,7 +203,7 @@ def _section(name: str, options: argparse.Namespace, modules: Sequence[str]) -> 
         virtual_stages=options.virtual_stages,
         schedule=schedule if colocated else name,
         placement="colocated" if colocated else placement,
-        bubbles="coarse" if bubbles == "coarse" else "fine",
+        bubble_granularity="coarse" if bubbles == "coarse" else "fine",
         **own,  # type: ignore[arg-type]
         **{llm: {"segments": options.virtual_stages}},  # type: ignore[arg-type]
     )

@@ -163,11 +163,11 @@ class Machine:
             return self.runs[name]
         settings: dict[str, object] = {
             "output_dir": self.folder,
-            "data.index_cache": self.folder / "index",
+            "data.index_cache_dir": self.folder / "index",
             "training.steps": STEPS,
             "training.global_batch_size": 8,
             "training.microbatch_size": 2,
-            "optimizer.schedule": "constant",
+            "optimizer.lr_schedule": "constant",
             "optimizer.warmup_steps": 1,
             "parallel.pipeline": 1,
             "validation.interval": 0,
@@ -209,7 +209,7 @@ PIECES: dict[str, object] = {
     "parallel.vision.tensor": 1,
     "parallel.placement": "colocated",
     "parallel.schedule": "optimus",
-    "parallel.tensor_bubbles": 0.3,
+    "parallel.tp_comm_fraction": 0.3,
 }
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "1 GPU": (1, {}),

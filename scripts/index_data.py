@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures a recipe's data ahead of a run: sizes of all samples, into `data.index_cache`.
+"""Measures a recipe's data ahead of a run: sizes of all samples, into `data.index_cache_dir`.
 
     python scripts/index_data.py --config recipe.toml --workers 32
     python scripts/index_data.py --config recipe.toml --shards 3/64     # job 3 of 64, from 0 on

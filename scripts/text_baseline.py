@@ -1,10 +1,11 @@
 """Compares a trained model with models that see no images: held-out losses side by side.
 
     python scripts/text_baseline.py outputs/smollm2_vision
-    python scripts/text_baseline.py outputs/smollm2_vision --blind outputs/smollm2_vision_blind
+    python scripts/text_baseline.py outputs/smollm2_vision \\
+        --blank-images outputs/smollm2_vision_blind
 
---blind names a run of the same recipe that was trained with blank images: all that can be learned
-of the captions without looking. Runs on one process and reads each run's newest checkpoint.
+--blank-images names a run of the same recipe that was trained with blank images: all that can be
+learned of the captions without looking. Runs on one process and reads each run's newest checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from torchmm.common.errors import TorchmmError
 from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.recipe.changes import reject_renamed_options
 from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.read import load_recipe
 
@@ -29,11 +31,14 @@ def main() -> int:
     """Prints the table for the run directories named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="run directory of the trained model")
-    parser.add_argument("--blind", type=Path, help="run directory of training with blank images")
+    parser.add_argument(
+        "--blank-images", type=Path, help="run directory of training with blank images"
+    )
+    reject_renamed_options(parser, "text_baseline")
     arguments = parser.parse_args()
     log_to_console(make_console(stderr=True), only_progress=True)
     try:
-        rows = _losses(arguments.run_dir, arguments.blind)
+        rows = _losses(arguments.run_dir, arguments.blank_images)
     except TorchmmError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code

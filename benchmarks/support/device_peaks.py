@@ -31,10 +31,10 @@ SETTINGS: Mapping[str, object] = {
     "training.global_batch_size": 8,
     "training.microbatch_size": 4,
     "model.llm.config.num_hidden_layers": 8,
-    "optimizer.schedule": "constant",
+    "optimizer.lr_schedule": "constant",
     "optimizer.warmup_steps": 1,
     "parallel.pipeline": 1,
-    "parallel.preflight": 0,  # its matrices would be the peak
+    "parallel.slow_rank_threshold": 0,  # its matrices would be the peak
     "parallel.vision.sub_microbatch_images": 64,
     "validation.interval": 0,
     "checkpoint.interval": 0,
@@ -56,7 +56,7 @@ class Switch(NamedTuple):
     ranks: int = 1
 
 
-TUNED = {"activation_checkpoint.mode": "tuned", "activation_checkpoint.memory_limit": "130 MiB"}
+TUNED = {"activation_checkpoint.mode": "auto", "activation_checkpoint.memory_limit": "130 MiB"}
 SWITCHES = {
     "none": Switch({}),
     "adapters": Switch({"adapters.small": '{modules = ["llm"], rank = 8}'}),
@@ -98,7 +98,7 @@ def device_peaks(through: Path | None, names: list[str]) -> Iterator[tuple[str, 
                 **SETTINGS,
                 "name": name.replace(" ", "_").replace(",", ""),
                 "output_dir": folder,
-                "data.index_cache": Path(folder) / "index",
+                "data.index_cache_dir": Path(folder) / "index",
                 **switch.changes,
             }
             given = [f"--{key}={value}" for key, value in settings.items()]

@@ -311,7 +311,7 @@ def microbatch_of(
         DataConfig(
             validation=[SourceConfig(path=str(source))],
             workers=0,
-            index_cache=str(directory / "index"),
+            index_cache_dir=str(directory / "index"),
         ),
         TrainingConfig(global_batch_size=1, sequence_length=1024),
         data_parallel_rank=0,

@@ -65,7 +65,7 @@ PIECES = (
     COLOCATED
     | TENSOR
     | {
-        "parallel__tensor_bubbles": 0.6,
+        "parallel__tp_comm_fraction": 0.6,
         "parallel__search__background": "false",
     }
 )
@@ -84,13 +84,14 @@ SHARED_ROWS = {
 ADAPTERS = {"adapters__small": '{modules = ["llm"], rank = 4}'}
 FLOAT8 = {
     "compile__enabled": "true",
-    "float8__recipe": "rowwise",
+    "float8__scaling": "rowwise",
     "float8__emulate": "true",
     "float8__first_layers": 0,
     "float8__last_layers": 0,
 }
 SPEECH = {
-    "model__encoders__speech": '{modality = "audio", connector = "pixel_shuffle_mlp", shuffle = 2, '
+    "model__encoders__speech": '{modality = "audio", connector = "pixel_shuffle_mlp", '
+    "pixel_shuffle_factor = 2, "
     'config = {model_type = "whisper", num_mel_bins = 80, d_model = 64, encoder_layers = 2, '
     "encoder_attention_heads = 4, encoder_ffn_dim = 128, max_source_positions = 100}}",
 }
@@ -123,7 +124,7 @@ CASES = {
         PIECES
         | {
             "parallel__vision__tensor": 1,
-            "parallel__tensor_bubbles": 0.9,
+            "parallel__tp_comm_fraction": 0.9,
             "parallel__vision__sub_microbatch_images": 8,
         },
     ),
@@ -144,7 +145,7 @@ CASES = {
     "chunked loss": Case(2, {"model__chunked_loss": "true"}),
     "states on the host": Case(2, HOST_STATES),
     "inputs on the host": Case(
-        2, {"parallel__pipeline": 2, "activation_checkpoint__mode": "tuned"}, offloads=True
+        2, {"parallel__pipeline": 2, "activation_checkpoint__mode": "auto"}, offloads=True
     ),
     "muon": Case(2, {"optimizer__name": "muon", "training__parameter_dtype": "bfloat16"}),
 }
@@ -190,7 +191,7 @@ def logged(case: Case, tmp_path: Path, data: Path, defect: str = "") -> dict[int
     }
     if case.recipe:
         config = ROOT / "recipes" / case.recipe
-        drawn = {"validation__drawings": 0, "validation__samples": 0}
+        drawn = {"validation__generated_images": 0, "validation__num_samples": 0}
         values = settings | {"name": "run", "output_dir": tmp_path} | dict(case.changes)
         if "generation" in case.recipe or "disaggregated" in case.recipe:
             values |= drawn
@@ -430,7 +431,7 @@ def test_two_ranks_on_one_gpu_are_refused(built, tmp_path, real_data, monkeypatc
 @pytest.mark.campaign
 def test_context_parallel_validation_runs_on_device(built, tmp_path, real_data) -> None:
     """Slices of microbatches are pinned, which requires microbatches on the host."""
-    validation = {"interval": STEP, "samples": 2, "batches": 1, "max_new_tokens": 3}
+    validation = {"interval": STEP, "num_samples": 2, "batches": 1, "max_new_tokens": 3}
     changes = SHARED_ROWS | {f"validation__{key}": value for key, value in validation.items()}
     logged(Case(2, changes), tmp_path, real_data)
     assert len(json.loads((tmp_path / "run" / "samples.json").read_text())) == 2

@@ -188,7 +188,7 @@ def optimizer_of(model: MultimodalModel) -> torch.optim.AdamW:
 
 
 def manager(run_dir: Path, sizes: dict[str, int]) -> CheckpointManager:
-    config = CheckpointConfig(asynchronous=False)
+    config = CheckpointConfig(async_save=False)
     return CheckpointManager(config, run_dir, logging.getLogger(__name__), sizes, "recipe")
 
 

@@ -66,7 +66,7 @@ def build_searched(layout: dict[str, int], composite: str = "", **search: object
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
     stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
-    tuned = ActivationCheckpointConfig(mode="tuned")  # where a test tunes; nothing else otherwise
+    tuned = ActivationCheckpointConfig(mode="auto")  # where a test tunes; nothing else otherwise
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)
     pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)

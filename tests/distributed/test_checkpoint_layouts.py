@@ -91,7 +91,7 @@ def assert_equal(a: dict, b: dict) -> None:
 
 
 def manager(run_dir: Path, asynchronous: bool = False) -> CheckpointManager:
-    config = CheckpointConfig(asynchronous=asynchronous)
+    config = CheckpointConfig(async_save=asynchronous)
     return CheckpointManager(config, run_dir, logger, {}, "recipe")
 
 

@@ -53,9 +53,9 @@ def open_manager(place: Path, nodes: int, run: str = "run", **config) -> Checkpo
     rank = dist.get_rank() if dist.is_initialized() else 0
     node = rank * nodes // ranks
     settings = CheckpointConfig(
-        upload=str(place / "store"),
-        staging=str(place / f"{run}-disk{node}"),
-        **{"asynchronous": False, **config},
+        remote_dir=str(place / "store"),
+        staging_dir=str(place / f"{run}-disk{node}"),
+        **{"async_save": False, **config},
     )
     run_dir = place / f"{run}-out{node}" / "run"
     return CheckpointManager(settings, run_dir, logger, {"shard": ranks}, "recipe")
@@ -72,7 +72,7 @@ def save(
     """Trains and saves, each step copied before the next; the last state."""
     start(ranks)
     model, optimizer = build(seed=1)
-    with open_manager(place, nodes, asynchronous=asynchronous) as manager:
+    with open_manager(place, nodes, async_save=asynchronous) as manager:
         for step in steps:
             train(model, optimizer)
             manager.save(step, model, optimizer, {"position": step})
@@ -132,7 +132,7 @@ def save_and_lose_a_copy(place: Path) -> list[str]:
     real = RemoteCheckpoints.put
     model, optimizer = build(seed=1)
     complaints = []
-    with open_manager(place, 2, keep=3) as manager:
+    with open_manager(place, 2, keep_latest=3) as manager:
         for step in (1, 2, 3):
             RemoteCheckpoints.put = real
             if step == 2 and dist.get_rank() == 1:

@@ -108,7 +108,7 @@ class Case:
             schedule="optimus",
             **{name: getattr(self, name) for name in SIZES},
             virtual_stages=self.virtual,
-            bubbles=self.bubbles,
+            bubble_granularity=self.bubbles,
             llm_schedule=self.llm_schedule,
             sequence_parallel=self.sequence_parallel,
             llm={"context": self.context},

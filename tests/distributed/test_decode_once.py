@@ -97,7 +97,7 @@ def data(tmp_path_factory) -> Path:
 
 def changes_of(layout: dict[str, object], data: Path) -> dict[str, object]:
     read = f'{{path="{data}/read.jsonl"}}'
-    drawn = f'{{path="{data}/drawn.jsonl", generate="image"}}'
+    drawn = f'{{path="{data}/drawn.jsonl", target_image_column="image"}}'
     every = [read, drawn] if "model__generator__config" in layout else [read]
     return {
         "training__steps": STEPS,
@@ -107,7 +107,7 @@ def changes_of(layout: dict[str, object], data: Path) -> dict[str, object]:
         "data__validation": f"[{','.join(every)}]",
         "validation__interval": STEPS,
         "validation__batches": 2,
-        "validation__samples": 1,
+        "validation__num_samples": 1,
         "validation__max_new_tokens": 1,
         "data__max_corrupt_fraction": 1.0,
         "training__deterministic": "true",
@@ -159,16 +159,16 @@ def of_one(one_process: dict[bool, list[dict]], layout: dict) -> list[dict]:
 
 def images(record: dict) -> int:
     """That the samples of a step have, read and drawn."""
-    per_s = record["images_per_s"] + (record["generated_per_s"] or 0.0)
+    per_s = record["media_per_s"] + (record["generated_images_per_s"] or 0.0)
     return round(per_s * record["step_ms"] / 1e3)
 
 
 def test_one_process_decodes_all_but_what_is_torn(one_process):
     for found in one_process.values():
-        missing = [images(record) - record["decoded_images"] for record in found]
+        missing = [images(record) - record["decoded_media"] for record in found]
         assert sum(missing) > 0 and min(missing) >= 0
         assert found[-1]["skipped_samples"] > 0
-        assert all(record["read_bytes"] > 0 for record in found)
+        assert all(record["data_read_bytes"] > 0 for record in found)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_replicas_decode_each_image_once(ranks, data, real_data, one_process, tm
         for one, other in zip(of_one(one_process, layouts[name]), found, strict=True):
             for key in ("loss", "grad_norm", "validation_loss"):
                 assert other[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), (name, key)
-            assert other["decoded_images"] == one["decoded_images"], (name, one["step"])
+            assert other["decoded_media"] == one["decoded_media"], (name, one["step"])
             # Each data-parallel rank counts a torn sample when it meets it first, in any epoch.
             more = name.startswith("fsdp2") and other["skipped_samples"] > one["skipped_samples"]
             assert more or other["skipped_samples"] == one["skipped_samples"], (name, one["step"])

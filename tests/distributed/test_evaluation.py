@@ -68,8 +68,8 @@ def write_questions(directory: Path) -> Path:
 
 def write_all(directory: Path, questions: Path, index: Path) -> dict[str, list]:
     """The same texts in three ways."""
-    sources = [SourceConfig(path=str(questions), scores=["exact_match"])]
-    data = DataConfig(validation=sources, index_cache=str(index))
+    sources = [SourceConfig(path=str(questions), metrics=["exact_match"])]
+    data = DataConfig(validation=sources, index_cache_dir=str(index))
     training = TrainingConfig(sequence_length=512)
     export = Export.read(directory)
     ours = replace(export, kind=None)

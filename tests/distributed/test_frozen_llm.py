@@ -39,7 +39,7 @@ SIZES = {
     "optimizer.warmup_steps": 1,
     "data.workers": 0,
     "validation.batches": 16,
-    "validation.samples": 2,
+    "validation.num_samples": 2,
     "validation.max_new_tokens": 3,
     VISION + "hidden_size": 32,
     VISION + "intermediate_size": 48,
@@ -53,7 +53,7 @@ def recipe(name: str, llm: Path, run_dir: Path, data: Path) -> Recipe:
         **SIZES,
         "name": run_dir.name,
         "output_dir": run_dir.parent,
-        "data.index_cache": run_dir.parent / "index",
+        "data.index_cache_dir": run_dir.parent / "index",
         "model.llm.source": llm,
         "model.image_token": "<image>",
     }

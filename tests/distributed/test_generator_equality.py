@@ -130,7 +130,7 @@ def a_generator(layers: dict, latents: str, scaling: float = 0.6) -> GeneratorCo
     if not latents:
         return GeneratorConfig(config=layers, frames=3)
     config = {**VAE, "scaling_factor": scaling}
-    vae = AutoencoderConfig(config=config, latents=latents, frames_at_once=2)
+    vae = AutoencoderConfig(config=config, latent_mode=latents, encode_batch_size=2)
     return GeneratorConfig(config={**layers, "sample_size": 4, "patch_size": 2}, frames=3, vae=vae)
 
 

@@ -64,7 +64,7 @@ class Searching:
         descriptions = [module.describe() for module in self.model.modality_modules()]
         layout = plan_layout(config, descriptions, [m.meta for m in wanted[0].batch])
         stages = cut_for_rank(self.model, layout, mesh.pipeline_rank)
-        tuned = ActivationCheckpointConfig(mode="tuned")
+        tuned = ActivationCheckpointConfig(mode="auto")
         parallelize(self.model, mesh, config, tuned, CompileConfig(), torch.float32)
         filled(self.model)
         self.pipeline = Pipeline(

@@ -122,7 +122,7 @@ def _compare_all(cases: list[Case], broken: bool = False) -> list[tuple[Case, li
 
 
 def _pieces(case: Case) -> tuple[ParallelConfig, ParallelMesh]:
-    config = case.parallel.model_copy(update={"tensor_bubbles": 0.3})
+    config = case.parallel.model_copy(update={"tp_comm_fraction": 0.3})
     return config, build_mesh(config, CPU)
 
 

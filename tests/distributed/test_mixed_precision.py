@@ -150,7 +150,7 @@ class Training:
             self.model, self.pipeline = build(run, seed)
         assert any(isinstance(m, FSDPModule) for m in self.model.modules()) == shards
         states = "int8" if run.narrow else "float32"
-        config = OptimizerConfig(lr=1e-2, schedule="constant", state_dtype=states)
+        config = OptimizerConfig(lr=1e-2, lr_schedule="constant", state_dtype=states)
         self.optimizer = build_optimizer(self.model, module_of, config)
         mesh = mesh_for(ParallelConfig.model_validate(run.parallel))
         every = run.case.batch[: run.microbatches]

@@ -53,7 +53,7 @@ class Case:
     def config(self) -> OptimizerConfig:
         given = asdict(self)
         del given["dtype"]
-        return OptimizerConfig(lr=1e-2, schedule="constant", **given)
+        return OptimizerConfig(lr=1e-2, lr_schedule="constant", **given)
 
 
 CASES = [
@@ -158,7 +158,7 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 def manager(run_dir: Path) -> CheckpointManager:
     logger = logging.getLogger("test_optimizer_layouts")
-    return CheckpointManager(CheckpointConfig(asynchronous=False), run_dir, logger, {}, "recipe")
+    return CheckpointManager(CheckpointConfig(async_save=False), run_dir, logger, {}, "recipe")
 
 
 def in_all_layouts(directory: Path) -> list[str]:

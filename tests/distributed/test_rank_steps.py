@@ -21,16 +21,16 @@ def combine() -> Record:
     mesh: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
     pipeline: Any = SimpleNamespace(descriptions=(), dtype=torch.float32)
     batch: Any = SimpleNamespace(imbalance={}, epoch=0.5, stream_total=lambda kind: None)
-    local = rank_values(read_bytes=TOKENS + rank, step_ms=1.5 + rank, skipped_samples=rank)
+    local = rank_values(data_read_bytes=TOKENS + rank, step_ms=1.5 + rank, skipped_samples=rank)
     return StepMeter(mesh, pipeline, 1.0).combine(local, batch, step=3, loss_text=1.0)
 
 
 def test_records_are_equal_on_all_ranks():
     first, second = run_distributed(combine, 2)
     assert first == second
-    assert first["read_bytes"] == 2 * TOKENS + 1 and first["step_ms"] == 2.5
+    assert first["data_read_bytes"] == 2 * TOKENS + 1 and first["step_ms"] == 2.5
     assert first["slowest_rank"] == 0 and first["epoch"] == 0.5
-    assert (first["step"], first["skipped_samples"], first["graphs"]) == (3, 1, 0)
+    assert (first["step"], first["skipped_samples"], first["compiled_graphs"]) == (3, 1, 0)
     assert isinstance(first["skipped_samples"], int) and isinstance(first["data_wait_ms"], float)
     assert first["loss_text"] is None, "without a generator, loss has it"
     assert list(first) == list(METRICS)

@@ -172,7 +172,7 @@ def test_a_whole_run_and_an_export_say_what_takes_long(tmp_path, real_data):
         real_data,
         training__steps=2,
         validation__interval=2,
-        validation__samples=2,
+        validation__num_samples=2,
         validation__max_new_tokens=3,
         checkpoint__interval=2,
         checkpoint__export_hf="true",

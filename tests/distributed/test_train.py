@@ -214,15 +214,17 @@ def test_experts_train_over_ranks_and_continue_on_one(tmp_path, real_data):
     for ours, reference in zip(parts, one, strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
         assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
-        assert 1.0 <= ours["expert_load"] <= 4.0
-        assert ours["expert_load"] == pytest.approx(reference["expert_load"], rel=1e-2)
+        assert 1.0 <= ours["max_expert_load_ratio"] <= 4.0
+        assert ours["max_expert_load_ratio"] == pytest.approx(
+            reference["max_expert_load_ratio"], rel=1e-2
+        )
 
 
 def test_the_best_checkpoints_stay_and_are_exported(tmp_path, real_data):
     """By the highest loss, which is that of the first steps; the run goes on after the fourth."""
     common = SMALL | {
         "checkpoint__interval": 1,
-        "checkpoint__keep": 1,
+        "checkpoint__keep_latest": 1,
         "checkpoint__keep_best": '{metric = "loss", mode = "max", count = 2}',
         "checkpoint__export_interval": 3,
     }
@@ -247,7 +249,7 @@ def test_ranks_that_share_rows_write_the_records_of_one(tmp_path, real_data):
         "training__sequence_length": 65,
         "validation__interval": 3,
         "validation__batches": 1,
-        "validation__samples": 2,
+        "validation__num_samples": 2,
         "validation__max_new_tokens": 3,
     }
     shared = {"parallel__llm.context": 2}
@@ -256,7 +258,7 @@ def test_ranks_that_share_rows_write_the_records_of_one(tmp_path, real_data):
     for two, one in zip(records(tmp_path / "shared"), records(tmp_path / "one"), strict=True):
         for key in ("loss", "grad_norm", "validation_loss"):
             assert two[key] == (one[key] and pytest.approx(one[key], rel=1e-4)), key
-        for key in ("tokens_per_s", "samples_per_s", "images_per_s"):
+        for key in ("tokens_per_s", "samples_per_s", "media_per_s"):
             counts = [r[key] * r["step_ms"] / 1e3 for r in (one, two)]
             assert counts[0] == pytest.approx(counts[1]), key
     texts = [

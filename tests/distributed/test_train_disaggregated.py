@@ -42,7 +42,7 @@ def test_every_number_is_that_of_one_process(runs):
     for wanted, found in [*zip(one, apart, strict=True), *zip(one[2:], rest, strict=True)]:
         for key in (*LOSSES, "grad_norm"):
             assert found[key] == (wanted[key] and pytest.approx(wanted[key], rel=1e-4)), key
-        for key in ("tokens_per_s", "samples_per_s", "images_per_s", "generated_per_s"):
+        for key in ("tokens_per_s", "samples_per_s", "media_per_s", "generated_images_per_s"):
             counts = [record[key] * record["step_ms"] / 1e3 for record in (wanted, found)]
             assert counts[0] == pytest.approx(counts[1]), key
     texts = [json.loads((run / "samples.json").read_text()) for run in runs.values()]

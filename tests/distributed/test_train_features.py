@@ -39,7 +39,7 @@ def everything(tmp_path_factory, real_data, train_server) -> Path:
     changes = {
         "validation__interval": 2,
         "validation__batches": 1,
-        "validation__samples": 2,
+        "validation__num_samples": 2,
         "validation__max_new_tokens": 3,
         "checkpoint__interval": 2,
         "metrics__profile_step": 3,
@@ -68,7 +68,7 @@ def test_metrics_have_every_field_with_sane_values(everything):
     assert [r["step"] for r in found] == list(range(1, STEPS + 1))
     for record in found:
         assert set(record) == set(METRICS)
-        for key in ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "images_per_s"):
+        for key in ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "media_per_s"):
             assert record[key] > 0, key
         assert 0 < record["mfu"] < 1
         parts_ms = [record[k] for k in ("data_wait_ms", "encoder_ms", "llm_ms")]
@@ -128,7 +128,7 @@ def test_activation_checkpointing_changes_no_loss(mode, train, losses):
 def test_tuned_layers_change_no_loss_and_what_cannot_fit_is_refused(
     train, losses, tmp_path, real_data, train_server
 ):
-    limit = {"activation_checkpoint__mode": "tuned", "activation_checkpoint__memory_limit": "1 MiB"}
+    limit = {"activation_checkpoint__mode": "auto", "activation_checkpoint__memory_limit": "1 MiB"}
     command = arguments(tmp_path / "refused", real_data, **{**COMMON, **limit})
     codes, output = train_server.run(command, tmp_path / "refused-log", 1)
     assert codes == [2] and "Traceback" not in output, output
@@ -183,13 +183,13 @@ def changed_modules(run_dir: Path) -> tuple[set[str], set[str]]:
     ids=["llm", "llm and tower"],
 )
 def test_frozen_modules_keep_their_weights(frozen, trained, train):
-    keep = {"checkpoint__interval": 1, "checkpoint__keep": 9}
+    keep = {"checkpoint__interval": 1, "checkpoint__keep_latest": 9}
     run_dir = train("frozen", ranks=2, freeze__modules=json.dumps(frozen), **keep)
     assert changed_modules(run_dir) == (trained, trained)
 
 
 def test_learning_rate_by_module(train):
-    keep = {"checkpoint__interval": 1, "checkpoint__keep": 9}
+    keep = {"checkpoint__interval": 1, "checkpoint__keep_latest": 9}
     run_dir = train("rates", **keep, **{"optimizer__module_lr__vision.connector": 0.0})
     assert changed_modules(run_dir)[0] == {"vision", "llm"}
 
@@ -203,7 +203,7 @@ def test_learning_rate_by_module(train):
     ],
 )
 def test_schedules(schedule, expected, train):
-    changes = {"optimizer__schedule": schedule, "optimizer__decay_fraction": 0.5}
+    changes = {"optimizer__lr_schedule": schedule, "optimizer__decay_fraction": 0.5}
     changes["optimizer__min_lr_ratio"] = 0.1
     run_dir = train(schedule, training__global_batch_size=1, optimizer__lr=1e-3, **changes)
     rates = [r["lr"] for r in records(run_dir)]
@@ -220,13 +220,15 @@ def test_compiled_layers_have_two_graphs_of_a_kind(train, losses):
         compile__backend="eager",
         activation_checkpoint__mode="selective",
         validation__interval=2,
-        validation__samples=2,
+        validation__num_samples=2,
         validation__max_new_tokens=3,
     )
     assert losses_of(run_dir) == pytest.approx(losses, rel=1e-5)
     found = records(run_dir)
-    assert 2 <= sum(r["graphs"] for r in found) <= 4, "two modules: several images, a single one"
-    assert [r["compile_ms"] is None for r in found] == [r["graphs"] == 0 for r in found]
+    assert 2 <= sum(r["compiled_graphs"] for r in found) <= 4, (
+        "two modules: several images, a single one"
+    )
+    assert [r["compile_ms"] is None for r in found] == [r["compiled_graphs"] == 0 for r in found]
     assert not (run_dir / "logs/rank-0.log").exists(), "no warning"
 
 

@@ -14,24 +14,24 @@ FLOAT8 = {
     "float8__first_layers": 0,
 }
 LAYOUTS = {
-    "sharded": (2, {"float8__recipe": "rowwise"}),
-    "one_scale": (2, {"float8__recipe": "tensorwise"}),
-    "pipeline": (2, {"float8__recipe": "rowwise", "parallel__pipeline": 2}),
-    "context": (2, {"float8__recipe": "rowwise", "parallel__llm__context": 2}),
-    "tensor": (2, {"float8__recipe": "rowwise", "parallel__tensor": 2}),
+    "sharded": (2, {"float8__scaling": "rowwise"}),
+    "one_scale": (2, {"float8__scaling": "tensorwise"}),
+    "pipeline": (2, {"float8__scaling": "rowwise", "parallel__pipeline": 2}),
+    "context": (2, {"float8__scaling": "rowwise", "parallel__llm__context": 2}),
+    "tensor": (2, {"float8__scaling": "rowwise", "parallel__tensor": 2}),
     "slices": (
         2,
         {
-            "float8__recipe": "rowwise",
+            "float8__scaling": "rowwise",
             "parallel__tensor": 2,
             "parallel__sequence_parallel": "true",
         },
     ),
-    "recomputed": (1, {"float8__recipe": "rowwise", "activation_checkpoint__mode": "selective"}),
+    "recomputed": (1, {"float8__scaling": "rowwise", "activation_checkpoint__mode": "selective"}),
     "compiled": (
         1,
         {
-            "float8__recipe": "rowwise",
+            "float8__scaling": "rowwise",
             "compile__enabled": "true",
             "compile__backend": "aot_eager",
             "compile__modules": '["llm"]',
@@ -57,7 +57,7 @@ def train(tmp_path_factory, real_data, train_server):
 @pytest.fixture(scope="module")
 def alone(train) -> Callable[[str], list[dict]]:
     """alone(recipe): records of one process with a recipe of float8, trained once."""
-    return functools.cache(lambda recipe: train(recipe, float8__recipe=recipe))
+    return functools.cache(lambda recipe: train(recipe, float8__scaling=recipe))
 
 
 def test_rounding_shows_and_the_loss_falls_all_the_same(alone):
@@ -74,7 +74,7 @@ def test_rounding_shows_and_the_loss_falls_all_the_same(alone):
 def test_layouts_round_as_one_process_does(layout, train, alone):
     ranks, changes = LAYOUTS[layout]
     found = train(layout, ranks, **changes)
-    expected = alone(changes["float8__recipe"])
+    expected = alone(changes["float8__scaling"])
     for key in ("loss", "grad_norm"):
         assert found[0][key] == pytest.approx(expected[0][key], rel=1e-5), key
     assert found[0]["grad_norm"] != pytest.approx(alone("none")[0]["grad_norm"], rel=2e-5)

@@ -21,9 +21,9 @@ CHANGES = {
     "training__global_batch_size": 4,
     "validation__interval": 2,
     "validation__batches": 1,
-    "validation__samples": 1,
+    "validation__num_samples": 1,
     "validation__max_new_tokens": 2,
-    "validation__drawings": 3,
+    "validation__generated_images": 3,
     "validation__denoising_steps": 2,
     "checkpoint__interval": 2,
     "checkpoint__export_hf": "true",
@@ -45,7 +45,7 @@ def command(run_dir: Path, data: Path, **changes: object) -> list[str]:
     sources = []
     for section, part in (("sources", "train"), ("validation", "validation")):
         path = f'path="{data}/tuxpaint_stamps/{part}"'
-        sources.append(f'--data.{section}=[{{{path}}},{{{path},generate="image"}}]')
+        sources.append(f'--data.{section}=[{{{path}}},{{{path},target_image_column="image"}}]')
     return arguments(run_dir, data) + [f"--{k}={v}" for k, v in dotted.items()] + sources
 
 
@@ -77,7 +77,7 @@ def test_the_loss_is_the_weighted_sum_and_falls(runs):
             text, image = record[f"{prefix}loss_text"], record[f"{prefix}loss_image"]
             assert record[f"{prefix}loss"] == pytest.approx(0.5 * text + 2.0 * image, rel=1e-5)
         assert 0 < record["generator_ms"] < record["step_ms"]
-        assert record["generated_per_s"] > 0 < record["images_per_s"]
+        assert record["generated_images_per_s"] > 0 < record["media_per_s"]
     assert found[-1]["validation_loss_image"] < found[1]["validation_loss_image"]
 
 
@@ -105,7 +105,7 @@ def test_balanced_generator_resumes_exactly(tmp_path, real_data, train_server):
 def test_drawings_of_every_validation_are_saved(runs):
     for run_dir in runs.values():
         for step in (2, 4):
-            with Image.open(run_dir / "drawings" / f"step-{step}.png") as picture:
+            with Image.open(run_dir / "generated_images" / f"step-{step}.png") as picture:
                 assert min(picture.size) > 100
         assert json.loads((run_dir / "samples.json").read_text())
 
@@ -144,7 +144,7 @@ LATENT = {
     "model__generator__config": GENERATOR.replace(
         "sample_size = 16, patch_size = 8", "sample_size = 8, patch_size = 4"
     ),
-    "model__generator__vae__latents": "sampled",
+    "model__generator__vae__latent_mode": "sampled",
 }
 VAE = (
     "{block_out_channels = [8, 8], norm_num_groups = 4, latent_channels = 2, "
@@ -174,9 +174,9 @@ def test_latents_of_an_autoencoder_are_drawn(tmp_path, real_data, train_server):
         for key in (*LOSSES, "grad_norm"):
             assert second[key] == (first[key] and pytest.approx(first[key], rel=1e-4)), key
     for run_dir in (one, pipeline):
-        assert (run_dir / "drawings" / "step-4.png").exists()
+        assert (run_dir / "generated_images" / "step-4.png").exists()
     words = ["--prompt", "A red fish.", "--prompt", "A boat.", "--denoising-steps", "2"]
-    given = [str(pipeline), *words, "--draw", str(tmp_path / "drawn")]
+    given = [str(pipeline), *words, "--generate-images", str(tmp_path / "drawn")]
     codes, output = train_server.run(given, tmp_path / "log-drawn", 1, script=GENERATE)
     assert codes == [0], output
     assert f"A boat.: {tmp_path / 'drawn' / '1.png'}" in output

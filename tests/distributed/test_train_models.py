@@ -101,7 +101,7 @@ def train(tmp_path, real_data, train_server):
         name: str, model: dict[str, Any], source: object, ranks: int = 1, **sections: Any
     ) -> Path:
         sources = source if isinstance(source, list) else [{"path": str(source)}]
-        data = {"workers": 0, "index_cache": str(tmp_path / "index"), "sources": sources}
+        data = {"workers": 0, "index_cache_dir": str(tmp_path / "index"), "sources": sources}
         recipe = {
             "name": name,
             "output_dir": str(tmp_path),
@@ -111,7 +111,7 @@ def train(tmp_path, real_data, train_server):
                 **{"steps": 2, "global_batch_size": 2, "sequence_length": 128},
                 **sections.pop("training", {}),
             },
-            "optimizer": {"lr": 2e-3, "schedule": "constant"},
+            "optimizer": {"lr": 2e-3, "lr_schedule": "constant"},
             "checkpoint": {"export_hf": False},
         }
         recipe.update(sections)
@@ -264,7 +264,7 @@ def test_tiles_give_the_same_losses_on_two_ranks(
     alone = records(train("whole", model, captions, **sections))
     sections["data"]["balance"] = balance
     ranks = records(train("ranks", model, captions, ranks=2, parallel=layout, **sections))
-    images = [r["images_per_s"] / r["samples_per_s"] for r in alone]
+    images = [r["media_per_s"] / r["samples_per_s"] for r in alone]
     assert min(images) > 2
     for ours, reference in zip(ranks, alone, strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
@@ -280,7 +280,7 @@ def test_interleaved_documents_train(train, tmp_path):
     found = records(train("inter", PAIR, write_parquet(tmp_path / "inter", rows)))
     assert found[-1]["loss"] < found[0]["loss"]
     for r in found:
-        assert r["images_per_s"] == pytest.approx(2 * r["samples_per_s"])
+        assert r["media_per_s"] == pytest.approx(2 * r["samples_per_s"])
 
 
 def test_chat_trains_on_the_answers(train, tmp_path):
@@ -313,7 +313,7 @@ def test_ranks_without_images_join_those_with(layout, train, tmp_path):
     training = {"training": {"steps": 5, "global_batch_size": 8, "sequence_length": 64}}
     alone = records(train("alone", PAIR, sources, **training))
     ranks = records(train("ranks", PAIR, sources, ranks=2, parallel=layout, **training))
-    images = [r["images_per_s"] * r["step_ms"] / 1e3 for r in alone]
+    images = [r["media_per_s"] * r["step_ms"] / 1e3 for r in alone]
     assert sum(images) > 0 and min(images) < 8
     for ours, reference in zip(ranks, alone, strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
@@ -349,7 +349,7 @@ def test_training_starts_from_the_weights_of_local_directories(train, real_data,
         "llm": {"source": str(tmp_path / "llm")},
         "encoders": {"eye": {"source": str(tmp_path / "tower")}},
     }
-    still = {"optimizer": {"lr": 0.0, "schedule": "constant"}, "checkpoint": {"export_hf": True}}
+    still = {"optimizer": {"lr": 0.0, "lr_schedule": "constant"}, "checkpoint": {"export_hf": True}}
     run_dir = train("start", model, real_data / "tuxpaint_stamps/train", ranks=2, **still)
     export = AutoModelForImageTextToText.from_pretrained(run_dir / "hf").model
     for ours, theirs in ((export.language_model, llm.model), (export.vision_tower, tower)):

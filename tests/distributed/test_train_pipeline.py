@@ -22,7 +22,7 @@ CHANGES = {
     "training__global_batch_size": 4,
     "validation__interval": 2,
     "validation__batches": 1,
-    "validation__samples": 2,
+    "validation__num_samples": 2,
     "validation__max_new_tokens": 3,
     "checkpoint__export_hf": "true",
     "checkpoint__interval": 4,
@@ -35,7 +35,7 @@ SCORES = ["exact_match", "vqa_accuracy", "cider", "word_error_rate"]
 
 def scored(data: Path) -> dict[str, object]:
     """CHANGES, with all scores of the held-out source, which has one of them as its best."""
-    source = f'{{path="{data}/tuxpaint_stamps/validation", name="held", scores={SCORES}}}'
+    source = f'{{path="{data}/tuxpaint_stamps/validation", name="held", metrics={SCORES}}}'
     best = '{metric="held/word_error_rate"}'
     return {**CHANGES, "data__validation": f"[{source}]", "checkpoint__keep_best": best}
 
@@ -134,7 +134,7 @@ def test_every_sample_is_counted_once(runs):
     """Rates times the time they are taken over are the counts, which do not depend on layout."""
     alone, pipeline = (records(run_dir) for run_dir in runs.values())
     for one, two in zip(alone, pipeline, strict=True):
-        for key in ("tokens_per_s", "samples_per_s", "images_per_s"):
+        for key in ("tokens_per_s", "samples_per_s", "media_per_s"):
             counts = [r[key] * r["step_ms"] / 1e3 for r in (one, two)]
             assert counts[0] == pytest.approx(counts[1]), key
 
@@ -193,12 +193,12 @@ def colocated(tmp_path_factory, real_data, train_server) -> Path:
     layouts = {
         4: {
             "parallel__vision__replicate": 2,
-            "parallel__bubbles": "coarse",
+            "parallel__bubble_granularity": "coarse",
             "parallel__tensor": 2,
             "parallel__vision__tensor": 1,
             "training__steps": 2,
         },
-        2: {"parallel__vision__pipeline": 2, "parallel__replan_drift": 0.001},
+        2: {"parallel__vision__pipeline": 2, "parallel__replan_threshold": 0.001},
     }
     for ranks, changes in layouts.items():
         common = {
@@ -231,8 +231,8 @@ def test_colocated_encoders_change_no_number(runs, colocated):
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4)
     first, second, *watched = records(colocated)  # planned beside training; the next two before
     assert second["planner"] == first["planner"] == "optimus coarse"
-    assert second["planner_ms"] > 0 and second["gain_over_natural"] == 0
-    assert first["predicted_ms"] is None
+    assert second["planner_ms"] > 0 and second["speedup_over_default_order"] == 0
+    assert first["predicted_step_ms"] is None
     for record in watched:  # played through with all costs of the device's profile, then measured
         assert record["planner"].startswith("optimus ") and record["planner_evaluations"] > 1
     printed = (colocated.parent / "log2" / "rank-0.log").read_text()

@@ -104,7 +104,7 @@ def test_two_ranks_train_on_what_producers_prepare_and_plan(tmp_path, real_data)
         "checkpoint__interval": 3,
         "parallel__shard": 2,
         "validation__interval": 3,
-        "validation__samples": 2,
+        "validation__num_samples": 2,
     }
     planned = {"data__producers__plan": "true", "data__producers__addresses": '["127.0.0.1:1"]'}
     with _serving(arguments(tmp_path / "served", real_data, **planned)) as served:

@@ -20,7 +20,7 @@ STEPS = {
     "training.global_batch_size": 4,
     "optimizer.warmup_steps": 1,
     "validation.interval": 0,
-    "validation.samples": 0,
+    "validation.num_samples": 0,
 }
 CHAT = [
     {"role": "user", "content": "What is this?"},
@@ -75,7 +75,7 @@ def train(tmp_path, published, real_data, train_server):
 
     def run(name, file, *changes, recipe=None):
         values = {**STEPS, "name": name, "output_dir": tmp_path, "data.workers": 0}
-        values |= {"data.index_cache": tmp_path / "index", "parallel.pipeline": 1}
+        values |= {"data.index_cache_dir": tmp_path / "index", "parallel.pipeline": 1}
         command = (
             ["--config", str(ROOT / recipe), "--data.validation=[]"]
             if recipe

@@ -95,7 +95,7 @@ def test_losses_and_gradients_are_those_of_one_process(runs, name):
 
 
 def test_reordered_run_resumes_on_other_ranks(runs, real_data, train_server, tmp_path):
-    saved = {"data__reorder": "intra", "checkpoint__interval": 1, "checkpoint__keep": 9}
+    saved = {"data__reorder": "intra", "checkpoint__interval": 1, "checkpoint__keep_latest": 9}
     for name, ranks, changes in (
         ("first", 2, {}),
         ("second", 4, {"checkpoint__resume": tmp_path / "first" / "checkpoints" / "step-1"}),

@@ -96,7 +96,7 @@ def compare(layout: dict) -> tuple[list[str], list[int]]:
     descriptions = [module.describe() for module in model.modality_modules()]
     stage_layout = plan_layout(config, descriptions, [m.meta for m in batch_of(0)])
     stages = cut_for_rank(model, stage_layout, mesh.pipeline_rank)
-    tuned = ActivationCheckpointConfig(mode="tuned")
+    tuned = ActivationCheckpointConfig(mode="auto")
     parallelize(model, mesh, config, tuned, CompileConfig(), torch.float32)
     filled(model)
     pipeline = Pipeline(model, stages, stage_layout, descriptions, config, mesh, torch.float32)

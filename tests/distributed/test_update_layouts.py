@@ -79,7 +79,7 @@ class Trained:
                 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                 parallelize_module(net, mesh.own.tensor, plan)
             fully_shard(net, mesh=mesh.own.fsdp)
-        config = OptimizerConfig(**{"lr": 1e-2, "schedule": "constant", **settings})
+        config = OptimizerConfig(**{"lr": 1e-2, "lr_schedule": "constant", **settings})
         matrices = [p for p in net.parameters() if p.ndim > 1 and p is not net.embed.weight]
         self.optimizer = build_optimizer(net, lambda _: "llm", config, matrices=matrices)
         self.average = WeightAverage(net, 0.6)

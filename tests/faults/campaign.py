@@ -353,7 +353,7 @@ FAULTS = [
     ),
     Fault(
         "R4",
-        "output_dir is read-only, or cannot be; data.index_cache cannot be",
+        "output_dir is read-only, or cannot be; data.index_cache_dir cannot be",
         "2",
         "failed where it can be written",
         "before ranks meet; key, file and reason are named",
@@ -475,7 +475,7 @@ FAULTS = [
         "two epochs, resumed in between; packs that nothing fits into",
         "-",
         "-",
-        "no sample lost, none doubled, none later than data.max_delay_steps",
+        "no sample lost, none doubled, none later than data.packing_max_wait_steps",
         "all samples",
         "pass; R10: up to 11 epochs late",
         (
@@ -534,7 +534,7 @@ FAULTS = [
         "other samples, order, weights, filters, settings since the checkpoint",
         "4",
         "failed",
-        "what changed is named; with resume_changed_data it goes on and says how",
+        "what changed is named; with allow_data_change it goes on and says how",
         "what changes no sample is free",
         "FAIL, 5 of 5: trained on silently",
         (
@@ -1518,7 +1518,7 @@ FAULTS = [
     ),
     Fault(
         "N22",
-        "checkpoint.upload with memory://, another host, one slash too few",
+        "checkpoint.remote_dir with memory://, another host, one slash too few",
         "2",
         "none is written",
         "key, value and fix are named",

@@ -66,7 +66,7 @@ def save(run_dir: Path, step: int, rank: int, store: Path, ready: int, asynchron
     shared = dist.FileStore(str(store), RANKS)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=RANKS)
     model, optimizer = build(step)
-    config = CheckpointConfig(asynchronous=asynchronous)
+    config = CheckpointConfig(async_save=asynchronous)
     checkpoints = CheckpointManager(config, run_dir, logger, {}, "recipe")
     dist.barrier()
     os.write(ready, b"x")

@@ -102,7 +102,7 @@ def train(directory: Path, rank: int, pipe: int, machine: str, last: int) -> Non
     meet(directory, rank)
     slow_down_the_store()
     model, optimizer = build()
-    config = CheckpointConfig(upload=str(directory / "store"), keep=3)
+    config = CheckpointConfig(remote_dir=str(directory / "store"), keep_latest=3)
     run_dir = directory / machine / "run"
     with ignoring_lost_peers():
         with CheckpointManager(config, run_dir, logger, {"shard": RANKS}, "recipe") as manager:

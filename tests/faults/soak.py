@@ -42,7 +42,7 @@ def command(steps: int, directory: Path) -> list[str]:
         "training.global_batch_size": 4,
         "data.workers": 1,
         "checkpoint.interval": 50,
-        "checkpoint.upload": directory / "store",
+        "checkpoint.remote_dir": directory / "store",
         "validation.interval": 100,
         "output_dir": directory / "outputs",
     }

@@ -62,19 +62,19 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
         ["checkpoint.resume", "is no directory"],
     ),
     "staging without upload": (
-        '[checkpoint]\nstaging = "/tmp/x"',
+        '[checkpoint]\nstaging_dir = "/tmp/x"',
         [],
-        ["checkpoint.staging", "needs checkpoint.upload"],
+        ["checkpoint.staging_dir", "needs checkpoint.remote_dir"],
     ),
     "upload with wildcards": (
-        '[checkpoint]\nupload = "s3://bucket/*"',
+        '[checkpoint]\nremote_dir = "s3://bucket/*"',
         [],
-        ["checkpoint.upload", "wildcards"],
+        ["checkpoint.remote_dir", "wildcards"],
     ),
     "password in an address": (
-        '[checkpoint]\nupload = "s3://me:hunter2@bucket/runs"',
+        '[checkpoint]\nremote_dir = "s3://me:hunter2@bucket/runs"',
         [],
-        ["checkpoint.upload", "credential"],
+        ["checkpoint.remote_dir", "credential"],
     ),
     "signature in an address": (
         '[[data.sources]]\npath = "https://host/a.tar?X-Amz-Signature=hunter2"',
@@ -103,9 +103,9 @@ RECIPES: dict[str, tuple[str, list[str], list[str]]] = {
     ),
     "unknown module": ('[freeze]\nmodules = ["visoin"]', [], ["freeze.modules", "vision"]),
     "validation without data": (
-        "[data]\nvalidation = []\n[validation]\nsamples = 2",
+        "[data]\nvalidation = []\n[validation]\nnum_samples = 2",
         [],
-        ["validation.samples", "held-out"],
+        ["validation.num_samples", "held-out"],
     ),
 }
 

@@ -81,7 +81,7 @@ def test_what_producers_refuse_ends_the_run_and_is_named(
         "token": ({}, {TOKEN_VARIABLE: "a guess"}, "refuses this run's token: wrong token"),
         "recipe": ({"training__seed": 7}, {TOKEN_VARIABLE: SECRET}, "prepares other data"),
         "nobody": (
-            {"data__producers__addresses": f'["{nobody}"]', "data__producers__give_up_s": 1},
+            {"data__producers__addresses": f'["{nobody}"]', "data__producers__retry_timeout_s": 1},
             {},
             f"{nobody}: Unavailable",
         ),

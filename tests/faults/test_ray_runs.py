@@ -73,7 +73,7 @@ def test_one_of_three_is_killed_and_one_is_added(tmp_path, real_data, train_serv
         "data__producers__count": 3,
         "data__producers__registry": registry,
         "data__producers__timeout_s": 120,
-        "data__producers__give_up_s": 400,
+        "data__producers__retry_timeout_s": 400,
         "data__timeout_s": 600,
         "data__workers": 1,
         "data__prefetch": 1,

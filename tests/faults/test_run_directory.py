@@ -72,7 +72,11 @@ def test_mistakes_found_before_ranks_meet_are_the_status(tmp_path, real_data, tr
 
 def test_a_disk_too_small_for_a_checkpoint(disk, tmp_path, real_data, train_server):
     run_dir = disk("size=2m") / "run"
-    changes = {"training__steps": 4, "checkpoint__interval": 1, "data__index_cache": tmp_path / "i"}
+    changes = {
+        "training__steps": 4,
+        "checkpoint__interval": 1,
+        "data__index_cache_dir": tmp_path / "i",
+    }
     command = arguments(run_dir, real_data, **changes)
     codes, output = train_server.run(command, tmp_path / "logs")
     assert codes == [4] and "Traceback" not in output, output
@@ -88,7 +92,7 @@ def test_a_disk_too_small_for_a_checkpoint(disk, tmp_path, real_data, train_serv
 
 def test_a_disk_that_fills_up_while_training(disk, tmp_path, real_data, train_server):
     run_dir = disk("size=64m") / "run"
-    changes = {"training__steps": 100_000, "data__index_cache": tmp_path / "index"}
+    changes = {"training__steps": 100_000, "data__index_cache_dir": tmp_path / "index"}
     run = train_server.start(arguments(run_dir, real_data, **changes), tmp_path / "logs")
     wait_for_step(run_dir, 2)
     fill(disk("size=64m"))
@@ -106,7 +110,7 @@ def test_a_disk_that_fills_up_while_training(disk, tmp_path, real_data, train_se
 def test_a_disk_too_small_for_the_export(disk, tmp_path, real_data, train_server):
     run_dir = disk("size=300k") / "run"
     changes = {"training__steps": 2, "checkpoint__export_hf": "true"}
-    command = arguments(run_dir, real_data, **changes, data__index_cache=tmp_path / "index")
+    command = arguments(run_dir, real_data, **changes, data__index_cache_dir=tmp_path / "index")
     codes, output = train_server.run(command, tmp_path / "logs")
     assert codes == [4] and "Traceback" not in output, output
     assert read_status(run_dir).exit_code == 4
@@ -138,7 +142,7 @@ def test_a_read_only_output_directory(disk, tmp_path, real_data, train_server, r
     assert "Read-only file system or permission denied; name a directory" in output
 
 
-@pytest.mark.parametrize("key", ["output_dir", "data__index_cache"])
+@pytest.mark.parametrize("key", ["output_dir", "data__index_cache_dir"])
 def test_a_directory_that_cannot_be(tmp_path, real_data, train_server, key):
     (tmp_path / "file").write_text("no directory")
     run_dir = tmp_path / "run"
@@ -148,7 +152,7 @@ def test_a_directory_that_cannot_be(tmp_path, real_data, train_server, key):
     assert codes == [2] and "Traceback" not in output, output
     assert f"{key.replace('__', '.')} = '{tmp_path}/file/below': cannot write" in output
     assert "Not a directory" in output
-    if key == "data__index_cache":
+    if key == "data__index_cache_dir":
         assert read_status(run_dir).exit_code == 2
 
 

@@ -120,10 +120,10 @@ def wait_until(done, job: Job, timeout_s: float = 120) -> None:
 def test_faults_that_last_end_with_code_3_and_name_address_and_remedy(
     store, train_server, real_data, tmp_path, fault
 ):
-    args = command(tmp_path / "run", real_data, data__storage__give_up_s=2)
+    args = command(tmp_path / "run", real_data, data__storage__retry_timeout_s=2)
     env = store.environment
     expected = {
-        "away": (f"{SETS}/validation", "did not answer", "data.storage.give_up_s"),
+        "away": (f"{SETS}/validation", "did not answer", "data.storage.retry_timeout_s"),
         "refused": (f"{SETS}/validation", "AWS_ACCESS_KEY_ID"),
         "no credentials": ("no credentials found", "set AWS_ACCESS_KEY_ID"),
         "no bucket": ("s3://stumps/", "no such bucket; correct `path`"),

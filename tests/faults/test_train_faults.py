@@ -373,7 +373,7 @@ def test_changed_data_are_refused_or_gone_on_with_as_the_recipe_says(
     codes, output = run(training__steps=5)
     assert codes == [4] and "Traceback" not in output
     assert "is of other data: samples of source " in output
-    codes, output = run(training__steps=5, checkpoint__resume_changed_data="true")
+    codes, output = run(training__steps=5, checkpoint__allow_data_change="true")
     assert codes == [0], output
     assert "data changed since the checkpoint" in (tmp_path / "run/logs/rank-0.log").read_text()
     assert [r["step"] for r in records(tmp_path / "run")] == [1, 2, 3, 4, 5]

@@ -52,7 +52,7 @@ CHANGES = {
 def command(run_dir: Path, data: Path) -> list[str]:
     """Every picture is read from one source and drawn from the other."""
     path = f'path="{data}/tuxpaint_stamps/train"'
-    sources = f'--data.sources=[{{{path}}},{{{path},generate="image"}}]'
+    sources = f'--data.sources=[{{{path}}},{{{path},target_image_column="image"}}]'
     return [*arguments(run_dir, data, **CHANGES), sources]
 
 
@@ -140,12 +140,12 @@ OPEN = {
     "training__steps": 24,
     "training__global_batch_size": 4,
     "checkpoint__interval": 1,
-    "checkpoint__keep": 24,
+    "checkpoint__keep_latest": 24,
 }
 """The encoder has the ranks that the LLM leaves."""
 SIZES: dict[str, dict[str, object]] = {
     "what is left": {},
-    "chosen": {"parallel__orchestrate": "true"},
+    "chosen": {"parallel__auto_sizes": "true"},
 }
 
 

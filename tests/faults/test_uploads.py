@@ -22,7 +22,7 @@ RUN = {
     "training__steps": 6,
     "training__global_batch_size": 2,
     "checkpoint__interval": 2,
-    "data__storage__give_up_s": 2,
+    "data__storage__retry_timeout_s": 2,
 }
 
 
@@ -40,7 +40,7 @@ def address(tmp_path: Path) -> str:
 
 def command(machine: Path, data: Path, upload: str, **changes: object) -> list[str]:
     """Of a run called "run" on a machine of its own."""
-    return arguments(machine / "run", data, **{**RUN, "checkpoint__upload": upload, **changes})
+    return arguments(machine / "run", data, **{**RUN, "checkpoint__remote_dir": upload, **changes})
 
 
 def committed(store: ObjectServer, tmp_path: Path) -> list[int]:
@@ -68,7 +68,7 @@ def same_weights(a: Path, b: Path) -> bool:
 def test_a_lost_machine_costs_only_the_steps_since_the_last_copy(
     store, tmp_path, real_data, undisturbed, train_server
 ):
-    changes = {**COMMON, "checkpoint__keep": 2}
+    changes = {**COMMON, "checkpoint__keep_latest": 2}
     lost = command(tmp_path / "lost", real_data, address(tmp_path), **changes)
     run = train_server.start(lost, tmp_path / "logs", ranks=2, **store.environment)
     wait_for_step(tmp_path / "lost/run", 6)
@@ -186,8 +186,8 @@ def test_what_is_wrong_with_the_store_at_the_start_is_named(
     expected = {
         "away": f"{upload}/run did not answer",
         "refused": "AWS_ACCESS_KEY_ID",
-        "no bucket": "no such bucket; correct checkpoint.upload",
-        "password": "checkpoint.upload",
+        "no bucket": "no such bucket; correct checkpoint.remote_dir",
+        "password": "checkpoint.remote_dir",
     }[fault]
     if fault == "away":
         store.go_away()
@@ -213,7 +213,7 @@ def test_a_slow_store_gets_the_newest_and_the_same_is_trained(
     store, tmp_path, real_data, train_server
 ):
     store.faults.write_s = 0.4
-    changes = {"training__steps": 12, "checkpoint__interval": 1, "checkpoint__keep": 20}
+    changes = {"training__steps": 12, "checkpoint__interval": 1, "checkpoint__keep_latest": 20}
     args = command(tmp_path / "here", real_data, address(tmp_path), **changes)
     codes, output = train_server.run(args, tmp_path / "1", **store.environment)
     assert codes == [0], output
@@ -221,6 +221,8 @@ def test_a_slow_store_gets_the_newest_and_the_same_is_trained(
     assert copied[-1] == 12 and copied[0] == 1 and len(copied) < 12
     found = records(tmp_path / "here/run")
     assert [r["step"] for r in found] == list(range(1, 13))
-    for ended in ("save_wait_ms", "save_ms", "save_bytes"):
+    for ended in ("checkpoint_wait_ms", "checkpoint_save_ms", "checkpoint_bytes"):
         assert any(r[ended] for r in found), ended
-    assert any(r["upload_ms"] and r["upload_bytes"] for r in found) == (len(copied) > 2)
+    assert any(r["checkpoint_upload_ms"] and r["checkpoint_upload_bytes"] for r in found) == (
+        len(copied) > 2
+    )

@@ -86,7 +86,7 @@ def draw_broken_model(seed: int, index: int) -> BrokenModel:
         base = {"config": COMPOSITES[name]}
         if "audio_config" in COMPOSITES[name]:
             towers = [n for n in ("vision", "audio") if f"{n}_config" in COMPOSITES[name]]
-            base["towers"] = towers
+            base["modalities"] = towers
         place = ("config",)
     else:
         name = "generator"

@@ -72,7 +72,7 @@ FEATURES: dict[str, Table] = {
     "reduce": {"parallel": {"gradient_reduction": "microbatch"}},
     "compile": {"compile": {"enabled": True}},
     "float8": {
-        "float8": {"recipe": "rowwise", "emulate": True},
+        "float8": {"scaling": "rowwise", "emulate": True},
         "training": {"dtype": "bfloat16"},
     },
     "LoRA": {"adapters": {"low": {"modules": ["llm"]}}},
@@ -172,7 +172,7 @@ def problems(names: tuple[str, ...], seed: int = 0) -> list[str]:
             "name": "run",
             "output_dir": str(directory),
             "model": {"tokenizer": str(directory / "tokenizer")},
-            "data": {"sources": [entry], "index_cache": str(directory)},
+            "data": {"sources": [entry], "index_cache_dir": str(directory)},
         },
     )
     file = directory / "recipe.toml"

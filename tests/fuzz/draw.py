@@ -149,7 +149,7 @@ def _optimizer(rng: Random, sections: Table, sharp: bool) -> None:
 
 def _compile(rng: Random, sections: Table, layers: dict[str, int]) -> None:
     """Compile layers in one of ten recipes, without Inductor, whose code takes minutes."""
-    if rng.random() > 0.1 or "tensor_bubbles" in sections.get("parallel", {}):
+    if rng.random() > 0.1 or "tp_comm_fraction" in sections.get("parallel", {}):
         return
     sections["compile"] = {"enabled": True, "backend": rng.choice(("eager", "aot_eager"))}
     if rng.random() < 0.3:

@@ -60,7 +60,7 @@ def draw_layout(rng: Random, shape: Shape) -> Table:
             table = parallel.setdefault(name, {})
             table["sub_microbatch_images"] = rng.choice((1, 1, 2, 3, 8))
     if rng.random() < 0.1:
-        parallel["replan_drift"] = rng.choice((0.01, 0.2))
+        parallel["replan_threshold"] = rng.choice((0.01, 0.2))
     layout: Table = {"parallel": parallel}
     per_rank = shape.batch // data_parallel
     sizes = [size for size in divisors(per_rank) if size <= 2 or rng.random() < 0.2]
@@ -175,7 +175,7 @@ def _search(rng: Random) -> Table:
     if rng.random() < 0.8:
         search["background"] = False
     if rng.random() < 0.2:
-        search |= {"workers": 2, "time_share": 0.5}
+        search |= {"workers": 2, "time_fraction": 0.5}
     return search
 
 
@@ -190,16 +190,16 @@ def _colocated(rng: Random, shape: Shape) -> tuple[Table, int]:
     if virtual > 1:
         parallel["virtual_stages"] = virtual
     if rng.random() < 0.3:
-        parallel["bubbles"] = "coarse"
+        parallel["bubble_granularity"] = "coarse"
     split = rng.choice(divisors(tensor))
     splits = {name: rng.choice((split, rng.choice(divisors(tensor)))) for name in shape.encoders}
     for name in shape.encoders:
         if own := _colocated_encoder(rng, shape, name, sizes, splits[name]):
             parallel[name] = own
     if len(set(splits.values())) == 1 and tensor > 1 and rng.random() < 0.4:
-        parallel["tensor_bubbles"] = 0.2
+        parallel["tp_comm_fraction"] = 0.2
     if rng.random() < 0.1:
-        parallel["orchestrate"] = True
+        parallel["auto_sizes"] = True
     context = _context(rng, parallel, sizes["shard"])
     return parallel, sizes["replicate"] * sizes["shard"] // context
 
@@ -265,7 +265,7 @@ def _disaggregated(rng: Random, shape: Shape) -> tuple[Table, int]:
         table = parallel if name == "llm" else parallel.setdefault(name, {})
         table["shard"] = -1
     if rng.random() < 0.08:
-        parallel["orchestrate"] = True
+        parallel["auto_sizes"] = True
     return parallel, data_parallel
 
 
@@ -274,7 +274,7 @@ def _tensor_keys(rng: Random, parallel: Table) -> None:
         return
     parallel["sequence_parallel"] = True
     zero_bubble = "zero_bubble" in (parallel["schedule"], parallel.get("llm_schedule"))
-    if zero_bubble or "tensor_bubbles" in parallel or rng.random() < 0.5:
+    if zero_bubble or "tp_comm_fraction" in parallel or rng.random() < 0.5:
         return
     parallel["async_tensor_parallel"] = True
     if rng.random() < 0.6:
@@ -283,13 +283,13 @@ def _tensor_keys(rng: Random, parallel: Table) -> None:
 
 
 def _recompute(rng: Random, shape: Shape) -> Table | None:
-    modes = ("none", "selective", "full", "tuned")
+    modes = ("none", "selective", "full", "auto")
     if rng.random() < 0.5:
         return None
     table: Table = {"mode": rng.choices(modes, (2, 3, 3, 3))[0]}
     if rng.random() < 0.3:
         table["modules"] = {rng.choice(list(shape.layers)): rng.choice(modes)}
-    if "tuned" in (table["mode"], *table.get("modules", {}).values()):
+    if "auto" in (table["mode"], *table.get("modules", {}).values()):
         table["memory_limit"] = rng.choice(("85%", "1 GiB", "8 MiB", "3 MiB"))
     return table
 
@@ -325,10 +325,10 @@ def perturbed(rng: Random, layout: Table, shape: Shape) -> Table:
                     ("async_tensor_parallel", True),
                     ("reshard_after_forward", "always"),
                     ("gradient_reduction", "microbatch"),
-                    ("tensor_bubbles", 0.2),
-                    ("bubbles", "coarse"),
-                    ("orchestrate", True),
-                    ("replan_drift", 0.05),
+                    ("tp_comm_fraction", 0.2),
+                    ("bubble_granularity", "coarse"),
+                    ("auto_sizes", True),
+                    ("replan_threshold", 0.05),
                     ("backend", "nccl"),
                     ("async_tensor_backend", "symmetric_memory"),
                 )

@@ -17,7 +17,7 @@ HAS_REPORTS = "torchmm.extensions.reports" in extension_names()
 OPTIMIZER = {
     "lr": 1e-2,
     "eps": 1e-3,  # an update must not turn the rounding of a vanishing gradient into a step
-    "schedule": "constant",
+    "lr_schedule": "constant",
     "max_grad_norm": 1.0,
 }
 SMALL_STEPS = {"lr": 1e-3}
@@ -36,7 +36,7 @@ def complete(table: Table, source: str, data: Path, directory: Path, steps: int)
     """
     entry: Table = {"path": str(data / f"{source}.jsonl")}
     if source.startswith("drawn"):
-        entry["generate"] = "draw"
+        entry["target_image_column"] = "draw"
     sways = is_sharp(table["model"]) or "float8" in table
     fixed: Table = {
         "name": "run",
@@ -45,7 +45,7 @@ def complete(table: Table, source: str, data: Path, directory: Path, steps: int)
         "data": {
             "sources": [entry],
             "workers": 0,
-            "index_cache": str(data / "index"),
+            "index_cache_dir": str(data / "index"),
             "video": {"fps": VIDEO_FPS, "min_frames": 4},
         },
         "training": {"steps": steps, "device": "cpu"},

@@ -98,7 +98,7 @@ class Encoder(nn.Module):
         self.feature_layer = section.get("feature_layer", -1)
         self.class_token = config.model_type in ("clip_vision_model", "dinov2", "internvl_vision")
         self.patches = config.model_type == "siglip2_vision_model"
-        shuffle = section.get("shuffle", 2) if section["connector"] != "mlp" else 1
+        shuffle = section.get("pixel_shuffle_factor", 2) if section["connector"] != "mlp" else 1
         norm = "norm" in section["connector"]
         self.connector = Connector(features, hidden, shuffle, section["modality"], norm)
 

@@ -23,7 +23,7 @@ from torchmm.recipe.training_section import (
 
 NOT_DRAWN = {
     "parallel.timeout_s": "always 60",
-    "parallel.preflight": "decides what is logged",
+    "parallel.slow_rank_threshold": "decides what is logged",
     "activation_checkpoint.offload": "for devices with memory of their own",
     "adapters.NAME.source": "files, which decide no layout",
 }

@@ -51,7 +51,7 @@ QUICKSTARTS = {
     "quickstart_disaggregated": 4,
 }
 """Number of ranks by recipe. Their data are prepared by `scripts/test.sh`."""
-NO_SAMPLES = {"validation.samples": 0, "validation.drawings": 0}
+NO_SAMPLES = {"validation.num_samples": 0, "validation.generated_images": 0}
 SAME_ORDERS = {"parallel.search.background": "false"}
 """With a background process, the order of a step depends on the time that its search has."""
 STEPS = 4

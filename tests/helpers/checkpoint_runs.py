@@ -60,7 +60,7 @@ def make_manager(
     run_dir: Path, recipe="recipe", table=None, data=None, **config
 ) -> CheckpointManager:
     """Synchronous by default."""
-    settings = CheckpointConfig(**{"asynchronous": False, **config})
+    settings = CheckpointConfig(**{"async_save": False, **config})
     logger = logging.getLogger("test_checkpoint")
     layout = {"shard": 1}
     return CheckpointManager(settings, run_dir, logger, layout, recipe, table, data=data)

@@ -51,7 +51,7 @@ def latent_config(
 ) -> ModelConfig:
     """The same, of latents in patches as large as those of pixels."""
     config = generator_config(encoder=encoder, sample_size=8, patch_size=2)
-    given = AutoencoderConfig(config={**VAE, **(vae or {})}, latents=latents, **settings)
+    given = AutoencoderConfig(config={**VAE, **(vae or {})}, latent_mode=latents, **settings)
     assert config.generator is not None
     drawing = config.generator.model_copy(update={"vae": given})
     return config.model_copy(update={"generator": drawing})

@@ -79,7 +79,7 @@ DELTA_LLM = {**LLM, **DELTA_NETS, "model_type": "qwen3_5_text"}
 """Three layers with a gated delta net, one with attention."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TOWER = {**SIZES, "num_hidden_layers": LAYERS, "patch_size": 8}
-FOLDED = {"connector": "pixel_shuffle_mlp", "shuffle": 2}
+FOLDED = {"connector": "pixel_shuffle_mlp", "pixel_shuffle_factor": 2}
 
 
 class Kind(NamedTuple):

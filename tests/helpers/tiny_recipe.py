@@ -17,7 +17,7 @@ LLM = "--model.llm.config."
 VISION = "--model.encoders.vision.config."
 ONLY_TRAINS = {
     "--optimizer.warmup_steps": 2,
-    "--optimizer.schedule": "constant",
+    "--optimizer.lr_schedule": "constant",
     "--data.workers": 0,
     "--validation.interval": 0,
     "--checkpoint.interval": 0,
@@ -50,7 +50,7 @@ def overrides(run_dir: Path, data: Path, **changes: object) -> list[str]:
         **SIZES,
         "--name": run_dir.name,
         "--output_dir": run_dir.parent,
-        "--data.index_cache": run_dir.parent / "index",
+        "--data.index_cache_dir": run_dir.parent / "index",
         "--model.tokenizer": data / "tokenizer",
         **{f"--{k.replace('__', '.')}": v for k, v in changes.items()},
     }

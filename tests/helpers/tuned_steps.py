@@ -110,7 +110,7 @@ def cut_in_two(
     layout = build_layout(modules, cuts)
     parts = cut_for_rank(model, layout, 0)
     for module in parts.values():
-        apply_activation_checkpoint(module, "tuned")
+        apply_activation_checkpoint(module, "auto")
     materialize(model, "cpu")
     init_weights(model, seed=1)
     return TunedStep(model, {index: make_stage(part) for index, part in parts.items()}, layout)

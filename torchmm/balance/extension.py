@@ -16,9 +16,12 @@ def _selects_layers(run: Any, pipeline_size: int) -> bool:
 
 
 def _uses_times(run: Any, pipeline_size: int) -> bool:
-    """Return True for the schedules of this extension, and for all with `parallel.replan_drift`."""
+    """Return True for the schedules of this extension, and for all with
+    `parallel.replan_threshold`."""
     parallel = run.recipe.parallel
-    return pipeline_size > 1 and (plans_schedule(parallel.schedule) or parallel.replan_drift > 0)
+    return pipeline_size > 1 and (
+        plans_schedule(parallel.schedule) or parallel.replan_threshold > 0
+    )
 
 
 def _plans_in_background(run: Any, pipeline_size: int) -> bool:

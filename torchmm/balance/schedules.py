@@ -112,7 +112,7 @@ def plan_optimus(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
-        granularity=config.bubbles,
+        granularity=config.bubble_granularity,
     )
     return planned.graph, planned.order
 
@@ -210,7 +210,7 @@ class PlannedOrder:
     Attributes:
         step: order of the actions.
         statistics: metrics of the search by their names in `torchmm.training.metrics`. The value of
-            "predicted_ms" does not include all-gathers and reductions of searched schedules.
+            "predicted_step_ms" does not include all-gathers and reductions of searched schedules.
         refused: Whether the step does not fit into memory even if its layers are tuned.
     """
 
@@ -221,15 +221,15 @@ class PlannedOrder:
     @property
     def predicted_ms(self) -> float:
         """Predicted time of the step."""
-        return float(self.statistics["predicted_ms"])
+        return float(self.statistics["predicted_step_ms"])
 
 
 def searched_order(graph: StageGraph, found: SearchedOrder) -> PlannedOrder:
     """Return the result of a search with its graph."""
     statistics = {
         "planner": found.planner,
-        "predicted_ms": found.predicted_ms,
-        "gain_over_natural": found.gain_over_natural,
+        "predicted_step_ms": found.predicted_ms,
+        "speedup_over_default_order": found.speedup_over_default_order,
         "planner_evaluations": found.evaluations,
     }
     return PlannedOrder(StepOrder(graph, found.order), statistics)
@@ -259,9 +259,9 @@ def optimus_orders(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
-        granularity=config.bubbles,
+        granularity=config.bubble_granularity,
         sharding=sharding,
-        tensor_share=config.tensor_bubbles,
+        tensor_share=config.tp_comm_fraction,
         evaluations=_assignments(config, evaluations),
         tuner=tuner,
     ):
@@ -269,8 +269,8 @@ def optimus_orders(
         is_known = predicted_ms > 0 and isfinite(best.coarse_ms)
         statistics = {
             "planner": f"optimus {best.bubbles}",
-            "predicted_ms": predicted_ms,
-            "gain_over_natural": best.coarse_ms / predicted_ms - 1 if is_known else None,
+            "predicted_step_ms": predicted_ms,
+            "speedup_over_default_order": best.coarse_ms / predicted_ms - 1 if is_known else None,
             "planner_evaluations": best.played,
         }
         refuses = tuner is not None and tuner.tuning.refuses
@@ -296,7 +296,7 @@ def promised_ms(
         graph,
         costs,
         llm_schedule=config.llm_schedule,
-        granularity=config.bubbles,
+        granularity=config.bubble_granularity,
         sharding=sharding,
         evaluations=_assignments(config, None),
     )

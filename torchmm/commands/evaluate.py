@@ -133,7 +133,7 @@ def _score_samples(
         max_new_tokens = ValidationConfig().max_new_tokens
         if arguments.data:
             sources = [SourceConfig(path=path, prompt=arguments.prompt) for path in arguments.data]
-            data = DataConfig(validation=sources, index_cache=scratch)
+            data = DataConfig(validation=sources, index_cache_dir=scratch)
             training = TrainingConfig(sequence_length=SEQUENCE_LENGTH)
         elif file is None:
             raise ConfigError("nothing to evaluate on: name --data, or a --recipe, or a run")
@@ -146,10 +146,10 @@ def _score_samples(
         if not sources:
             raise ConfigError(f"{file}: has no held-out source; add a [[data.validation]] table")
         if arguments.scores:
-            sources = [s.model_copy(update={"scores": arguments.scores}) for s in sources]
-        if not any(source.scores for source in sources):
+            sources = [s.model_copy(update={"metrics": arguments.scores}) for s in sources]
+        if not any(source.metrics for source in sources):
             raise ConfigError(
-                "no source says how it is scored: name --scores, or set `scores` in a "
+                "no source says how it is scored: name --scores, or set `metrics` in a "
                 f"[[data.validation]] table; known: {', '.join(get_args(Score))}"
             )
 

@@ -2,11 +2,11 @@
 
     torchmm generate outputs/mine picture.png more.jpg           # one text for each file
     torchmm generate outputs/mine a.png --prompt "A photo of" --prompt "The colour is"
-    torchmm generate outputs/mine a.png b.png --together --prompt "Compare." --template
+    torchmm generate outputs/mine a.png b.png --all-files --prompt "Compare." --template
     torchmm generate outputs/mine --prompt "Once upon a time" --temperature 0.8 --seed 3
     torchmm generate outputs/mine --chats chats.jsonl --json     # the next answer of each
     torchmm generate outputs/mine --chat                         # talk to it
-    torchmm generate outputs/mine --prompt "A red fish" --draw pictures/
+    torchmm generate outputs/mine --prompt "A red fish" --generate-images pictures/
 
 The model is a run (its newest checkpoint, or its export), a checkpoint (step-N) or an export: a
 Hugging Face directory, or, for pairs that have no Hugging Face class, a directory of parts with
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torchmm.common.errors import ConfigError, TorchmmError
 from torchmm.common.log import loading, log_to_console, make_console, working
+from torchmm.recipe.changes import reject_renamed_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,13 +60,13 @@ def main(words: Sequence[str] | None = None, prog: str | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
-        talks = arguments.chat and arguments.draw is None
-        if arguments.template is None and arguments.draw is None:
+        talks = arguments.chat and arguments.generate_images is None
+        if arguments.template is None and arguments.generate_images is None:
             arguments.template = answers_chats(arguments.model)
         requests = [] if talks else _requests(arguments)
         with working("opening the model"):
             writer = open_writer(arguments.model, DTYPES[arguments.dtype], arguments.ema)
-        if arguments.draw is not None:
+        if arguments.generate_images is not None:
             _draw(writer, requests, arguments)
         elif arguments.chat:
             _talk(writer, sampling, arguments)
@@ -87,7 +88,7 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     asked.add_argument(
         "--prompt", action="append", default=[], metavar="WORDS", help="after the files; repeatable"
     )
-    asked.add_argument("--together", action="store_true", help="all files before each prompt")
+    asked.add_argument("--all-files", action="store_true", help="all files before each prompt")
     asked.add_argument(
         "--template",
         action=argparse.BooleanOptionalAction,
@@ -97,11 +98,12 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     asked.add_argument("--chats", type=Path, help="JSON or JSON lines with messages")
     asked.add_argument("--chat", action="store_true", help="talk; files are of the first message")
     asked.add_argument(
-        "--draw",
+        "--generate-images",
         type=Path,
         metavar="DIR",
         help="generate an image for each prompt into DIR instead",
     )
+    reject_renamed_options(parser, "generate")
     chosen = parser.add_argument_group("how tokens are chosen")
     chosen.add_argument("--max-new-tokens", type=int, default=40, metavar="N", help="%(default)s")
     chosen.add_argument(
@@ -131,14 +133,18 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
 def _requests(arguments: argparse.Namespace) -> list[Request]:
     from torchmm.extensions.evaluation.text.prompts import read_chats, request_of
 
-    if arguments.draw is not None and (arguments.chats or arguments.chat or arguments.template):
-        raise ConfigError("--draw draws from words; leave --chat, --chats and --template out")
+    if arguments.generate_images is not None and (
+        arguments.chats or arguments.chat or arguments.template
+    ):
+        raise ConfigError(
+            "--generate-images draws from words; leave --chat, --chats and --template out"
+        )
     if arguments.chats is not None:
         if arguments.files or arguments.prompt:
             raise ConfigError("--chats has all that is asked; leave files and --prompt out")
         return read_chats(arguments.chats)
     files: list[list[Path]] = [arguments.files]
-    if arguments.files and not arguments.together:
+    if arguments.files and not arguments.all_files:
         files = [[file] for file in arguments.files]
     return [
         request_of(own, words, as_chat=arguments.template)
@@ -157,9 +163,9 @@ def _draw(writer: Writer, requests: list[Request], arguments: argparse.Namespace
         seed=arguments.seed,
         max_prompt_tokens=arguments.max_prompt_tokens,
     )
-    arguments.draw.mkdir(parents=True, exist_ok=True)
+    arguments.generate_images.mkdir(parents=True, exist_ok=True)
     for number, (request, frames) in enumerate(zip(requests, pictures, strict=True)):
-        file = save_picture(frames, arguments.draw / str(number))
+        file = save_picture(frames, arguments.generate_images / str(number))
         if arguments.json:
             print(json.dumps({"asked": request.label, "file": str(file)}), flush=True)
         else:

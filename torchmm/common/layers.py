@@ -166,7 +166,7 @@ class LatentSizes(NamedTuple):
     """Elements that these read and write, of a patch."""
     live: float
     """Most elements of a patch that are there at a time."""
-    frames_at_once: int
+    encode_batch_size: int
     encoder_parameters: int
     decoder_parameters: int
     values: int

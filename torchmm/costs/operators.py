@@ -576,7 +576,7 @@ class Encoding(Block):
     def operators(self, sizes: TaskSizes, setting: Setting) -> Operators:
         """What is called for frames of one size; weights are read each time."""
         size = setting.element_bytes
-        calls_N = np.ceil(sizes.frames_N / self.of.frames_at_once)
+        calls_N = np.ceil(sizes.frames_N / self.of.encode_batch_size)
         made = []
         for work in self.of.work:
             moved_N = work.elements * sizes.drawn_N
@@ -602,6 +602,6 @@ class Encoding(Block):
     def temporary_bytes(self, sizes: TaskSizes, setting: Setting, has_backward: Array) -> Array:
         """Pixels as numbers, of all images and once more in the dtype of the weights; what is there
         at a time of as many frames of the largest size as are encoded together."""
-        at_once_N = np.minimum(sizes.frames_N, self.of.frames_at_once) * sizes.largest_frame_N
+        at_once_N = np.minimum(sizes.frames_N, self.of.encode_batch_size) * sizes.largest_frame_N
         pixels_N = (4 + 2 * setting.element_bytes) * self.of.pixels * sizes.drawn_N
         return pixels_N + setting.element_bytes * self.of.live * at_once_N

@@ -68,7 +68,7 @@ class DecodedStep:
     """Reason by "source[index]"."""
     failure: str = ""
     """Why the step could not be prepared; an exception would bring a worker's traceback."""
-    decoded_images: int = 0
+    decoded_media: int = 0
     """Images, sounds and clips (or their frames) that were decoded, and drawings."""
     read_bytes: int = 0
     """Of records, a byte for every character, and of files."""
@@ -159,7 +159,7 @@ class StepDecoder(Dataset[DecodedStep]):
         return DecodedStep(
             [microbatch for part in parts for microbatch in part.microbatches],
             {name: why for part in parts for name, why in part.corrupt.items()},
-            decoded_images=sum(part.decoded_images for part in parts),
+            decoded_media=sum(part.decoded_media for part in parts),
             read_bytes=sum(part.read_bytes for part in parts),
         )
 
@@ -391,7 +391,7 @@ class StepDecoder(Dataset[DecodedStep]):
                     drawings.append(reader.drawing(file, drawn, context_end, key, opened))
                 else:
                     drawings.append(reader.drawings.without_pixels(drawn, context_end, key))
-            step.decoded_images += sum(own.images) + sum(own.drawings)
+            step.decoded_media += sum(own.images) + sum(own.drawings)
             kept = [file.kept if isinstance(file, Tile) else None for file in sample.files]
             places = [
                 file.places if isinstance(file, Tile) else self._places(image)

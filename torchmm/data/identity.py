@@ -25,7 +25,7 @@ from torchmm.data.files.sample_files import open_regular
 from torchmm.data.media.tiles import Tile
 from torchmm.data.media.video import ClipFrames
 from torchmm.data.sources.reader import MeasuredSample, SampleReader, data_of
-from torchmm.recipe.changes import changes, short
+from torchmm.recipe.changes import changes, short, with_current_names, with_former_names
 from torchmm.recipe.data_section import DataConfig, SourceConfig
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -38,7 +38,7 @@ _OF_ORDER = ("weight", "epochs", "filter", "streaming")
 """Keys of a source that decide how often, or whether, its samples come."""
 CAUSES = (
     "prompt",
-    "generate",
+    "target_image_column",
     "split",
     "config",
     "revision",
@@ -49,6 +49,7 @@ CAUSES = (
 """Keys of a source that may change its samples; if they do, their digest shows it."""
 _DEFAULTS = SourceConfig(path="").model_dump(mode="json")
 """What keys mean to checkpoints that were saved before there were these keys."""
+_SOURCE = "data.sources."
 
 
 class SamplesDigest:
@@ -93,8 +94,8 @@ def stream_content(
         files: its files in order; none: a hub data set.
         settings: the identity's "settings".
     """
-    said = causes_of(config)
-    first = [said.pop(key) for key in ("prompt", "generate", "split")]
+    said = _causes_of(config)
+    first = [said.pop(key) for key in ("prompt", "target_image_column", "split")]
     # Only what differs: streams of recipes without newer keys stay what they were.
     later = {key: value for key, value in said.items() if value != _DEFAULTS[key]}
     parts: list[Any] = [first, settings, *([later] if later else [])]
@@ -109,7 +110,12 @@ def stream_content(
 
 
 def causes_of(config: SourceConfig) -> dict[str, Any]:
-    """What a recipe says of a source that its samples depend on, as JSON."""
+    """What a recipe says of a source that its samples depend on, as JSON with former keys, so that
+    checkpoints and indexes of earlier versions compare equal."""
+    return with_former_names(_causes_of(config), _SOURCE)
+
+
+def _causes_of(config: SourceConfig) -> dict[str, Any]:
     said = config.model_dump(mode="json")
     return {key: said[key] for key in CAUSES}
 
@@ -140,7 +146,7 @@ def identity(
     settings: Mapping[str, Any],
     sources: Sequence[tuple[str, SourceConfig, str]],
 ) -> dict[str, Any]:
-    """All that decides order and content of samples, as JSON.
+    """All that decides order and content of samples, as JSON with former keys.
 
     Args:
         sources: name, settings and content of each.
@@ -149,15 +155,17 @@ def identity(
         "training.seed": training.seed,
         "training.sequence_length": training.sequence_length,
         "data.shuffle": data.shuffle,
-        "data.open_packs": data.open_packs,
-        "data.max_delay_steps": data.max_delay_steps,
+        "data.packing_buffer_size": data.packing_buffer_size,
+        "data.packing_max_wait_steps": data.packing_max_wait_steps,
     }
     if data.max_tiles_per_sequence is not None:
         order["data.max_tiles_per_sequence"] = data.max_tiles_per_sequence
     if data.packing != "best_fit":
         order["data.packing"] = data.packing
-    if data.stages:
-        order["data.stages"] = [stage.model_dump(mode="json") for stage in data.stages]
+    if data.mixture_schedule:
+        order["data.mixture_schedule"] = [
+            stage.model_dump(mode="json") for stage in data.mixture_schedule
+        ]
     if any(config.streaming for _, config, _ in sources):
         order["data.shuffle_window"] = data.shuffle_window
     pixels = {
@@ -180,7 +188,7 @@ def identity(
     ]
     return {
         "version": VERSION,
-        "order": order,
+        "order": with_former_names(order),
         "pixels": pixels,
         "settings": dict(settings),
         "sources": described,
@@ -194,7 +202,7 @@ def comparable(saved: Any) -> bool:
 
 def find_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs in the samples and their order, one description each."""
-    found = changes(saved["order"], now["order"])
+    found = changes(with_current_names(saved["order"]), with_current_names(now["order"]))
     kinds = dict.fromkeys([*saved["pixels"], *now["pixels"]])
     found += [kind for kind in kinds if saved["pixels"].get(kind) != now["pixels"].get(kind)]
     old, new = ({s["name"]: s for s in side["sources"]} for side in (saved, now))
@@ -225,11 +233,12 @@ def same_stream(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> 
 def _of_source(
     name: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]
 ) -> list[str]:
-    was = {**_DEFAULTS, **old}
+    was = {**_DEFAULTS, **with_current_names(old, _SOURCE)}
+    now = with_current_names(new, _SOURCE)
     return [
-        f"{key} of source {name!r} {short(was[key])} -> {short(new[key])}"
+        f"{key} of source {name!r} {short(was[key])} -> {short(now[key])}"
         for key in keys
-        if was[key] != new[key]
+        if was[key] != now[key]
     ]
 
 

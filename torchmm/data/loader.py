@@ -66,7 +66,7 @@ class StepBatch:
     """Samples of every microbatch."""
     encoded: list[EncodedImages] | None = None
     """Images that this rank encodes and generates in every microbatch; None: those of `packs`."""
-    decoded_images: int = 0
+    decoded_media: int = 0
     """See `DecodedStep`."""
     read_bytes: int = 0
     imbalance: Mapping[str, Any] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Loader:
         self._memory_checked = False
         self._timeout_s = data.timeout_s
         if remote is not None:  # which itself reports producers that do not answer
-            self._timeout_s += data.producers.give_up_s
+            self._timeout_s += data.producers.retry_timeout_s
         self._pin_memory = pin_memory
         self.overdue = ""
         """What `batches` gave up waiting for when it was asked to stop."""
@@ -193,7 +193,7 @@ class Loader:
                     step.corrupt,
                     plan.ranks[self._rank],
                     None if plan.encoded is None else plan.encoded(self._rank),
-                    step.decoded_images,
+                    step.decoded_media,
                     step.read_bytes,
                     plan.imbalance,
                 )

@@ -117,7 +117,7 @@ def _build_composite(config: ModelConfig, dtype: torch.dtype) -> MultimodalModel
     if set(config.encoder_names) != set(parts.encoders):
         problems.append(
             f"[model] {hf_config.model_type} has other encoders than "
-            f"{', '.join(config.encoder_names)}; write towers = {list(parts.encoders)}"
+            f"{', '.join(config.encoder_names)}; write modalities = {list(parts.encoders)}"
         )
     problems += size_problems("model", parts.llm_config.get_text_config())
     problems += setting_problems("model", hf_config)
@@ -328,7 +328,7 @@ def _build_encoder(
         llm_hidden_size=hidden_size,
         dtype=dtype,
         feature_layer=section.feature_layer,
-        shuffle=section.shuffle if section.folds else 1,
+        shuffle=section.pixel_shuffle_factor if section.folds else 1,
         connector="norm_mlp" if section.connector == "pixel_shuffle_norm_mlp" else "mlp",
         final_norm=family.modality == "audio"
         and section.feature_layer == -1
@@ -389,9 +389,9 @@ def _connector_problems(
             f'[{key}] connector = "{section.connector}" needs images of one size, which '
             f'{config.model_type} does not have; use "mlp"'
         )
-    elif patches_per_row(config) % section.shuffle:
+    elif patches_per_row(config) % section.pixel_shuffle_factor:
         problems.append(
-            f"[{key}] shuffle = {section.shuffle} does not divide the "
+            f"[{key}] pixel_shuffle_factor = {section.pixel_shuffle_factor} does not divide the "
             f"{patches_per_row(config)} patches per row of the image"
         )
     return problems

@@ -57,18 +57,18 @@ def apply_activation_checkpoint(
 
     Args:
         module: Module whose layers are changed in place.
-        mode: Mode of all layers and tasks. If "tuned", `set_layer_modes` sets the modes before each
+        mode: Mode of all layers and tasks. If "auto", `set_layer_modes` sets the modes before each
             forward pass.
         compilation: Compiles the layers. If None, the layers stay eager.
         is_eager_on_cuda: Whether the layers run on CUDA without torch.compile. "selective" modes of
             plans are then "full", see `ActivationCheckpointConfig.mode_of`.
     """
-    tuned = mode == "tuned"
+    tuned = mode == "auto"
     inputs = HostInputs()
     if tuned:
         module.layer_modes = ["none"] * len(module.layers)
         setattr(module, HOST_INPUTS, inputs)
-    module.recomputes = mode not in ("none", "tuned")
+    module.recomputes = mode not in ("none", "auto")
     compiled = _compilers(module, compilation)
     selective = _compilers(module, compilation if tuned else None, "selective")
     for index, layer in enumerate(module.layers):
@@ -100,7 +100,7 @@ def _compilers(
 
 
 def set_layer_modes(module: LayeredModule, modes: Sequence[str]) -> None:
-    """What the backwards of following forwards run again, by layer of a "tuned" module.
+    """What the backwards of following forwards run again, by layer of an "auto" module.
 
     Dropout stays reproducible: what is run again starts from the random state of the first time,
     and leaves the present one alone.

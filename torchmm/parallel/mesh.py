@@ -441,7 +441,7 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
         ConfigError: the sizes do not multiply to the number of ranks.
     """
     sizes = resolve_sizes(config, dist.get_world_size())
-    layer_hooks = LayerHooks() if config.tensor_bubbles else None
+    layer_hooks = LayerHooks() if config.tp_comm_fraction else None
     options: dict[int | str, Any] = {}
     if layer_hooks is not None and device.type == "cuda":
         # A piece that is launched after the start of a collective must not delay its kernel.

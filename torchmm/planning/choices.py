@@ -3,7 +3,7 @@
 All ranks choose alike: from the recipe, the number of ranks and the first step of the data. Each
 choice is an entry of the table "recipe_choices" (`torchmm.common.extensions`):
 
-    sizes          (recipe, world_size) -> Recipe                    `parallel.orchestrate`
+    sizes          (recipe, world_size) -> Recipe                    `parallel.auto_sizes`
     arrangement    (run, model) -> Resolved                          "auto" in [data]
     segments       (run, model, tokenizer, shares, device) -> ParallelConfig
 """
@@ -25,12 +25,12 @@ from torchmm.recipe.recipe import Recipe
 
 
 def choose_sizes(recipe: Recipe, world_size: int) -> Recipe:
-    """Return the recipe with parallel sizes for `parallel.orchestrate`.
+    """Return the recipe with parallel sizes for `parallel.auto_sizes`.
 
     Raises:
         ConfigError: No sizes fit the ranks or the memory of the devices.
     """
-    if not recipe.parallel.orchestrate:
+    if not recipe.parallel.auto_sizes:
         return recipe
     chosen: Recipe = load_entry("recipe_choices", "sizes")(recipe, world_size)
     return chosen

@@ -26,7 +26,7 @@ def recipe_model(recipe: Recipe, dtype: torch.dtype = torch.float32) -> Multimod
         model.llm.chunk_sharded_loss()
     validation = recipe.validation
     longest = recipe.training.sequence_length
-    longest += validation.max_new_tokens if validation.samples else 0
+    longest += validation.max_new_tokens if validation.num_samples else 0
     if problem := model.llm.rotary_limits.problem(longest):
         raise ConfigError(f"[model] training.sequence_length is too large: {problem}")
     for converter in find_converters(recipe):

@@ -63,9 +63,10 @@ def estimate_pass_steps(samples: SampleSet, recipe: Recipe) -> float | None:
     """Return the estimated steps of one pass over the data.
 
     Returns:
-        None if a pass is too long to tell, or if `data.stages` change the order during the run.
+        None if a pass is too long to tell, or if `data.mixture_schedule` changes the order during
+        the run.
     """
-    if recipe.data.stages:
+    if recipe.data.mixture_schedule:
         return None
     planned, passes = plan_passes(samples, recipe, 1.0, ESTIMATED_STEPS)
     return planned / passes if passes else None
@@ -122,7 +123,7 @@ def length_lines(
     if checkpoint.interval:
         best = checkpoint.keep_best.count if checkpoint.keep_best else 0
         # An old checkpoint is removed after the next one is complete.
-        count = min(checkpoint.keep + best + 1, ceil(steps / checkpoint.interval))
+        count = min(checkpoint.keep_latest + best + 1, ceil(steps / checkpoint.interval))
         size_gib = checkpoint_bytes(recipe, model) / 2**30
         lines["checkpoints"] = (
             f"every {checkpoint.interval:,} steps, at most {count} of {size_gib:,.3g} GiB: "

@@ -137,7 +137,7 @@ def _compiled_line(run: Resolved, model: MultimodalModel, device: str) -> dict[s
         mode = recipe.activation_checkpoint.modules.get(
             module.name, recipe.activation_checkpoint.mode
         )
-        if mode != recompute_mode(recipe, module, device) and mode != "tuned":
+        if mode != recompute_mode(recipe, module, device) and mode != "auto":
             part += ', so "selective" recomputation is "full"'
         parts.append(part)
     return {"compiled layers": ", ".join(parts)}

@@ -91,8 +91,8 @@ def _check_installed(recipe: Recipe) -> Problems:
     parallel = recipe.parallel
     schedule = find_schedule(parallel.schedule)
     is_planned = schedule is not None and schedule.planned
-    drift = parallel.replan_drift
-    bubbles = parallel.tensor_bubbles
+    drift = parallel.replan_threshold
+    bubbles = parallel.tp_comm_fraction
     required = [
         ("data.reorder", data.reorder, data.is_reordered, "step_arrangements", "data.reorder"),
         (
@@ -103,15 +103,15 @@ def _check_installed(recipe: Recipe) -> Problems:
             "data.balance",
         ),
         ("parallel.schedule", parallel.schedule, is_planned, "schedules", parallel.schedule),
-        ("parallel.orchestrate", True, parallel.orchestrate, "recipe_choices", "sizes"),
-        ("parallel.replan_drift", drift, drift > 0, "planners", "measuring"),
-        ("parallel.tensor_bubbles", bubbles, bubbles > 0, "action_runners", "launches"),
+        ("parallel.auto_sizes", True, parallel.auto_sizes, "recipe_choices", "sizes"),
+        ("parallel.replan_threshold", drift, drift > 0, "planners", "measuring"),
+        ("parallel.tp_comm_fraction", bubbles, bubbles > 0, "action_runners", "launches"),
     ]
     checkpointing = recipe.activation_checkpoint
     modes = {"mode": checkpointing.mode}
     modes |= {f"modules.{name}": mode for name, mode in checkpointing.modules.items()}
     required += [
-        (f"activation_checkpoint.{key}", mode, mode == "tuned", "planners", "tuned")
+        (f"activation_checkpoint.{key}", mode, mode == "auto", "planners", "tuned")
         for key, mode in modes.items()
     ]
     for key, value, is_used, table, name in required:
@@ -131,26 +131,28 @@ def _check_run(recipe: Recipe) -> Problems:
         text = "must be a plain directory name; use letters, digits, '-', '_' and '.'"
         yield Problem("name", recipe.name, text)
     yield from _check_resume(recipe.checkpoint.resume)
-    upload = recipe.checkpoint.upload
-    staging = recipe.checkpoint.staging
+    upload = recipe.checkpoint.remote_dir
+    staging = recipe.checkpoint.staging_dir
     if upload is not None:
-        yield from _check_address("checkpoint.upload", upload)
+        yield from _check_address("checkpoint.remote_dir", upload)
         if not upload or set("*?[") & set(upload):
             text = "is no folder: it is empty or has wildcards; name one"
-            yield Problem("checkpoint.upload", upload, text)
+            yield Problem("checkpoint.remote_dir", upload, text)
         elif upload.lower().startswith("memory://"):
             text = "ends with the process that writes to it; use a bucket or a directory"
-            yield Problem("checkpoint.upload", upload, text)
+            yield Problem("checkpoint.remote_dir", upload, text)
         elif not is_address(upload):
-            yield from _local_directory("checkpoint.upload", upload)[1]
+            yield from _local_directory("checkpoint.remote_dir", upload)[1]
     elif staging is not None:
-        text = "needs checkpoint.upload: what one node has on its own disk is no whole checkpoint"
-        yield Problem("checkpoint.staging", staging, text, ("checkpoint.upload",))
+        text = (
+            "needs checkpoint.remote_dir: what one node has on its own disk is no whole checkpoint"
+        )
+        yield Problem("checkpoint.staging_dir", staging, text, ("checkpoint.remote_dir",))
     if staging is not None and is_address(staging):
         text = "is an address; use a directory on the disk of each node"
-        yield Problem("checkpoint.staging", staging, text)
+        yield Problem("checkpoint.staging_dir", staging, text)
     elif staging is not None:
-        yield from _local_directory("checkpoint.staging", staging)[1]
+        yield from _local_directory("checkpoint.staging_dir", staging)[1]
 
 
 def _check_resume(resume: str) -> Problems:
@@ -234,9 +236,11 @@ def _check_epochs(recipe: Recipe) -> Problems:
             streaming = f"data.sources[{index}].streaming"
             text = f"a stream has no known size; set training.steps, or {streaming} = false"
             yield Problem(key, epochs, text, (streaming,))
-    if data.stages:
-        text = "is not supported with data.stages, which end after steps; set training.steps"
-        yield Problem(key, epochs, text, ("data.stages",))
+    if data.mixture_schedule:
+        text = (
+            "is not supported with data.mixture_schedule, which end after steps; set training.steps"
+        )
+        yield Problem(key, epochs, text, ("data.mixture_schedule",))
     if data.producers.plan:
         text = "only producers know the number of samples; set training.steps"
         yield Problem(key, epochs, text, ("data.producers.plan",))
@@ -266,9 +270,9 @@ def _check_data_extensions(recipe: Recipe) -> Problems:
         name = "addresses" if producers.addresses else "registry" if producers.registry else "plan"
         key = f"data.producers.{name}"
         yield from _check_entry(key, getattr(producers, name), "sample_services", "producers")
-    upload = recipe.checkpoint.upload
+    upload = recipe.checkpoint.remote_dir
     if upload is not None:
-        yield from _check_entry("checkpoint.upload", upload, "checkpoint_stores", "addresses")
+        yield from _check_entry("checkpoint.remote_dir", upload, "checkpoint_stores", "addresses")
     resume = recipe.checkpoint.resume
     if is_address(resume):
         yield from _check_entry("checkpoint.resume", resume, "checkpoint_stores", "addresses")
@@ -318,22 +322,24 @@ def _check_sources(section: str, sources: Sequence[SourceConfig]) -> Problems:
 
 def _check_stages(recipe: Recipe) -> Problems:
     data = recipe.data
-    if not data.stages:
+    if not data.mixture_schedule:
         return
     names = unique_names(data.sources)
     for index, (name, source) in enumerate(zip(names, data.sources, strict=True)):
         own = "weight" if source.weight != 1.0 else "epochs"
         if source.weight != 1.0 or source.epochs is not None:
-            text = "has no effect beside data.stages, which give all weights; remove it"
+            text = "has no effect beside data.mixture_schedule, which give all weights; remove it"
             key = f"data.sources[{index}].{own}"
-            yield Problem(key, getattr(source, own), text, ("data.stages",))
-        if not any(stage.weights.get(name) for stage in data.stages):
+            yield Problem(key, getattr(source, own), text, ("data.mixture_schedule",))
+        if not any(stage.weights.get(name) for stage in data.mixture_schedule):
             text = f'no stage takes from "{name}"; name it in one, or remove the source'
-            yield Problem("data.stages", NO_VALUE, text, (f"data.sources[{index}]",))
+            yield Problem("data.mixture_schedule", NO_VALUE, text, (f"data.sources[{index}]",))
     before = 0
-    for index, stage in enumerate(data.stages):
-        last = stage is data.stages[-1]
-        yield from _check_stage(f"data.stages[{index}]", stage, names, None if last else before)
+    for index, stage in enumerate(data.mixture_schedule):
+        last = stage is data.mixture_schedule[-1]
+        yield from _check_stage(
+            f"data.mixture_schedule[{index}]", stage, names, None if last else before
+        )
         before = stage.until_step or before
 
 
@@ -440,11 +446,11 @@ def _check_optimizer(recipe: Recipe) -> Problems:
     optimizer = recipe.optimizer
     steps = recipe.training.steps
     warmup = optimizer.warmup_steps
-    decay = round(optimizer.decay_fraction * steps) if optimizer.schedule == "wsd" else 0
+    decay = round(optimizer.decay_fraction * steps) if optimizer.lr_schedule == "wsd" else 0
     if recipe.training.epochs is None and warmup + decay > steps:
         with_decay = f" + decay of {decay} steps" if decay else ""
         text = f"warmup{with_decay} is longer than training.steps = {steps}; use {steps - decay}"
-        rests_on = ("training.steps", "optimizer.decay_fraction", "optimizer.schedule")
+        rests_on = ("training.steps", "optimizer.decay_fraction", "optimizer.lr_schedule")
         yield Problem("optimizer.warmup_steps", warmup, text, rests_on)
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         text = "each must be >= 0 and < 1; the usual values are [0.9, 0.95]"
@@ -491,7 +497,7 @@ def _check_metrics(recipe: Recipe) -> Problems:
     if metrics.artifacts and metrics.wandb == "disabled":
         text = 'needs Weights & Biases; set metrics.wandb to "online" or "offline"'
         yield Problem("metrics.artifacts", metrics.artifacts, text, ("metrics.wandb",))
-    if "checkpoints" in metrics.artifacts and recipe.checkpoint.staging is not None:
-        text = "no node has whole checkpoints with checkpoint.staging; leave them out"
-        related = ("checkpoint.staging",)
+    if "checkpoints" in metrics.artifacts and recipe.checkpoint.staging_dir is not None:
+        text = "no node has whole checkpoints with checkpoint.staging_dir; leave them out"
+        related = ("checkpoint.staging_dir",)
         yield Problem("metrics.artifacts", metrics.artifacts, text, related)

@@ -93,13 +93,15 @@ def check_generator(recipe: Recipe) -> Problems:
         return
     for key, sources in (("sources", recipe.data.sources), ("validation", recipe.data.validation)):
         for index, source in enumerate(sources):
-            if source.generate is not None:
+            if source.target_image_column is not None:
                 text = "the model has no generator; add [model.generator] or remove the key"
-                name = f"data.{key}[{index}].generate"
-                yield Problem(name, source.generate, text, (SECTION,))
-    if recipe.validation.drawings:
+                name = f"data.{key}[{index}].target_image_column"
+                yield Problem(name, source.target_image_column, text, (SECTION,))
+    if recipe.validation.generated_images:
         text = "the model has no generator; add [model.generator] or set it to 0"
-        yield Problem("validation.drawings", recipe.validation.drawings, text, (SECTION,))
+        yield Problem(
+            "validation.generated_images", recipe.validation.generated_images, text, (SECTION,)
+        )
 
 
 def check_adapters(recipe: Recipe) -> Problems:
@@ -136,17 +138,20 @@ def check_validation(recipe: Recipe) -> Problems:
     """
     data = recipe.data
     validation = recipe.validation
-    if not data.validation and validation.samples:
+    if not data.validation and validation.num_samples:
         text = "needs held-out data; add a [[data.validation]] table or set samples to 0"
-        yield Problem("validation.samples", validation.samples, text, ("data.validation",))
+        yield Problem("validation.num_samples", validation.num_samples, text, ("data.validation",))
     if validation.ema and recipe.training.ema_decay is None:
         text = "there are no averages of weights; set training.ema_decay"
         yield Problem("validation.ema", True, text, ("training.ema_decay",))
     for index, source in enumerate(data.sources):
-        if source.scores:
+        if source.metrics:
             text = "is of held-out sources; move it to a [[data.validation]] table"
-            yield Problem(f"data.sources[{index}].scores", source.scores, text)
-    generated = {"samples": validation.samples, "drawings": validation.drawings}
+            yield Problem(f"data.sources[{index}].metrics", source.metrics, text)
+    generated = {
+        "num_samples": validation.num_samples,
+        "generated_images": validation.generated_images,
+    }
     for key, count in generated.items():
         is_used = count > 0 and validation.interval > 0
         if is_used and find_entry("hooks", "generated_samples") is None:
@@ -165,7 +170,7 @@ def _check_best(recipe: Recipe) -> Problems:
     scores = {
         f"{name}/{score}"
         for name, source in zip(unique_names(held_out), held_out, strict=True)
-        for score in source.scores
+        for score in source.metrics
     }
     known = [*get_args(Figure), *sorted(scores)]
     if best.metric not in known:
@@ -177,9 +182,9 @@ def _check_best(recipe: Recipe) -> Problems:
     elif not held_out:
         text = 'needs held-out data; add a [[data.validation]] table, or set metric = "loss"'
         yield Problem(key, best.metric, text, ("data.validation",))
-    elif best.metric in {"word_error_rate", *scores} and not validation.samples:
-        text = "is measured on texts that are written for samples; set validation.samples"
-        yield Problem(key, best.metric, text, ("validation.samples",))
+    elif best.metric in {"word_error_rate", *scores} and not validation.num_samples:
+        text = "is measured on texts that are written for samples; set validation.num_samples"
+        yield Problem(key, best.metric, text, ("validation.num_samples",))
     elif recipe.checkpoint.interval % validation.interval:
         text = (
             f"checkpoints every {recipe.checkpoint.interval} steps are not validated every "

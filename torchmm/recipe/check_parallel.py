@@ -166,9 +166,9 @@ def _check_context(recipe: Recipe) -> Problems:
         )
         tensors = tuple(f"parallel.{name}.tensor" for name in recipe.model.encoder_names)
         yield Problem(CONTEXT, context, text, ("parallel.placement", "parallel.tensor", *tensors))
-    if parallel.orchestrate:
-        text = "is not known to what chooses sizes; use 1, or parallel.orchestrate = false"
-        yield Problem(CONTEXT, context, text, ("parallel.orchestrate",))
+    if parallel.auto_sizes:
+        text = "is not known to what chooses sizes; use 1, or parallel.auto_sizes = false"
+        yield Problem(CONTEXT, context, text, ("parallel.auto_sizes",))
     if recipe.model.generator is not None:
         text = "is not implemented with a generator, which reads tokens of all ranks; use 1"
         yield Problem(CONTEXT, context, text, ("model.generator",))

@@ -59,7 +59,7 @@ class ProducersConfig(Section):
     TORCHMM_DATA_TOKEN, never in a recipe."""
     timeout_s: float = Field(default=60.0, gt=0)
     """If a producer has not prepared a step in this time, the next one is asked."""
-    give_up_s: float = Field(default=180.0, gt=0)
+    retry_timeout_s: float = Field(default=180.0, gt=0)
     """The run ends (exit code 3) when no producer has answered for this long."""
     max_message_mb: float = Field(default=1000.0, gt=0, le=2000)
     """Largest message that is accepted, in units of 10^6 bytes: what one module reads of one
@@ -130,7 +130,7 @@ class SourceConfig(Section):
     ".tar", ...); "energon" is a directory with `.nv-meta`, "lance" a table (`NAME.lance`), "hub"
     a Hugging Face data set id."""
     name: str | None = None
-    """Name in logs and errors, and in `data.stages`; default: derived from the path."""
+    """Name in logs and errors, and in `data.mixture_schedule`; default: derived from the path."""
     split: str = "train"
     """Split of a hub data set or directory, and a slice of its rows: "train[:90%]". Single files
     have the split "train" only."""
@@ -158,15 +158,15 @@ class SourceConfig(Section):
     """Limits on the length of samples."""
     prompt: str = ""
     """Text put between the image and the caption of caption samples; not part of the loss."""
-    generate: str | None = None
+    target_image_column: str | None = None
     """Column whose image or clip the generator has to draw from the sample's text (and images),
     instead of an encoder reading it; for example "image"."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """What of a chat counts in the loss: all answers of the assistant; only the last one; or all
     text, the template's own included. A message's own `loss` or `train` comes first."""
-    scores: list[Score] = Field(default=[])
+    metrics: list[Score] = Field(default=[])
     """Of held-out sources: how the texts are judged that the model writes for their samples
-    (`validation.samples`), against all that the data have as answers; see
+    (`validation.num_samples`), against all that the data have as answers; see
     docs/guides/evaluation.md."""
 
 
@@ -250,9 +250,9 @@ class DataConfig(Section):
 
     sources: list[SourceConfig] = Field(default=[])
     """Training mixture: one [[data.sources]] table per source."""
-    stages: list[StageConfig] = Field(default=[])
-    """Weights that change on the way: one [[data.stages]] table per part of training, in the place
-    of the sources' own weights."""
+    mixture_schedule: list[StageConfig] = Field(default=[])
+    """Weights that change on the way: one [[data.mixture_schedule]] table per part of training, in
+    the place of the sources' own weights."""
     validation: list[SourceConfig] = Field(default=[])
     """Held-out sources: one [[data.validation]] table per source."""
     workers: int = Field(default=2, ge=0)
@@ -261,8 +261,8 @@ class DataConfig(Section):
     """Steps each worker prepares ahead."""
     timeout_s: float = Field(default=240.0, gt=0)
     """The run ends (exit code 3), naming worker and samples, when a step's samples have not arrived
-    after this many seconds; with producers: after `data.producers.give_up_s` more. Keep it below
-    `parallel.timeout_s`, so that this rank reports before its peers give up on it."""
+    after this many seconds; with producers: after `data.producers.retry_timeout_s` more. Keep it
+    below `parallel.timeout_s`, so that this rank reports before its peers give up on it."""
     shuffle: bool = True
     """Shuffle samples in every epoch (a pure function of seed, epoch and index)."""
     shuffle_window: int = Field(default=1024, ge=1)
@@ -271,12 +271,12 @@ class DataConfig(Section):
     """Packing of samples into sequences. "best_fit": into the fullest open sequence that has room.
     "balanced": fill 64 sequences together so that they have similar encoder work, attention and
     number of tokens. A sample is in one of the first 128 sequences after it was drawn."""
-    open_packs: int = Field(default=16, ge=1)
+    packing_buffer_size: int = Field(default=16, ge=1)
     """Partly filled sequences kept open for best-fit packing."""
-    max_delay_steps: int = Field(default=32, ge=1)
+    packing_max_wait_steps: int = Field(default=32, ge=1)
     """Best-fit packing closes a sequence that nothing fits into, and trains on it, this many steps
-    after it was begun; more at a time than a global batch holds (of at most `open_packs`) take
-    turns."""
+    after it was begun; more at a time than a global batch holds (of at most `packing_buffer_size`)
+    take turns."""
     reorder: Literal["auto", "none", "intra", "inter", "both"] = "auto"
     """Rearrange the sequences of each global batch by their cost, vision and text together.
     "intra": balance the work of data-parallel ranks. Ranks that synchronize in every layer (FSDP2
@@ -314,7 +314,7 @@ class DataConfig(Section):
     max_corrupt_fraction: float = Field(default=0.1, ge=0, le=1)
     """The run also stops when more than this share of the samples seen (at least 100) is
     corrupt."""
-    index_cache: str = "data/index"
+    index_cache_dir: str = "data/index"
     """Directory for the sample-length index of map-style sources."""
     producers: ProducersConfig = Field(default=ProducersConfig())
     """Other processes that prepare training samples; default: this run's own workers do."""

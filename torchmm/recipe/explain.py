@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from torchmm.recipe.changes import renamed_key, renamed_value, with_current_names
 from torchmm.recipe.recipe import Recipe
 from torchmm.recipe.section import Section
 
@@ -64,7 +65,7 @@ REMOVED_KEYS = {
     "an MLP with two linear layers",
     "parallel.search.strategy": "is no longer supported; delete the key: annealing is the only "
     "strategy, and parallel.search.evaluations = 1 keeps the order of microbatches",
-    "parallel.bubble_pieces": "is no longer supported; delete the key: `parallel.tensor_bubbles` "
+    "parallel.bubble_pieces": "is no longer supported; delete the key: `parallel.tp_comm_fraction` "
     "> 0 alone lets encoder layers run in pieces during communication of the LLM",
     "parallel.search.seed": "is no longer supported; delete the key: the search always uses seed 0",
     "simulation.trials": "is no longer supported; delete the key, and set simulation.device to a "
@@ -104,8 +105,17 @@ def without_removed_keys(
         else:
             found[name] = value
     if above == "parallel." and table.get("bubble_pieces") is False and not only_defaults:
-        found["tensor_bubbles"] = 0.0  # layers that do not run in pieces may be compiled
+        found["tp_comm_fraction"] = 0.0  # layers that do not run in pieces may be compiled
     return found
+
+
+def upgraded(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe of a run or a checkpoint of an earlier version with the keys of this one.
+
+    Args:
+        tables: Nested tables, which are not changed.
+    """
+    return without_removed_keys(with_current_names(tables))
 
 
 def explain_error(item: Any) -> Problem:
@@ -121,8 +131,7 @@ def explain_error(item: Any) -> Problem:
     if kind == "missing":
         return Problem(key, NO_VALUE, "is missing; add it")
     if kind == "literal_error":
-        choices = [str(c) for c in get_args(_strip_none(type_at(loc)))]
-        return Problem(key, value, f"must be one of {', '.join(choices)}{suggest(value, choices)}")
+        return Problem(key, value, _explain_choice(loc, value))
     if kind in _MUST_BE or kind == "list_type":
         lists = kind == "list_type"
         wanted = _example_of_list(key, type_at(loc), value) if lists else _MUST_BE[kind]
@@ -131,6 +140,14 @@ def explain_error(item: Any) -> Problem:
         if limit in context:
             return Problem(key, value, f"must be {sign} {context[limit]}")
     return Problem(key, value, item["msg"])
+
+
+def _explain_choice(loc: Loc, value: Any) -> str:
+    """Return the remedy for a value that is none of the allowed ones."""
+    if (now := renamed_value(without_indices(dotted(loc)), value)) is not None:
+        return f'was renamed to "{now}"'
+    choices = [str(c) for c in get_args(_strip_none(type_at(loc)))]
+    return f"must be one of {', '.join(choices)}{suggest(value, choices)}"
 
 
 def _example_of_list(key: str, annotation: Any, value: Any) -> str:
@@ -240,6 +257,8 @@ def _explain_unknown(loc: Loc, value: Any) -> Problem:
     key = dotted(loc)
     if (text := REMOVED_KEYS.get(without_indices(key))) is not None:
         return Problem(key, value, text)
+    if (now := renamed_key(without_indices(key))) is not None:
+        return Problem(key, value, f"was renamed to {now}", (now,))
     parent = dotted(loc[:-1])
     name = str(loc[-1])
     siblings = list(_strip_none(type_at(loc[:-1])).model_fields)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from torchmm.common.module_names import AUDIO, GENERATOR, LLM, VISION
+from torchmm.recipe.changes import with_current_names
 from torchmm.recipe.section import Section
 
 ALL_LINEAR = "all-linear"
@@ -105,11 +106,12 @@ class EncoderConfig(Section):
     to all audio encoders; what no encoder reads is left out."""
     connector: Literal["mlp", "pixel_shuffle_mlp", "pixel_shuffle_norm_mlp"] = "mlp"
     """"mlp" maps each encoder output to one LLM token through two linear layers;
-    "pixel_shuffle_mlp" first folds `shuffle` x `shuffle` neighbouring patches into one token;
-    "pixel_shuffle_norm_mlp" does so with a LayerNorm between, as InternVL has it."""
-    shuffle: int = Field(default=2, ge=2)
+    "pixel_shuffle_mlp" first folds `pixel_shuffle_factor` x `pixel_shuffle_factor` neighbouring
+    patches into one token; "pixel_shuffle_norm_mlp" does so with a LayerNorm between, as InternVL
+    has it."""
+    pixel_shuffle_factor: int = Field(default=2, ge=2)
     """Rows and columns of patches folded into one token by "pixel_shuffle_mlp" and
-    "pixel_shuffle_norm_mlp"; for sounds, `shuffle`**2 consecutive positions."""
+    "pixel_shuffle_norm_mlp"; for sounds, `pixel_shuffle_factor`**2 consecutive positions."""
     feature_layer: int = Field(default=-1, le=-1)
     """Which hidden state feeds the connector: -1 the last layer's output, -2 the previous one.
     Layers after it are not built."""
@@ -134,10 +136,10 @@ class AutoencoderConfig(Section):
     config: dict[str, Any] | None = None
     """Inline diffusers config; weights are random. With `source`: overrides of its config, such as
     `scaling_factor`."""
-    latents: Literal["mean", "sampled"] = "mean"
+    latent_mode: Literal["mean", "sampled"] = "mean"
     """What of the distribution that it encodes an image to is learned: its mean, or latents drawn
     from it, by the run's seed anew in every epoch."""
-    frames_at_once: int = Field(default=8, ge=1)
+    encode_batch_size: int = Field(default=8, ge=1)
     """Images (or frames of clips) of one size that are encoded together, at most; more take more
     memory."""
 
@@ -171,7 +173,7 @@ class GeneratorConfig(Section):
     loss."""
     text_loss_weight: float = Field(default=1.0, ge=0)
     """Factor of the text loss (mean over target tokens) in the loss."""
-    time_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
+    timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
     """Distribution of the noise levels in training; "logit_normal" prefers those in the middle."""
 
     @property
@@ -193,7 +195,7 @@ class ModelConfig(Section):
     without it is logged."""
     config: dict[str, Any] | None = None
     """Inline Hugging Face config of a composite model with `model_type`; weights are random."""
-    towers: list[Literal["vision", "audio"]] | None = None
+    modalities: list[Literal["vision", "audio"]] | None = None
     """Composite models: the encoders it has. Default: what its config says, inline or in a local
     directory; "vision" for a model of a hub."""
     processor: dict[str, Any] | None = None
@@ -230,6 +232,7 @@ class ModelConfig(Section):
         parts = _json_file(source, PARTS_FILE)
         if not parts:
             return given
+        parts = with_current_names(parts, "model.")
         return {**_below(Path(source), parts), **{k: v for k, v in given.items() if k != "source"}}
 
     @property
@@ -252,7 +255,7 @@ class ModelConfig(Section):
             file = _json_file(self.source, "config.json")
         parts = composite_parts({**file, **(self.config or {})})
         found = [name for name in (VISION, AUDIO) if name in parts]
-        return list(self.towers or found or [VISION])
+        return list(self.modalities or found or [VISION])
 
     @property
     def modality_modules(self) -> list[str]:

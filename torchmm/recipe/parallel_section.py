@@ -65,7 +65,7 @@ class ParallelConfig(Section):
     same, but encoders have separate sizes ([parallel.NAME]), with several shorter pipelines;
     "disaggregated": each module has separate ranks and sizes, with the LLM's in [parallel],
     under schedule "separated", "1f1b", "interleaved_1f1b", "gpipe" or "zero_bubble"."""
-    orchestrate: bool = False
+    auto_sizes: bool = False
     """Choose sizes for `simulation.device`, by simulating the first step. With colocated encoders:
     what is not given of pipeline and tensor-parallel sizes, images at once and stages of encoders;
     with disaggregated modules: all sizes of
@@ -74,14 +74,14 @@ class ParallelConfig(Section):
     llm_schedule: LlmSchedule = "interleaved_1f1b"
     """Order of the LLM's own forwards and backwards under "optimus". "searched": interleaved 1F1B,
     or what a search of the LLM alone finds, whichever makes the step shorter."""
-    bubbles: Literal["fine", "coarse"] = "fine"
+    bubble_granularity: Literal["fine", "coarse"] = "fine"
     """Where "optimus" puts encoders: "fine": wherever a rank of the LLM is idle; "coarse": only
     before its first action and after its last."""
-    tensor_bubbles: float = Field(default=0.0, ge=0, lt=1)
+    tp_comm_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the LLM's actions in which tensor-parallel communication leaves ranks idle.
     "optimus" runs encoder layers in pieces (groups of kernels) during this communication, if the
     simulated step becomes shorter. Layers are then not compiled. 0: encoders never run there."""
-    replan_drift: float = Field(default=0.0, ge=0)
+    replan_threshold: float = Field(default=0.0, ge=0)
     """With a pipeline: relative difference between measured and planned times above which the next
     steps are planned with measured times, for example 0.1 for 10 %. Before that, plans use FLOPs,
     and "optimus" uses all costs of the device profile. With 0, plans use FLOPs only and a resumed
@@ -126,7 +126,7 @@ class ParallelConfig(Section):
     other, which is refused."""
     timeout_s: int = Field(default=300, ge=1)
     """Seconds a rank waits for a peer before the run stops with exit code 6."""
-    preflight: float = Field(default=2.0, ge=0)
+    slow_rank_threshold: float = Field(default=2.0, ge=0)
     """Before the first step all ranks time a matrix product, a copy and a gather in each of their
     groups; the log names ranks that are so many times slower than usual. 0: nothing is timed."""
 
@@ -139,7 +139,7 @@ class ParallelConfig(Section):
     def leaves_units_open(self) -> bool:
         """Whether sizes of modules on ranks of their own are still to be planned, whatever is
         given: they and the schedule are no concern of checks until then."""
-        return self.orchestrate and self.placement == "disaggregated"
+        return self.auto_sizes and self.placement == "disaggregated"
 
     @property
     def separates_modules(self) -> bool:

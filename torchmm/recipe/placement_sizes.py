@@ -250,7 +250,7 @@ def check_planned_units(modules: Sequence[str], world_size: int | None) -> Probl
     """What planning modules apart needs of the ranks; None: not known."""
     if world_size is not None and world_size < len(modules):
         text = f"plans {len(modules)} modules apart for {world_size} ranks; start more"
-        yield Problem("parallel.orchestrate", True, text, ("parallel.placement", "model"))
+        yield Problem("parallel.auto_sizes", True, text, ("parallel.placement", "model"))
 
 
 def unit_stages(parallel: ParallelConfig, name: str) -> int:

@@ -33,6 +33,7 @@ from torchmm.recipe.explain import (
     holds_names,
     shorten,
     type_below,
+    upgraded,
     wants_string,
     without_indices,
     without_removed_keys,
@@ -125,7 +126,7 @@ def changed_values(tables: Mapping[str, Any]) -> dict[str, Any]:
     """By dotted key: what a recipe, as tables, sets to other values than the defaults; of another
     version's, which cannot be read any more, all that it has."""
     try:
-        recipe = Recipe.model_validate(without_removed_keys(tables))
+        recipe = Recipe.model_validate(upgraded(tables))
     except ValueError:
         return dotted_values(tables)
     return dotted_values(recipe.model_dump(mode="json", exclude_defaults=True, exclude_none=True))
@@ -225,7 +226,7 @@ def _read_chain(path: Path, problems: list[str]) -> list[tuple[Path, Table]]:
         seen.append(file.resolve())
         content = _read_toml(file, chain[-1][0] if chain else None, problems)
         if file.name == "recipe.toml" and file.with_name("STATUS.json").is_file():  # of a run
-            content = without_removed_keys(content)
+            content = upgraded(content)
         base = content.pop("base", None)
         chain.append((file, content))
         if base is not None and not isinstance(base, str):

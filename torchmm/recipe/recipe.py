@@ -72,4 +72,4 @@ class Recipe(Section):
             )
             for name in self.model.modality_modules
         }
-        return frozenset(name for name, mode in modes.items() if mode == "tuned")
+        return frozenset(name for name, mode in modes.items() if mode == "auto")

@@ -16,7 +16,7 @@ from torchmm.recipe.parallel_section import ParallelConfig
 from torchmm.recipe.section import Section, with_extensions
 
 FixedMode = Literal["none", "selective", "full"]
-Mode = Literal["none", "selective", "full", "tuned"]
+Mode = Literal["none", "selective", "full", "auto"]
 STATE_BLOCK = 64
 """Values of 8 bits that have a common scale."""
 UPDATE_PORTION = 2**24
@@ -30,7 +30,7 @@ class ActivationCheckpointConfig(Section):
     mode: Mode = "none"
     """"none" keeps all activations; "full" keeps only layer inputs; "selective" keeps the results
     of matrix products and attention and recomputes the rest. It is "full" for layers that run on
-    CUDA without torch.compile (`compile.enabled`), where it would take longer. "tuned" chooses one
+    CUDA without torch.compile (`compile.enabled`), where it would take longer. "auto" chooses one
     of these for every layer and microbatch, anew in every step, so as to use memory up to
     `memory_limit` and recompute as little as possible. Under schedule "optimus" encoders with
     "none" are tuned too where a step would not fit into `memory_limit`; it is not refused if it
@@ -38,13 +38,13 @@ class ActivationCheckpointConfig(Section):
     modules: dict[str, Mode] = Field(default={})
     """Mode by module name, instead of `mode`."""
     memory_limit: str = "85%"
-    """With mode "tuned", and of encoders under "optimus": what a rank may use, as a share of the
+    """With mode "auto", and of encoders under "optimus": what a rank may use, as a share of the
     device's memory ("85%"; on a CPU, of that of `simulation.device`) or as an amount ("60 GiB",
     "512 MiB"). It includes weights, gradients, optimizer state, messages and activations; leave
-    room for temporaries inside layers and fragmentation. A "tuned" step that does not fit with
+    room for temporaries inside layers and fragmentation. An "auto" step that does not fit with
     everything recomputed is refused."""
     offload: bool = True
-    """With mode "tuned", on devices with separate memory: whether inputs of recomputed layers may
+    """With mode "auto", on devices with separate memory: whether inputs of recomputed layers may
     be kept in the host's memory where that costs the least time."""
 
     def fixed_mode(self, module: str, *, is_eager_on_cuda: bool) -> FixedMode:
@@ -53,14 +53,14 @@ class ActivationCheckpointConfig(Section):
         Args: See `mode_of`.
         """
         mode = self.mode_of(module, bounded=False, is_eager_on_cuda=is_eager_on_cuda)
-        return "none" if mode == "tuned" else mode
+        return "none" if mode == "auto" else mode
 
     def tunes(self, module: str) -> bool:
         """Whether plans choose what the module's layers recompute, and have to fit."""
-        return self.modules.get(module, self.mode) == "tuned"
+        return self.modules.get(module, self.mode) == "auto"
 
     def mode_of(self, module: str, *, bounded: bool, is_eager_on_cuda: bool) -> Mode:
-        """Return the mode that a module is built for, "tuned" if plans choose the modes.
+        """Return the mode that a module is built for, "auto" if plans choose the modes.
 
         Args:
             module: Name of the module.
@@ -72,7 +72,7 @@ class ActivationCheckpointConfig(Section):
         mode = self.modules.get(module, self.mode)
         if mode == "selective" and is_eager_on_cuda:
             return "full"
-        return "tuned" if bounded and mode == "none" else mode
+        return "auto" if bounded and mode == "none" else mode
 
 
 def limit_bytes(limit: str, device_bytes: float) -> int:
@@ -143,7 +143,7 @@ class OptimizerConfig(Section):
     """Decoupled weight decay; not applied to vectors (norms, biases) and embeddings."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Shape after warmup: cosine, warmup-stable-decay (linear decay at the end), constant."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warmup."""
@@ -214,13 +214,13 @@ class ValidationConfig(Section):
     `hf-best/` has these, too."""
     batches: int = Field(default=4, ge=1)
     """Global batches of held-out samples per validation (always the same ones)."""
-    samples: int = Field(default=0, ge=0)
+    num_samples: int = Field(default=0, ge=0)
     """Held-out samples for which the model generates text, saved in samples.json and judged by the
-    sources' `scores`; of sources without, samples with images or sounds."""
+    sources' `metrics`; of sources without, samples with images or sounds."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Longest generated text, in tokens."""
-    drawings: int = Field(default=0, ge=0)
-    """Held-out texts for which the generator draws images, saved in `drawings/`."""
+    generated_images: int = Field(default=0, ge=0)
+    """Held-out texts for which the generator draws images, saved in `generated_images/`."""
     denoising_steps: int = Field(default=25, ge=1)
     """Steps from noise to image; each is a forward of the whole model."""
 
@@ -256,28 +256,28 @@ class CheckpointConfig(Section):
 
     interval: int = Field(default=0, ge=0)
     """Steps between checkpoints; also saved after the last step; 0: never."""
-    keep: int = Field(default=2, ge=1)
-    """Newest valid checkpoints kept, here and at `upload`; older ones are removed."""
+    keep_latest: int = Field(default=2, ge=1)
+    """Newest valid checkpoints kept, here and at `remote_dir`; older ones are removed."""
     keep_best: BestConfig | None = None
     """Older checkpoints that stay, as in { metric = "validation_loss", count = 2 }. Whenever the
     metric is better than ever before, the model is exported to `hf-best/` too."""
-    asynchronous: bool = True
+    async_save: bool = True
     """Write in the background while training continues."""
-    upload: str | None = None
+    remote_dir: str | None = None
     """Address of a store (`s3://bucket/runs`, `gs://`, any that fsspec writes to) or directory
     (a path, `~/...` or `file:///...`). Committed checkpoints are copied below it in the background,
     into a folder with the name of the run. If the store is slower than checkpoints are saved, only
     the newest is copied. "auto" also resumes from these copies, so machines need not share a disk.
     A copy that fails is logged and counted, and training continues."""
-    staging: str | None = None
-    """With `upload`: directory where checkpoints are written (below it, in a folder of the run's
-    name), instead of the run directory. It may be on a disk of each node's own: every node copies
-    what its ranks have written, and what counts is the copy."""
+    staging_dir: str | None = None
+    """With `remote_dir`: directory where checkpoints are written (below it, in a folder of the
+    run's name), instead of the run directory. It may be on a disk of each node's own: every node
+    copies what its ranks have written, and what counts is the copy."""
     resume: str = "auto"
-    """"auto": newest valid checkpoint of the run directory (or of `staging`) and of `upload`, if
-    any; "none": start afresh; otherwise the directory of a checkpoint, or its address
-    (`s3://bucket/runs/NAME/step-N-DIGITS`)."""
-    resume_changed_data: bool = False
+    """"auto": newest valid checkpoint of the run directory (or of `staging_dir`) and of
+    `remote_dir`, if any; "none": start afresh; otherwise the directory of a checkpoint, or its
+    address (`s3://bucket/runs/NAME/step-N-DIGITS`)."""
+    allow_data_change: bool = False
     """Resume although samples or their order have changed since the checkpoint. Sources with random
     access continue at the number of samples drawn, changed streams start from their beginning;
     samples of the current pass may be repeated or left out. If false: exit code 4."""
@@ -361,7 +361,7 @@ class CompileConfig(Section):
         is_llm = module.kind == "llm"
         reasons = {
             f"layers run on the {device}": device != "cuda",
-            "layers stop for parallel.tensor_bubbles": parallel.tensor_bubbles > 0,
+            "layers stop for parallel.tp_comm_fraction": parallel.tp_comm_fraction > 0,
             "the schedule splits backward passes": parallel.splits_backward,
             "ranks exchange tokens of experts": is_llm and parallel.expert > 1,
             "ranks exchange attention heads": is_llm and parallel.context > 1,

@@ -163,5 +163,5 @@ def check_losses(
         "loss_text": text,
         "loss_image": image,
         "grad_norm": grad_norm,
-        "expert_load": load or None,
+        "max_expert_load_ratio": load or None,
     }

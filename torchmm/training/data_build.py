@@ -57,7 +57,7 @@ def open_data(
     specs = model.sample_specs(tokenizer)
     find = partial(find_samples, recipe.data, recipe.training, streams=streams, **specs)
     held_out = None
-    if recipe.data.validation and (recipe.validation.interval or recipe.validation.samples):
+    if recipe.data.validation and (recipe.validation.interval or recipe.validation.num_samples):
         held_out = find(validation=True)
     return find(), held_out
 
@@ -136,7 +136,7 @@ def build_data(  # noqa: PLR0913 - what a run consists of
         validation=validation,
         arrange=reorder,
         balance=balance,
-        resume_changed=run.recipe.checkpoint.resume_changed_data,
+        resume_changed=run.recipe.checkpoint.allow_data_change,
         samples=samples,
         reads=reads,
         **model.sample_specs(tokenizer),

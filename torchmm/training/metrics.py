@@ -108,7 +108,7 @@ METRICS: Mapping[str, Metric] = {
         dict, nullable=True, shown="{:.3f}"),
     "grad_norm": Metric("train", "", "Global gradient norm before clipping."),
     "lr": Metric("train", "", "Learning rate of the step (`optimizer.lr`)."),
-    "expert_load": Metric(
+    "max_expert_load_ratio": Metric(
         "train", "",
         "Largest number of tokens of one expert, divided by the mean over the experts of the "
         "layer. Counts all ranks and is averaged over layers. The minimum is 1, the maximum the "
@@ -120,10 +120,10 @@ METRICS: Mapping[str, Metric] = {
     "samples_per_s": Metric(
         "time", "1/s", "Samples of all ranks.",
         reduce="rate", shown="{:.1f} samples/s"),
-    "images_per_s": Metric(
+    "media_per_s": Metric(
         "time", "1/s", "Images, audio clips and videos that encoders read, of all ranks.",
         reduce="rate", shown="{:.1f} images/s"),
-    "generated_per_s": Metric(
+    "generated_images_per_s": Metric(
         "time", "1/s", "Images and videos that the generator is trained on, of all ranks.",
         nullable=True, reduce="rate", shown="{:.1f} drawn/s"),
     "mfu": Metric(
@@ -165,22 +165,22 @@ METRICS: Mapping[str, Metric] = {
         "Rank with the most time in data wait and in modules. Module time includes waiting in "
         "collectives, so this metric detects slow data loading better than slow devices.",
         int),
-    "straggler_share": Metric(
+    "straggler_fraction": Metric(
         "pipeline", "0..1",
         "1 minus the time of the median rank divided by the time of `slowest_rank`. 0 means "
         "equally fast ranks."),
-    "graphs": Metric(
+    "compiled_graphs": Metric(
         "time", "", "Layer graphs compiled in the step, on the rank with the most.",
         int, reduce="max"),
     "compile_ms": Metric(
         "time", "ms", "Compile time of the slowest rank. Null if no graph was compiled.",
         nullable=True, reduce="max"),
-    "decoded_images": Metric(
+    "decoded_media": Metric(
         "data", "",
         "Images, audio files and videos (or frames) that all ranks decoded for the step, counted "
         "once per encoder, and target images. Corrupt samples are excluded.",
         int, reduce="sum"),
-    "read_bytes": Metric(
+    "data_read_bytes": Metric(
         "data", "bytes",
         "Size of the records and files that all ranks read. Every rank reads the records of its "
         "samples, including embedded files, and other files only to decode them. One character "
@@ -217,7 +217,7 @@ METRICS: Mapping[str, Metric] = {
     "sequence_imbalance_before": Metric(
         "balance", "", "`sequence_imbalance` in the original order.",
         nullable=True),
-    "predicted_ms": Metric(
+    "predicted_step_ms": Metric(
         "planner", "ms",
         "With a searched schedule: predicted time of the forward and backward passes of the first "
         "pipeline, from measured times of earlier steps. With Optimus: predicted time of the "
@@ -236,26 +236,26 @@ METRICS: Mapping[str, Metric] = {
         nullable=True),
     "planner_evaluations": Metric(
         "planner", "", "Schedules that the search simulated.", int, nullable=True),
-    "gain_over_natural": Metric(
+    "speedup_over_default_order": Metric(
         "planner", "share",
         "Predicted gain: additional time of the default order, or of the best coarse Optimus plan, "
         "relative to the selected plan.",
         nullable=True),
-    "save_wait_ms": Metric(
+    "checkpoint_wait_ms": Metric(
         "checkpoint", "ms",
         "Time for which training waited for a checkpoint. This metric and the next four describe "
         "rank 0, and the saves and uploads that finished since the previous record.",
         nullable=True),
-    "save_ms": Metric(
+    "checkpoint_save_ms": Metric(
         "checkpoint", "ms", "Time from the end of that wait until the checkpoint was committed.",
         nullable=True),
-    "save_bytes": Metric("checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
-    "upload_ms": Metric(
+    "checkpoint_bytes": Metric("checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
+    "checkpoint_upload_ms": Metric(
         "checkpoint", "ms",
         "Upload time of a checkpoint, over all ranks.", nullable=True),
-    "upload_bytes": Metric(
+    "checkpoint_upload_bytes": Metric(
         "checkpoint", "bytes", "Size of the uploaded files.", int, nullable=True),
-    "failed_uploads": Metric(
+    "checkpoint_upload_failures": Metric(
         "checkpoint", "",
         "Checkpoints that could not be uploaded since this start. Null if none failed.",
         int, nullable=True),
@@ -320,11 +320,11 @@ class StepMeter:
         return {
             "tokens_per_s": sum(m.used_tokens for m in metas),
             "samples_per_s": sum(len(m.samples) for m in metas),
-            "images_per_s": sum(m.image_count for m in metas),
-            "generated_per_s": sum(len(m.generated) for m in metas),
+            "media_per_s": sum(m.image_count for m in metas),
+            "generated_images_per_s": sum(len(m.generated) for m in metas),
             "flops": sum(f.forward + f.backward for by_name in flops for f in by_name.values()),
-            "decoded_images": batch.decoded_images,
-            "read_bytes": batch.read_bytes,
+            "decoded_media": batch.decoded_media,
+            "data_read_bytes": batch.read_bytes,
         }
 
     def measure(
@@ -358,7 +358,7 @@ class StepMeter:
             "generator_ms": generator_ms,
             "pipeline_ms": outcome.result.span_ms if mesh.pipeline_size > 1 else 0.0,
             "peak_memory_bytes": peak_memory_bytes(mesh.device),
-            "graphs": len(graphs),
+            "compiled_graphs": len(graphs),
             "compile_ms": sum(graph.compile_ms for graph in graphs),
         }
 
@@ -411,7 +411,7 @@ def make_record(
     busy_ms = [rank["data_wait_ms"] + ms for rank, ms in zip(ranks, compute_ms, strict=True)]
     slowest_ms = max(busy_ms)
     record["slowest_rank"] = busy_ms.index(slowest_ms)
-    record["straggler_share"] = 1.0 - median(busy_ms) / slowest_ms if slowest_ms else 0.0
+    record["straggler_fraction"] = 1.0 - median(busy_ms) / slowest_ms if slowest_ms else 0.0
     record |= others
     assert record.keys() == METRICS.keys(), record.keys() - METRICS.keys()
     return record

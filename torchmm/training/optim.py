@@ -145,10 +145,10 @@ def lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
     """Learning rate of optimizer step `step` (1-based) of `steps`, relative to the peak."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    if config.schedule == "constant":
+    if config.lr_schedule == "constant":
         return 1.0
     floor = config.min_lr_ratio
-    if config.schedule == "wsd":
+    if config.lr_schedule == "wsd":
         decay_steps = max(1, round(config.decay_fraction * steps))
         return max(floor, min(1.0, floor + (1 - floor) * (steps - step) / decay_steps))
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
@@ -173,10 +173,10 @@ def describe_schedule_change(
         return None
     last = config.lr * lr_factor(step, saved_steps, config)
     return (
-        f"training.steps {saved_steps} -> {steps} changes the {config.schedule!r} learning rate "
+        f"training.steps {saved_steps} -> {steps} changes the {config.lr_schedule!r} learning rate "
         f"schedule, which depends on the number of steps: the learning rate jumps from {last:.3e} "
         f"in step {step} to {config.lr * changed:.3e} in step {step + 1}. To avoid the jump, set "
-        'optimizer.schedule = "constant" and optimizer.lr to the last learning rate'
+        'optimizer.lr_schedule = "constant" and optimizer.lr to the last learning rate'
     )
 
 

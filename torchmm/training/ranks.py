@@ -23,7 +23,7 @@ from torchmm.planning.resolved import Resolved
 def prepare_ranks(run: Resolved, mesh: ParallelMesh, logger: logging.Logger) -> None:
     """Measure ranks and their network, select kernels and seed random numbers. Collective."""
     training = run.recipe.training
-    check_ranks(mesh, DTYPES[training.dtype], run.recipe.parallel.preflight, logger)
+    check_ranks(mesh, DTYPES[training.dtype], run.recipe.parallel.slow_rank_threshold, logger)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     logger.info(use_kernels(training.attention, mesh.device))

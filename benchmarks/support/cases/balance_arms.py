@@ -207,7 +207,7 @@ def plain_recipes(setup: Setup, **data: str) -> Iterator[Recipe]:
 
 def pipeline_recipes(setup: Setup, schedule: str) -> Iterator[Recipe]:
     """Yield pipelines of a schedule with layers tuned to the memory."""
-    lean = recomputing(setup.recipe, "tuned")
+    lean = recomputing(setup.recipe, "auto")
     stages = (1, 2) if schedule == "megatron_balanced" else (1,)
     for pipeline, tensor, virtual in product(PIPELINES, SIZES, stages):
         if setup.gpus % (pipeline * tensor) == 0 and pipeline * tensor >= NODE:

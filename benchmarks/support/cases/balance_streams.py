@@ -148,7 +148,7 @@ def draw_batches(case: Case, recipe: Recipe, count: int, is_even: bool = False) 
         packs = [list(meta.samples) for meta in metas[:wanted]]
     else:
         lengths = [sample.tokens for sample in samples]
-        indices = pack_all(lengths, length, recipe.data.open_packs, flush=False)
+        indices = pack_all(lengths, length, recipe.data.packing_buffer_size, flush=False)
         packs = [[samples[i] for i in own] for own in indices[:wanted]]
     seconds = time.process_time() - begin_s
     if len(packs) < wanted:

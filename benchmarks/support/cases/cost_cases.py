@@ -106,7 +106,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "siglip": {
         "config": _tower("siglip", 192, 768, 6, image_size=64, patch_size=4),
         "connector": "pixel_shuffle_mlp",
-        "shuffle": 4,
+        "pixel_shuffle_factor": 4,
     },
     "clip": {"config": _tower("clip", 264, 1024, 6, image_size=80, patch_size=8)},
     "siglip2": {"config": _tower("siglip2", 240, 640, 6, num_patches=256, patch_size=8)},

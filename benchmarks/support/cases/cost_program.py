@@ -79,7 +79,7 @@ class CaseProgram:
         self.pipeline = Pipeline(
             self.model, stages, layout, self.modules, config, mesh, torch.float32
         )
-        settings = OptimizerConfig(lr=1e-5, schedule="constant")
+        settings = OptimizerConfig(lr=1e-5, lr_schedule="constant")
         copies = self.model.tied_copy_parameters()
         optimizer = build_optimizer(self.model, module_of, settings, copies)
         self._updates = Updates(self.model, optimizer, mesh, settings, steps=1)

@@ -26,7 +26,7 @@ def hand_pipelines(
     is tried with the best sizes of the segments, and the unchanged recipe if it has a pipeline on
     shared ranks.
     """
-    lean = recomputing(recipe, "tuned")
+    lean = recomputing(recipe, "auto")
     tried = {
         schedule: [
             in_one_chain(

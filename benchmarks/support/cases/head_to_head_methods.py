@@ -183,7 +183,7 @@ class Comparison:
         """
         stages = stages or recipe.parallel.virtual_stages
         changes = {"schedule": schedule, "placement": "interleaved", "virtual_stages": stages}
-        sized = with_values(recomputing(recipe, "tuned"), "parallel", **changes)
+        sized = with_values(recomputing(recipe, "auto"), "parallel", **changes)
         return self._simulated(method, sized)
 
     def _simulated(self, method: str, recipe: Recipe) -> Result | None:
@@ -243,7 +243,7 @@ class Comparison:
         """Yield the recipe as it is, if it describes encoders in bubbles with their sizes."""
         if self.recipe.parallel.placement == "colocated":
             yield self._simulated(WHOLE, self.recipe)
-            yield self._simulated(WHOLE, recomputing(self.recipe, "tuned"))
+            yield self._simulated(WHOLE, recomputing(self.recipe, "auto"))
 
     @without_collection()
     def _kernels(self) -> Iterator[Result | None]:
@@ -254,7 +254,7 @@ class Comparison:
         elif not starts and any(module.kind == "encoder" for module in self.sample.modules):
             starts = [colocated(self.printed)]
         for start in starts:
-            own = recomputing(start, "tuned")
+            own = recomputing(start, "auto")
             if check_recipe(own, self.gpus):
                 continue
             try:

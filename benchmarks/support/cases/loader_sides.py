@@ -157,7 +157,7 @@ class Parquet(Side):
         data = DataConfig(
             sources=[SourceConfig(path=str(self.directory / "samples"))],
             workers=0,
-            index_cache=str(self.directory / "index"),
+            index_cache_dir=str(self.directory / "index"),
         )
         loader = build_loader(
             data,

@@ -28,7 +28,7 @@ SIZES = (1, 2, 4, 8)
 LONG_TOKENS = 8192
 """Sequences of at least this length are also divided by context parallelism."""
 MODES = ("none", "selective", "full")
-"""Recomputation modes tried for the best sizes besides "tuned"."""
+"""Recomputation modes tried for the best sizes besides "auto"."""
 REFINED = 2
 """Number of sizes that are tried with further recomputation modes and with reordering."""
 REDUCTIONS = ("step", "microbatch")
@@ -135,7 +135,7 @@ def plain_options(
     """
     found = []
     fitting = None if sharded is None else {each.recipe.parallel.tensor for each in sharded}
-    for sized in plain_sizes(recomputing(recipe, "tuned"), gpus, method, sample):
+    for sized in plain_sizes(recomputing(recipe, "auto"), gpus, method, sample):
         if fitting is not None and sized.parallel.tensor not in fitting:
             continue
         best_ms = float("inf")

@@ -43,7 +43,7 @@ SIZES = {
     "llm": UnitSizes(4, 15, 20),
     "generator": UnitSizes(2, 15, 2),
 }
-SCHEDULE, RECOMPUTE = "zero_bubble", "tuned"
+SCHEDULE, RECOMPUTE = "zero_bubble", "auto"
 
 
 class _Job(NamedTuple):

@@ -214,7 +214,7 @@ class Planned(Replayed):
         plan, self.statistics = self.planner.plan(
             self.number, batch, lambda: [[m.meta for m in batch]]
         )
-        if self.statistics.get("predicted_ms") is not None and not self.shared:
+        if self.statistics.get("predicted_step_ms") is not None and not self.shared:
             self.shared.append(plan)
         used = StepPlan(self.shared[0] if self.shared else plan, self.statistics)
         outcome = self.train_step(used.plan, index)

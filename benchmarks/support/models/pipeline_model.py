@@ -76,7 +76,7 @@ class Size:
                         "patch_size": PATCH_PX,
                     },
                     "connector": "pixel_shuffle_mlp",
-                    "shuffle": FOLD,
+                    "pixel_shuffle_factor": FOLD,
                 }
             },
         }

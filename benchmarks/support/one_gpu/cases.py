@@ -246,12 +246,12 @@ def _shrink(table: Mapping[str, Any]) -> dict[str, Any]:
 COMMON: dict[str, Any] = {
     "name": "one_gpu",
     "data": {"workers": 0, "reorder": "none"},
-    "parallel": {"preflight": 0, "pipeline": 1},
-    "optimizer": {"lr": 1e-5, "schedule": "constant"},
+    "parallel": {"slow_rank_threshold": 0, "pipeline": 1},
+    "optimizer": {"lr": 1e-5, "lr_schedule": "constant"},
     "training": {"dtype": "bfloat16", "steps": 1_000_000},
     "checkpoint": {"resume": "none", "interval": 0, "export_hf": False},
     "validation": {"interval": 0},
-    "metrics": {"timeline_step": 0, "page": False},
+    "metrics": {"timeline_step": 0, "html_report": False},
     "simulation": {"device": "h100"},
 }
 LORA: dict[str, Any] = {

@@ -58,7 +58,7 @@ def _shallow(bench: Bench) -> Case:
 def _compare_float8(bench: Bench, name: str) -> None:
     case = bench.case(FLOAT8)
     _, batches = bench.inputs(case)
-    float8: dict[str, Any] = {"recipe": "rowwise", "first_layers": 0, "last_layers": 0}
+    float8: dict[str, Any] = {"scaling": "rowwise", "first_layers": 0, "last_layers": 0}
     if bench.small:
         float8["emulate"] = True
     speed, losses = {}, {}
@@ -139,7 +139,7 @@ def _offload_inputs(bench: Bench, name: str) -> None:
     full = {"activation_checkpoint": {"mode": "full"}}
     expected = _losses(bench, _shallow(bench), full)
     limit = f"{(_tight_bytes(bench) >> 20) + 2} MiB"
-    tuned = {"activation_checkpoint": {"mode": "tuned", "memory_limit": limit}}
+    tuned = {"activation_checkpoint": {"mode": "auto", "memory_limit": limit}}
     found = _losses(bench, _shallow(bench), tuned)
     _add_equality(bench, name, found, expected, 1e-3)
     bench.recorder.add("second", name, "torchmm", "step time ratio", found[1] / expected[1], "x",

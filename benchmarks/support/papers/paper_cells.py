@@ -37,7 +37,7 @@ def in_one_chain(recipe: Recipe, **changes: Any) -> Recipe:
     """
     table = recipe.parallel.model_dump(exclude_none=True)
     shared = {key: value for key, value in table.items() if key not in recipe.parallel.modules}
-    shared |= {"placement": "interleaved", "orchestrate": False, "schedule": "megatron_balanced"}
+    shared |= {"placement": "interleaved", "auto_sizes": False, "schedule": "megatron_balanced"}
     return recipe.model_copy(update={"parallel": ParallelConfig(**{**shared, **changes})})
 
 

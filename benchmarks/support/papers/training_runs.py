@@ -298,7 +298,7 @@ def _recipe(run: Run) -> Recipe:
         f'[simulation]\ndevice = "{run.device}"\n[[simulation.sequences]]\n',
     ]
     if run.float8:
-        lines.append('[float8]\nrecipe = "tensorwise"\nfirst_layers = 0\nlast_layers = 0\n')
+        lines.append('[float8]\nscaling = "tensorwise"\nfirst_layers = 0\nlast_layers = 0\n')
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.toml"
         path.write_text("".join(lines))

@@ -77,7 +77,7 @@ def test_layers_are_tuned_for_the_kept_order(load, methods):
     forecaster = methods.Forecaster(recipe, 16, load_profile("h800"))
     step, hidden = methods.Colocated.of(forecaster, recipe).kernels(recipe, "interleaved_1f1b")
     assert step.fits and 0 < hidden < step.timeline.bubble_fraction
-    lean = methods.recomputing(recipe, "tuned")
+    lean = methods.recomputing(recipe, "auto")
     tuned, _ = methods.Colocated.of(forecaster, lean).kernels(lean, "interleaved_1f1b")
     assert tuned.fits and tuned.plan.recompute and tuned.makespan_ms < step.makespan_ms
 

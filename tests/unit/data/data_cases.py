@@ -132,7 +132,7 @@ def training(**changes: object) -> TrainingConfig:
 
 
 def data_config(tmp_path: Path, *sources: SourceConfig, **changes: object) -> DataConfig:
-    values = {"workers": 0, "open_packs": 3, "index_cache": str(tmp_path / "index")}
+    values = {"workers": 0, "packing_buffer_size": 3, "index_cache_dir": str(tmp_path / "index")}
     return DataConfig(sources=list(sources), **{**values, **changes})
 
 

@@ -67,7 +67,9 @@ def make(tmp_path, tokenizer, text_spec):
     sources = [
         SourceConfig(path=str(write_jsonl(tmp_path / "a.jsonl", captions + documents)), name="a"),
         SourceConfig(
-            path=str(write_jsonl(tmp_path / "b.jsonl", drawn)), name="b", generate="image"
+            path=str(write_jsonl(tmp_path / "b.jsonl", drawn)),
+            name="b",
+            target_image_column="image",
         ),
         SourceConfig(path=str(write_jsonl(tmp_path / "c.jsonl", texts)), name="c"),
     ]
@@ -183,7 +185,7 @@ def test_balanced_ranks_decode_every_image_once(make, spec, positions):
     assert_same_work(balanced, plain)
     counts = [sum(len(m.meta.samples) > 0 for m in b.microbatches) for b in plain]
     assert min(counts) > 0
-    assert sum(b.decoded_images for b in balanced) == sum(b.decoded_images for b in plain)
+    assert sum(b.decoded_media for b in balanced) == sum(b.decoded_media for b in plain)
     for module in ALTERNATE.names:
         moved = [
             home != rank

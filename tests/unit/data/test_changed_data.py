@@ -100,8 +100,8 @@ CHANGES = {
     "prompt": (None, {"first": {"prompt": "a small picture of"}}, "prompt of source 'shown'"),
     "weight": (None, {"first": {"weight": 3.0}}, r"weight of source 'shown' 2.0 -> 3.0"),
     "shuffle": (None, {"shuffle": False}, r"data.shuffle true -> false"),
-    "delay": (None, {"max_delay_steps": 2}, r"data.max_delay_steps 32 -> 2"),
-    "open packs": (None, {"open_packs": 2}, r"data.open_packs 3 -> 2"),
+    "delay": (None, {"packing_max_wait_steps": 2}, r"data.packing_max_wait_steps 32 -> 2"),
+    "open packs": (None, {"packing_buffer_size": 2}, r"data.packing_buffer_size 3 -> 2"),
     "seed": (None, {"sizes": {"seed": 4}}, r"training.seed 3 -> 4"),
     "length": (None, {"sizes": {"sequence_length": 72}}, r"training.sequence_length 64 -> 72"),
 }
@@ -113,11 +113,11 @@ def test_changed_data_are_refused_by_name_unless_accepted(site, name, caplog):
     change, options, reason = CHANGES[name]
     if change:
         change(site)
-    with pytest.raises(CheckpointError, match=f"(?s)other data.*{reason}.*resume_changed_data"):
+    with pytest.raises(CheckpointError, match=f"(?s)other data.*{reason}.*allow_data_change"):
         site.loader(state, **options)
     with caplog.at_level(logging.WARNING, "torchmm"):
         batches = take(site.loader(state, accept=True, **options), 12)
-    assert "resume_changed_data" in caplog.text
+    assert "allow_data_change" in caplog.text
     seen = names(batches)
     assert {n for n, _ in seen} == {"shown", "told"}
     again = take(site.loader(batches[4].state, **options), 3)
@@ -192,7 +192,7 @@ def test_what_was_compared_otherwise_goes_on(site, caplog):
 def test_positions_in_another_order_are_refused_unless_accepted(site, caplog):
     state = take(site.loader(), 2)[-1].state
     old = {key: value for key, value in state.items() if key != "opened"} | {"version": 1}
-    with pytest.raises(CheckpointError, match=r"the order of samples.*resume_changed_data"):
+    with pytest.raises(CheckpointError, match=r"the order of samples.*allow_data_change"):
         site.loader(old)
     with caplog.at_level(logging.WARNING, "torchmm"):
         batches = take(site.loader(old, accept=True), 3)

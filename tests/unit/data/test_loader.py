@@ -53,7 +53,7 @@ def make(tmp_path, tokenizer, text_spec):
         sources=None,
         text=text_spec,
         validation=False,
-        open_packs=3,
+        packing_buffer_size=3,
         packing="best_fit",
         prefetch=2,
         **sizes,
@@ -63,8 +63,8 @@ def make(tmp_path, tokenizer, text_spec):
             SourceConfig(path=str(tmp_path / "documents"), streaming=streaming),
         ]
         data = data_config(
-            tmp_path, *configs, workers=workers, open_packs=open_packs, shuffle_window=7,
-            validation=configs, packing=packing, prefetch=prefetch,
+            tmp_path, *configs, workers=workers, packing_buffer_size=packing_buffer_size,
+            shuffle_window=7, validation=configs, packing=packing, prefetch=prefetch,
         )  # fmt: skip
         return build_loader(
             data,
@@ -182,7 +182,7 @@ def test_without_encoders_the_run_is_text_only(make, text_spec):
 
 def test_nothing_is_lost_or_doubled_over_two_epochs(make, tmp_path):
     source = SourceConfig(path=str(tmp_path / "captions"), name="c")
-    loader = make(sources=[source], global_batch_size=1, open_packs=1)
+    loader = make(sources=[source], global_batch_size=1, packing_buffer_size=1)
     drawn = [s.index for b in take(loader, 30) for m in b.microbatches for s in m.meta.samples]
     assert len(drawn) > 46
     counts = np.bincount(drawn[:46], minlength=23)
@@ -230,7 +230,7 @@ def test_epoch_counts_trained_samples(make, tmp_path, streaming):
     source = SourceConfig(path=str(tmp_path / "captions"), streaming=streaming)
     state, trained = None, 0
     for stop in (20, 10):  # the second part is resumed
-        loader = make(sources=[source], global_batch_size=1, open_packs=8, state=state)
+        loader = make(sources=[source], global_batch_size=1, packing_buffer_size=8, state=state)
         for batch in take(loader, stop):
             trained += len(batch.microbatches[0].meta.samples)
             in_first_pass = streaming and batch.epoch == 0.0  # of unknown length
@@ -302,7 +302,7 @@ def test_validation_is_one_epoch_and_repeats(make, streaming):
 
 def test_validation_order_is_spread_and_the_same_for_every_seed(make):
     def order(seed):
-        batches = list(make(validation=True, seed=seed, open_packs=1))
+        batches = list(make(validation=True, seed=seed, packing_buffer_size=1))
         samples = [s for b in batches for m in b.microbatches for s in m.meta.samples]
         return [s.index for s in samples if s.source == samples[0].source]
 

@@ -36,7 +36,7 @@ def make(tmp_path, tokenizer, text_spec):
         ]
         staged = [StageConfig(**stage) for stage in stages]
         return build_loader(
-            data_config(tmp_path, *configs, stages=staged, shuffle_window=6),
+            data_config(tmp_path, *configs, mixture_schedule=staged, shuffle_window=6),
             training(),
             text_spec=text_spec,
             image_specs={},

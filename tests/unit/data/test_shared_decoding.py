@@ -40,7 +40,7 @@ def make(tmp_path, tokenizer, text_spec):
     write = write_jsonl(tmp_path / "b.jsonl", drawn)
     sources = [
         SourceConfig(path=str(read), name="a"),
-        SourceConfig(path=str(write), name="b", generate="image"),
+        SourceConfig(path=str(write), name="b", target_image_column="image"),
     ]
 
     def build(reads: Reads | None, spec=CLIP, positions="1d", workers=0) -> Loader:
@@ -119,9 +119,9 @@ def test_ranks_share_the_images_of_a_step(make, spec):
         inputs = [half.microbatches[number] for half in halves]
         held = [image for m in inputs for image in m.encoders["vision"].held]
         assert held == list(range(len(microbatch.encoders["vision"].grids_thw)))
-    counts = [half.decoded_images for half in halves]
-    assert sum(counts) == images_in(whole) == whole.decoded_images and min(counts) > 0
-    everybody = [first(make(ALL, spec)).decoded_images for _ in halves]
+    counts = [half.decoded_media for half in halves]
+    assert sum(counts) == images_in(whole) == whole.decoded_media and min(counts) > 0
+    everybody = [first(make(ALL, spec)).decoded_media for _ in halves]
     assert sum(everybody) == 2 * images_in(whole), "the counter does not tell"
 
 
@@ -130,7 +130,7 @@ def test_ranks_without_pixels_open_no_file(make, tmp_path):
     for file in tmp_path.glob("*.png"):
         file.unlink()
     found = first(make(NOTHING))
-    assert not found.corrupt and found.decoded_images == 0
+    assert not found.corrupt and found.decoded_media == 0
     for own, wanted in zip(found.microbatches, whole.microbatches, strict=True):
         assert_equal(own, wanted)
         assert own.encoders["vision"].pixels.shape == (0, 3, 16, 16)

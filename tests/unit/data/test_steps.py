@@ -26,12 +26,12 @@ def mixture(sizes=SIZES, one_epoch=False):
     return Mixture(feeds, [Stage([2.0, 1.0])])
 
 
-def sequence(ranks=1, state=None, sizes=SIZES, one_epoch=False, open_packs=5, **changes):
+def sequence(ranks=1, state=None, sizes=SIZES, one_epoch=False, packing_buffer_size=5, **changes):
     values = {"global_batch_size": 8, **changes}
-    delay = values.pop("max_delay_steps", 3)
+    delay = values.pop("packing_max_wait_steps", 3)
     return StepSequence(
-        mixture(sizes, one_epoch), training(**values), open_packs, ranks, 0, state,
-        max_delay_steps=delay,
+        mixture(sizes, one_epoch), training(**values), packing_buffer_size, ranks, 0, state,
+        packing_max_wait_steps=delay,
     )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def plain_steps(count, delay):
 
 @pytest.mark.parametrize("delay", [1, 3, 100])
 def test_steps_are_those_of_a_plain_planner(delay):
-    steps = list(islice(sequence(max_delay_steps=delay), 30))
+    steps = list(islice(sequence(packing_max_wait_steps=delay), 30))
     assert [packs(step) for step in steps] == list(plain_steps(30, delay))
 
 
@@ -88,11 +88,11 @@ def test_an_epoch_has_every_sample_once_and_ends_in_empty_packs():
     assert {len(packs(step)) for step in steps} == {8} and [] in packs(steps[-1])
 
 
-def latest(delay, open_packs, batch):
+def latest(delay, packing_buffer_size, batch):
     """Most steps that a sample is late, of 60 steps of lengths that hardly fit together."""
     sizes = [np.array([33, *[40, 64] * 80]), np.array([64])]
-    changes = {"global_batch_size": batch, "max_delay_steps": delay}
-    steps = sequence(sizes=sizes, open_packs=open_packs, **changes)
+    changes = {"global_batch_size": batch, "packing_max_wait_steps": delay}
+    steps = sequence(sizes=sizes, packing_buffer_size=packing_buffer_size, **changes)
     order = mixture(sizes)
     drawn_in, late = {}, []
     for number, step in enumerate(islice(steps, 60), 1):
@@ -103,6 +103,10 @@ def latest(delay, open_packs, batch):
     return max([*late, *(60 - number for number in drawn_in.values())])
 
 
-@pytest.mark.parametrize(("open_packs", "batch"), [(5, 8), (16, 4)])
-def test_no_sample_is_later_than_said(open_packs, batch):
-    assert latest(3, open_packs, batch) <= 3 + open_packs // batch < latest(1000, open_packs, batch)
+@pytest.mark.parametrize(("packing_buffer_size", "batch"), [(5, 8), (16, 4)])
+def test_no_sample_is_later_than_said(packing_buffer_size, batch):
+    assert (
+        latest(3, packing_buffer_size, batch)
+        <= 3 + packing_buffer_size // batch
+        < latest(1000, packing_buffer_size, batch)
+    )

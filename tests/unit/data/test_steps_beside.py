@@ -54,7 +54,7 @@ class Begin:
     """Steps of fabricated sizes; picklable."""
 
     def __init__(self, tmp_path):
-        self.data = data_config(tmp_path, reorder="both", open_packs=5)
+        self.data = data_config(tmp_path, reorder="both", packing_buffer_size=5)
         self.run = training(global_batch_size=8, steps=99)
 
     def __call__(self, position):

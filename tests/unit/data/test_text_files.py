@@ -222,5 +222,5 @@ def test_damaged_packed_files_and_full_caches_are_named(read, tmp_path):
         read("a.jsonl.gz", gzip.compress(b'{"n": 1}\n' * 10_000)[:-20])
     assert not any((tmp_path / "unpacked").iterdir())
     config = SourceConfig(path=str(tmp_path / "a.jsonl.gz"))
-    with pytest.raises(ConfigError, match=r"data\.index_cache"):
+    with pytest.raises(ConfigError, match=r"data\.index_cache_dir"):
         open_map_source(config, str(tmp_path / "a.jsonl.gz"))

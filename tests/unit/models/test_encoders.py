@@ -262,7 +262,7 @@ def test_the_dummy_image_is_valid(family: str) -> None:
 
 
 def test_pixel_shuffle_puts_a_square_of_patches_into_one_token() -> None:
-    config = pair_config("llama", "clip", connector="pixel_shuffle_mlp", shuffle=2)
+    config = pair_config("llama", "clip", connector="pixel_shuffle_mlp", pixel_shuffle_factor=2)
     encoder = build(config).encoders["eye"]
     inputs = make_inputs("clip")
     seen: list[Tensor] = []

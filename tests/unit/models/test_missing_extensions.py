@@ -23,7 +23,7 @@ model_type = "llama"
 _class_name = "PixArtTransformer2DModel"
 [[data.sources]]
 path = "."
-generate = "image"
+target_image_column = "image"
 """
 
 

@@ -242,8 +242,8 @@ def test_files_of_whole_models_are_read_for_their_thinkers(name: str, tmp_path: 
 
 def test_a_source_on_a_hub_says_which_towers_it_has() -> None:
     assert ModelConfig(source="a/hub").encoder_names == ["vision"]
-    told = ModelConfig(source="a/hub", towers=["vision", "audio"])
+    told = ModelConfig(source="a/hub", modalities=["vision", "audio"])
     assert told.encoder_names == ["vision", "audio"]
-    wrong = ModelConfig(config=COMPOSITES["qwen3_omni"], towers=["vision"])
-    with pytest.raises(ConfigError, match="write towers = "):
+    wrong = ModelConfig(config=COMPOSITES["qwen3_omni"], modalities=["vision"])
+    with pytest.raises(ConfigError, match="write modalities = "):
         build(wrong)

@@ -127,7 +127,7 @@ def dynamic(**changes: Any) -> ModelConfig:
     return ModelConfig(llm=LlmConfig(config={**config, **changes}))
 
 
-@pytest.mark.parametrize(("length", "validation"), [(33, {}), (30, {"samples": 1})])
+@pytest.mark.parametrize(("length", "validation"), [(33, {}), (30, {"num_samples": 1})])
 def test_dynamic_rope_of_long_samples_is_rejected(length: int, validation: dict) -> None:
     with pytest.raises(ConfigError, match=r'rope_type = "dynamic".*max_position_embeddings = 32'):
         recipe_model(recipe_of(dynamic(), length, **validation))

@@ -68,7 +68,7 @@ def test_auto_compiles_packed_encoders_with_rotary_positions(family: str) -> Non
 def test_auto_skips_layers_that_the_parallelism_interrupts() -> None:
     llm = text_model("llama").llm.describe()
     interrupted = [
-        {"tensor_bubbles": 0.5},
+        {"tp_comm_fraction": 0.5},
         {"pipeline": 2, "schedule": "zero_bubble"},
         {"expert": 2},
         {"llm": {"context": 2}},
@@ -245,7 +245,7 @@ def test_tuned_selective_is_full_for_eager_layers_on_cuda(monkeypatch) -> None:
     for is_eager_on_cuda in (False, True):
         model = text_model("llama")
         module = model.llm
-        apply_activation_checkpoint(module, "tuned", is_eager_on_cuda=is_eager_on_cuda)
+        apply_activation_checkpoint(module, "auto", is_eager_on_cuda=is_eager_on_cuda)
         set_layer_modes(module, ["selective"] * len(module.layers))
         calls.clear()
         model(microbatch([5, 9, 9])).backward()
@@ -276,7 +276,7 @@ def test_auto_runs_eagerly_if_compilation_fails(
         run([5, 9, 9])
 
 
-@pytest.mark.parametrize("mode", ["selective", "full", "tuned"])
+@pytest.mark.parametrize("mode", ["selective", "full", "auto"])
 @pytest.mark.parametrize("trains", [False, True])
 def test_compiled_encoder_recomputes_only_with_backward(mode: str, trains: bool) -> None:
     torch.compiler.reset()
@@ -285,7 +285,7 @@ def test_compiled_encoder_recomputes_only_with_backward(mode: str, trains: bool)
     for module in (plain, model):
         module.requires_grad_(trains)
     apply_activation_checkpoint(model, mode, Compilation("aot_eager"))
-    if mode == "tuned":
+    if mode == "auto":
         set_layer_modes(model, ["full"] * len(model.layers))
     inputs = make_inputs("siglip")
     if trains:

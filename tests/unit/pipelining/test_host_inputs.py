@@ -24,7 +24,7 @@ from torchmm.pipelining.run.step_state import StepState
 from torchmm.pipelining.schedules.layouts import Cut, build_layout
 
 CUTS = {"vision": [Cut(n, (0,)) for n in (1, 3)], "llm": [Cut(n, (0,)) for n in (2, 2)]}
-CASE = Case("offloaded", encoder="clip", recompute="tuned", tied=False)
+CASE = Case("offloaded", encoder="clip", recompute="auto", tied=False)
 ONE, SEVERAL = 1, 4
 """Seeds of steps with one and with several microbatches."""
 

@@ -48,7 +48,7 @@ class Count(nn.Module):
 
 @pytest.mark.parametrize("split", [0.0, 0.5, 1.0])
 def test_any_choice_gives_the_same_gradients_and_dropout(split):
-    case = Case("chosen", encoder="clip", recompute="tuned", tied=False)
+    case = Case("chosen", encoder="clip", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     model, stages = built(case, layout)
     for stage in stages.values():
@@ -73,7 +73,7 @@ def test_any_choice_gives_the_same_gradients_and_dropout(split):
 
 
 def test_layers_run_again_as_often_as_chosen():
-    case = Case("counted", encoder="clip", recompute="tuned", tied=False)
+    case = Case("counted", encoder="clip", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     _, stages = built(case, layout)
     batch, plan = planned(case, layout, 4)
@@ -92,7 +92,7 @@ def test_layers_run_again_as_often_as_chosen():
 
 
 def test_choices_that_do_not_fit_are_refused():
-    case = Case("misfit", encoder="clip", recompute="tuned", freeze=("vision",), tied=False)
+    case = Case("misfit", encoder="clip", recompute="auto", freeze=("vision",), tied=False)
     layout = build_layout(case.modules(), CUTS)
     _, stages = built(case, layout)
     batch, plan = planned(case, layout, 4)
@@ -117,7 +117,7 @@ def test_choices_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="1 modes of recomputation for 2 layers of llm"):
         set_layer_modes(stages[2].module, ["none"])
     _, fixed = built(replace(case, recompute="none"), layout)
-    with pytest.raises(ValueError, match='mode = "tuned"'):
+    with pytest.raises(ValueError, match='mode = "auto"'):
         PipelineRuntime(0, fixed, None).step(choosing(plan, 1), batch)
 
 
@@ -150,13 +150,13 @@ def compiled(case: Case, layout: StageLayout) -> tuple[nn.Module, dict, Compilat
     torch.compiler.reset()  # what other tests have taught the compiler about sizes
     compilation = Compilation("aot_eager")
     for stage in stages.values():
-        apply_activation_checkpoint(stage.module, "tuned", compilation)
+        apply_activation_checkpoint(stage.module, "auto", compilation)
     return model, stages, compilation
 
 
 @pytest.mark.slow
 def test_compiled_layers_choose_too_with_one_graph_for_three_modes():
-    case = Case("compiled", encoder="siglip2", recompute="tuned", tied=False)
+    case = Case("compiled", encoder="siglip2", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     plain, plain_stages = built(case, layout)
     model, stages, compilation = compiled(case, layout)
@@ -182,7 +182,7 @@ def test_compiled_layers_choose_too_with_one_graph_for_three_modes():
 @pytest.mark.slow
 def test_what_a_compiled_layer_keeps_is_freed_where_it_is_run_again():
     """Compiled code saves tensors in ways of its own, some of them past the hooks of autograd."""
-    case = Case("compiled", encoder="clip", recompute="tuned", tied=False)
+    case = Case("compiled", encoder="clip", recompute="auto", tied=False)
     layout = build_layout(case.modules(), CUTS)
     model, stages, _ = compiled(case, layout)
     layer = stages[2].module.layers[0]

@@ -39,8 +39,8 @@ def test_auto_without_extension_is_none():
     [
         ("data.reorder", "intra"),
         ("data.balance", "images"),
-        ("parallel.orchestrate", True),
-        ("parallel.tensor_bubbles", 0.2),
+        ("parallel.auto_sizes", True),
+        ("parallel.tp_comm_fraction", 0.2),
     ],
 )
 def test_value_without_extension_is_rejected(key, value):

@@ -49,7 +49,7 @@ def one_problem(path: Path, *overrides: str, world_size: int | None = None) -> s
 
 
 def test_seven_different_mistakes_are_reported_at_once(write, tmp_path):
-    base = write("base.toml", '[optimizer]\nschedule = "cosin"\n[trainin]\nsteps = 5\n')
+    base = write("base.toml", '[optimizer]\nlr_schedule = "cosin"\n[trainin]\nsteps = 5\n')
     child = write(
         "child.toml",
         'base = "base.toml"\n' + MODEL + "[training]\nsteps = 'ten'\nglobal_batch_sise = 4\n"
@@ -57,7 +57,7 @@ def test_seven_different_mistakes_are_reported_at_once(write, tmp_path):
     )
     found = problems_of(child, "--parallel.tensor", "0", world_size=1)
     expected = [
-        (base, "optimizer.schedule", "cosine"),
+        (base, "optimizer.lr_schedule", "cosine"),
         (base, "trainin", "training"),
         (child, "training.steps", "integer"),
         (child, "training.global_batch_sise", "training.global_batch_size"),
@@ -191,7 +191,7 @@ def test_a_valid_recipe_has_no_problems(valid):
         ("--parallel.tensor 4", "model.llm.config.num_attention_heads = 6", "parallel.tensor"),
         ("--optimizer.warmup_steps 101", "optimizer.warmup_steps", "training.steps"),
         (
-            "--optimizer.schedule wsd --optimizer.warmup_steps 90",
+            "--optimizer.lr_schedule wsd --optimizer.warmup_steps 90",
             "optimizer.warmup_steps",
             "use 80",
         ),
@@ -230,7 +230,7 @@ def test_a_valid_recipe_has_no_problems(valid):
             "adapters.a.source",
             "no such directory",
         ),
-        ("--validation.samples 2", "validation.samples", "[[data.validation]]"),
+        ("--validation.num_samples 2", "validation.num_samples", "[[data.validation]]"),
         ("--data.sources []", "data.sources", "[[data.sources]]"),
         (
             "--training.epochs 1 --data.sources [{path='.',streaming=true}]",
@@ -239,7 +239,7 @@ def test_a_valid_recipe_has_no_problems(valid):
         ),
         (
             "--training.epochs 1 --data.sources [{path='.',name='a'}] "
-            "--data.stages [{weights={a=1.0}}]",
+            "--data.mixture_schedule [{weights={a=1.0}}]",
             "training.epochs",
             "set training.steps",
         ),
@@ -258,7 +258,7 @@ def test_a_valid_recipe_has_no_problems(valid):
             "--checkpoint.keep_best {metric='word_error_rate'} --validation.interval 2 "
             "--data.validation [{path='.'}]",
             "checkpoint.keep_best",
-            "set validation.samples",
+            "set validation.num_samples",
         ),
         (
             "--checkpoint.keep_best {} --validation.interval 2 --checkpoint.interval 3 "
@@ -268,20 +268,20 @@ def test_a_valid_recipe_has_no_problems(valid):
         ),
         (
             "--checkpoint.keep_best {metric='held/cider'} --validation.interval 2 "
-            "--data.validation [{path='.',name='held',scores=['exact_match']}]",
+            "--data.validation [{path='.',name='held',metrics=['exact_match']}]",
             "checkpoint.keep_best",
             "known: validation_loss, validation_loss_text, validation_loss_image, "
             "word_error_rate, loss, held/exact_match",
         ),
         (
             "--checkpoint.keep_best {metric='held/cider'} --validation.interval 2 "
-            "--data.validation [{path='.',name='held',scores=['cider']}]",
+            "--data.validation [{path='.',name='held',metrics=['cider']}]",
             "checkpoint.keep_best",
-            "set validation.samples",
+            "set validation.num_samples",
         ),
         (
-            "--data.sources [{path='.',scores=['cider']}]",
-            "data.sources[0].scores",
+            "--data.sources [{path='.',metrics=['cider']}]",
+            "data.sources[0].metrics",
             "[[data.validation]]",
         ),
         ("--validation.ema true", "validation.ema", "set training.ema_decay"),
@@ -343,21 +343,31 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
             "data.sources[0].filter.min_tokens",
             "max_tokens = 8",
         ),
-        ([A + "}"], "{until_step = 2, weights = {a = 1.0}}", "data.stages[0].until_step", "last"),
+        (
+            [A + "}"],
+            "{until_step = 2, weights = {a = 1.0}}",
+            "data.mixture_schedule[0].until_step",
+            "last",
+        ),
         (
             [A + "}"],
             "{weights = {a = 1.0}}, {weights = {a = 1.0}}",
-            "data.stages[0].until_step",
+            "data.mixture_schedule[0].until_step",
             "after 0",
         ),
-        ([A + "}"], "{weights = {a = 1.0, aa = 1.0}}", "data.stages[0].weights.aa", '"a"?'),
-        ([A + "}"], "{weights = {a = -1.0}}", "data.stages[0].weights", "above 0"),
-        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.stages", 'takes from "b"'),
+        (
+            [A + "}"],
+            "{weights = {a = 1.0, aa = 1.0}}",
+            "data.mixture_schedule[0].weights.aa",
+            '"a"?',
+        ),
+        ([A + "}"], "{weights = {a = -1.0}}", "data.mixture_schedule[0].weights", "above 0"),
+        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.mixture_schedule", 'takes from "b"'),
         ([A + ", weight = 2.0}"], "{weights = {a = 1.0}}", "data.sources[0].weight", "no effect"),
     ],
 )
 def test_shares_of_sources_are_checked(valid, sources, stages, key, text):
-    overrides = [f"--data.sources=[{', '.join(sources)}]", f"--data.stages=[{stages}]"]
+    overrides = [f"--data.sources=[{', '.join(sources)}]", f"--data.mixture_schedule=[{stages}]"]
     problems = problems_of(valid, *overrides, world_size=1)
     assert any(f": {key}" in p and text in p for p in problems), problems
 
@@ -483,7 +493,7 @@ def test_warmup_is_checked_only_if_steps_are_known(valid):
         (["--data.sources=[{path='.',format='energon'}]"], 'data.sources[0].format = "energon"'),
         (["--data.producers.addresses=['[::1]:1']"], 'data.producers.addresses = ["[::1]:1"]'),
         (["--data.producers.registry=127.0.0.1:1"], 'data.producers.registry = "127.0.0.1:1"'),
-        (["--checkpoint.upload=/copies"], 'checkpoint.upload = "/copies"'),
+        (["--checkpoint.remote_dir=/copies"], 'checkpoint.remote_dir = "/copies"'),
         (["--checkpoint.resume=s3://a/b"], 'checkpoint.resume = "s3://a/b"'),
     ],
 )

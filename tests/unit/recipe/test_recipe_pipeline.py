@@ -196,7 +196,7 @@ def test_layers_of_composites(config: dict, vision: int | None) -> None:
         ('expert = 2\nplacement = "disaggregated"', 4, 'with "disaggregated" modules'),
         ("shard = 2\nexpert = 2\n[compile]\nenabled = true", 2, "cannot be compiled"),
         (
-            'shard = 2\nexpert = 2\n[activation_checkpoint]\nmode = "tuned"',
+            'shard = 2\nexpert = 2\n[activation_checkpoint]\nmode = "auto"',
             2,
             "recompute the same layers",
         ),
@@ -222,7 +222,7 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
             "does not divide the 2 ranks of parallel.shard",
         ),
         ("[parallel.vision]\ncontext = 2", 2, "set parallel.llm.context"),
-        ("orchestrate = true\n[parallel.llm]\ncontext = 2", 2, "to what chooses sizes"),
+        ("auto_sizes = true\n[parallel.llm]\ncontext = 2", 2, "to what chooses sizes"),
         (
             'placement = "colocated"\nschedule = "optimus"\ntensor = 2\n'
             "vision.tensor = 1\nllm.context = 2",
@@ -233,7 +233,7 @@ GENERATOR = "[model.generator]\nconfig = {num_layers = 1}"
         (f"[parallel.llm]\ncontext = 2\n{GENERATOR}", 2, "with a generator"),
         ("[parallel.llm]\ncontext = 2\n[compile]\nenabled = true", 2, "cannot be compiled"),
         (
-            '[parallel.llm]\ncontext = 2\n[activation_checkpoint]\nmode = "tuned"',
+            '[parallel.llm]\ncontext = 2\n[activation_checkpoint]\nmode = "auto"',
             2,
             "the same layers",
         ),

@@ -82,7 +82,7 @@ def test_resume_of_older_checkpoint_compares_known_versions(manager, tmp_path, c
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_everything_comes_back_bit_for_bit(manager, asynchronous, fused):
-    first = manager(asynchronous=asynchronous)
+    first = manager(async_save=asynchronous)
     model, optimizer = build(fused=fused)
     train(model, optimizer)
     first.save(1, model, optimizer, {"position": [1, "a"]})
@@ -131,7 +131,7 @@ def test_asynchronous_save_keeps_the_values_of_the_call(manager, monkeypatch):
     monkeypatch.setattr(
         CheckpointManager, "_write", lambda *a, **k: (gate.wait(30), write(*a, **k))
     )
-    first = manager(asynchronous=True)
+    first = manager(async_save=True)
     model, optimizer = build()
     train(model, optimizer)
     at_call = snapshot(model, optimizer)
@@ -146,7 +146,7 @@ def test_asynchronous_save_keeps_the_values_of_the_call(manager, monkeypatch):
 
 
 def test_the_next_save_waits_for_the_one_before(manager, tmp_path):
-    first = manager(asynchronous=True, keep=9)
+    first = manager(async_save=True, keep_latest=9)
     model, optimizer = build()
     for step in range(4):
         first.save(step, model, optimizer, {})
@@ -180,12 +180,12 @@ def test_a_step_is_not_saved_twice(manager):
 
 
 def test_retention_keeps_the_newest(manager, tmp_path):
-    saved(manager(keep=2), 1, 2, 10)
+    saved(manager(keep_latest=2), 1, 2, 10)
     assert steps(tmp_path) == ["step-10", "step-2"]
 
 
 def test_torn_and_damaged_directories_never_push_out_the_good_one(manager, tmp_path):
-    first = manager(keep=2)
+    first = manager(keep_latest=2)
     last = saved(first, 1)
     for number in (2, 3, 4):
         (tmp_path / f"checkpoints/step-{number}").mkdir()
@@ -222,7 +222,7 @@ d.CheckpointDirectory(pathlib.Path({str(tmp_path / "checkpoints")!r}), logging).
 
 
 def test_a_fresh_start_sets_old_checkpoints_aside(manager, tmp_path):
-    first = manager(resume="none", keep=2)
+    first = manager(resume="none", keep_latest=2)
     saved(first, 5, 6)
     assert first.resume(*build()) is None
     saved(first, 1)
@@ -246,7 +246,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_set_aside_or_told(manager, tmp_p
 
 
 def test_a_named_checkpoint_is_resumed_and_later_ones_set_aside(manager, tmp_path):
-    saved(manager(keep=3), 1, 2, 3)
+    saved(manager(keep_latest=3), 1, 2, 3)
     second = manager(resume=str(tmp_path / "checkpoints/step-2"))
     assert second.resume(*build()).step == 2
     assert "step-3" not in steps(tmp_path)
@@ -289,7 +289,7 @@ def optimizer_of(model):
 
 
 def test_missing_and_extra_names_are_refused_and_listed(manager, tmp_path):
-    first = manager(keep=2)
+    first = manager(keep_latest=2)
     wider = Wider()
     first.save(1, wider, optimizer_of(wider), {})
     with pytest.raises(CheckpointError, match=r"not in the model: model\.extra"):

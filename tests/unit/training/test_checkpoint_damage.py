@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_fifty_injuries_are_all_found_and_the_previous_step_is_used(manager, tmp_path):
-    first = manager(keep=2)
+    first = manager(keep_latest=2)
     saved(first, 1, 2)
     good = {p.name: p.read_bytes() for p in (tmp_path / "checkpoints/step-2").iterdir()}
     rng = random.Random(0)
@@ -95,7 +95,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def test_a_checkpoint_of_a_newer_version_stops_the_start(manager, tmp_path):
     """Going on from an older step would give up what the newer version has trained."""
-    first = manager(keep=3)
+    first = manager(keep_latest=3)
     saved(first, 1, 2)
     newer = tmp_path / "checkpoints/step-2"
     rewrite(newer, format=2, layout=None, of_tomorrow=True)
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_a_newer_version_stops_the_start(manager, tmp_path):
 
 
 def test_what_the_user_names_goes_on_beside_a_newer_version(manager, tmp_path):
-    saved(manager(keep=3), 1, 2)
+    saved(manager(keep_latest=3), 1, 2)
     rewrite(tmp_path / "checkpoints/step-2", format=2)
     again = manager(resume=str(tmp_path / "checkpoints/step-1"))
     assert again.resume(*build()).step == 1
@@ -118,10 +118,10 @@ def test_what_the_user_names_goes_on_beside_a_newer_version(manager, tmp_path):
 
 
 def test_retention_leaves_checkpoints_of_newer_versions_alone(manager, tmp_path, caplog):
-    first = manager(keep=1)
+    first = manager(keep_latest=1)
     saved(first, 2)
     rewrite(tmp_path / "checkpoints/step-2", format=2)
-    first = manager(keep=1)
+    first = manager(keep_latest=1)
     saved(first, 1, 3, 4)
     assert steps(tmp_path) == ["step-2", "step-4"]
     assert "damaged" not in caplog.text
@@ -129,7 +129,7 @@ def test_retention_leaves_checkpoints_of_newer_versions_alone(manager, tmp_path,
 
 @pytest.mark.parametrize("fact", ["layout", "world_size", "recipe_sha256", "format"])
 def test_a_manifest_without_a_fact_is_damaged(manager, tmp_path, fact):
-    first = manager(keep=2)
+    first = manager(keep_latest=2)
     saved(first, 1, 2)
     rewrite(tmp_path / "checkpoints/step-2", **{fact: "x" if fact == "format" else None})
     assert fact in find_problems(tmp_path / "checkpoints/step-2")[0]
@@ -143,7 +143,7 @@ ENTRY = {"bytes": 1, "sha256": "0" * 64}
     "name", ["../../x", "/tmp/x", "a/b", "..", "", "a\\b", "C:x", "a\0", ".lock", "MANIFEST.json"]
 )
 def test_manifest_with_unsafe_name_is_rejected(manager, tmp_path, name):
-    first = manager(keep=2)
+    first = manager(keep_latest=2)
     saved(first, 1, 2)
     path = tmp_path / "checkpoints/step-2"
     rewrite(path, files={**read_manifest(path)["files"], name: ENTRY})
@@ -162,7 +162,7 @@ def test_manifest_with_unsafe_name_is_rejected(manager, tmp_path, name):
     ids=str,
 )
 def test_manifest_with_wrong_entry_is_rejected(manager, tmp_path, entry):
-    first = manager(keep=2)
+    first = manager(keep_latest=2)
     saved(first, 1, 2)
     path = tmp_path / "checkpoints/step-2"
     rewrite(path, files={**read_manifest(path)["files"], "index.json": entry})
@@ -234,7 +234,7 @@ def test_state_with_wrong_content_is_rejected(manager, tmp_path, content):
 @pytest.mark.parametrize("name", ["MANIFEST.json", "state.json", "index.json"])
 def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
     """Also where the manifest vouches for them."""
-    first = manager(keep=2)
+    first = manager(keep_latest=2)
     saved(first, 1, 2)
     path = tmp_path / "checkpoints/step-2"
     deep = b"[" * 100_000 + b"]" * 100_000
@@ -253,7 +253,7 @@ def test_deeply_nested_files_are_damaged(manager, tmp_path, name):
 @pytest.mark.parametrize("file", ["rank-", "index.json", "state.json", "MANIFEST.json"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_is_named_and_harms_nothing(manager, tmp_path, monkeypatch, file, asynchronous):
-    first = manager(asynchronous=asynchronous)
+    first = manager(async_save=asynchronous)
     saved(first, 1)
     first.wait()
     model, optimizer = build(seed=3)
@@ -280,7 +280,7 @@ def test_a_really_full_disk(manager, tmp_path):
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here")
     (tmp_path / "checkpoints").symlink_to(disk)
-    first = manager(keep=3)
+    first = manager(keep_latest=3)
     try:
         saved(first, 1)
         filler = disk / "filler"
@@ -306,7 +306,7 @@ def test_other_write_errors_keep_their_name(manager, monkeypatch):
 
 
 def test_verify_script_finds_the_damaged_step(manager, tmp_path):
-    saved(manager(keep=2), 1, 2)
+    saved(manager(keep_latest=2), 1, 2)
     command = [sys.executable, str(ROOT / "scripts/verify_checkpoint.py"), str(tmp_path)]
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
     (tmp_path / "checkpoints/step-2/index.json").write_text("{}")

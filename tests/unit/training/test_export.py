@@ -67,7 +67,7 @@ def saved(tmp_path, real_data):
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
         table = recipe.model_dump(mode="json")
-        with make_manager(tmp_path / "run", table=table, asynchronous=False) as manager:
+        with make_manager(tmp_path / "run", table=table, async_save=False) as manager:
             manager.save(3, model, optimizer, {})
         return model, tmp_path / "run/checkpoints/step-3"
 
@@ -272,7 +272,7 @@ def test_damage_and_older_checkpoints_are_told(saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"step-3 is damaged: .*rank-00000"):
         export_checkpoint(checkpoint, tmp_path / "hf")
     file.write_bytes(good)
-    with make_manager(tmp_path / "old", asynchronous=False) as manager:
+    with make_manager(tmp_path / "old", async_save=False) as manager:
         model = torch.nn.Linear(2, 2)
         manager.save(1, model, torch.optim.AdamW(model.parameters(), fused=True), {})
     with pytest.raises(CheckpointError, match="step-1 holds no recipe"):

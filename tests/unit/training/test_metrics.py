@@ -26,18 +26,20 @@ from torchmm.training.tracking.trackers import BackgroundSink
 CPU = torch.device("cpu")
 LOG = logging.getLogger("torchmm.test")
 RANK = rank_values(
-    tokens_per_s=1000, samples_per_s=10, images_per_s=5, flops=10**9, step_ms=500.0,
-    data_wait_ms=10.0, decoded_images=3, read_bytes=10**6,
+    tokens_per_s=1000, samples_per_s=10, media_per_s=5, flops=10**9, step_ms=500.0,
+    data_wait_ms=10.0, decoded_media=3, data_read_bytes=10**6,
 )  # fmt: skip
 OTHERS = {"epoch": 0, "loss": 2.5, "grad_norm": 1.0, "lr": 1e-3}
 NAMES = (  # names that users' scripts rely on
-    "step loss grad_norm lr tokens_per_s samples_per_s images_per_s mfu step_ms data_wait_ms "
-    "encoder_ms llm_ms pipeline_ms bubble_fraction expert_load peak_memory_bytes slowest_rank "
-    "straggler_share epoch skipped_samples validation_loss loss_text loss_image "
-    "validation_loss_text validation_loss_image generator_ms generated_per_s word_error_rate "
-    "scores predicted_ms planner planner_ms planner_evaluations gain_over_natural graphs "
-    "compile_ms decoded_images read_bytes save_wait_ms save_ms save_bytes upload_ms upload_bytes "
-    "failed_uploads filtered_samples truncated_samples image_imbalance image_imbalance_before "
+    "step loss grad_norm lr tokens_per_s samples_per_s media_per_s mfu step_ms data_wait_ms "
+    "encoder_ms llm_ms pipeline_ms bubble_fraction max_expert_load_ratio peak_memory_bytes "
+    "slowest_rank straggler_fraction epoch skipped_samples validation_loss loss_text loss_image "
+    "validation_loss_text validation_loss_image generator_ms generated_images_per_s "
+    "word_error_rate scores predicted_step_ms planner planner_ms planner_evaluations "
+    "speedup_over_default_order compiled_graphs compile_ms decoded_media data_read_bytes "
+    "checkpoint_wait_ms checkpoint_save_ms checkpoint_bytes checkpoint_upload_ms "
+    "checkpoint_upload_bytes checkpoint_upload_failures filtered_samples truncated_samples "
+    "image_imbalance image_imbalance_before "
     "sequence_imbalance sequence_imbalance_before"
 )
 
@@ -80,14 +82,14 @@ def test_rates_add_up_over_ranks_and_times_are_those_of_the_slowest():
     assert made.step_ms == 1000.0
     assert made.tokens_per_s == 2000.0
     assert made.samples_per_s == 20.0
-    assert made.images_per_s == 10.0
+    assert made.media_per_s == 10.0
     assert made.mfu == pytest.approx(2e9 / (2 * 4e9))
     assert made.data_wait_ms == 700.0
     assert made.slowest_rank == 1
-    assert made.straggler_share == pytest.approx(1 - (10 + 700) / 2 / 700)
+    assert made.straggler_fraction == pytest.approx(1 - (10 + 700) / 2 / 700)
     assert made.peak_memory_bytes == 7
     assert made.skipped_samples == 2
-    assert (made.decoded_images, made.read_bytes) == (6, 2 * 10**6)
+    assert (made.decoded_media, made.data_read_bytes) == (6, 2 * 10**6)
     assert made.encoder_ms is None
 
 
@@ -100,7 +102,7 @@ def test_table_defines_reduction_over_ranks():
     assert all(type(made[name]) is METRICS[name].kind for name in reduced)
     empty = make_record([rank_values(step_ms=1.0)] * 2, None, step=1, **OTHERS)
     modules = {"encoder_ms", "llm_ms", "generator_ms", "pipeline_ms", "compile_ms"}
-    assert {n for n in reduced if empty[n] is None} == {*modules, "generated_per_s"}
+    assert {n for n in reduced if empty[n] is None} == {*modules, "generated_images_per_s"}
 
 
 def test_record_with_unknown_metric_raises():

@@ -26,7 +26,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> Non
 def test_muon_is_torchs():
     model, theirs = net(), net()
     settings = {"lr": 0.02, "weight_decay": 0.1}
-    config = OptimizerConfig(name="muon", schedule="constant", **settings)
+    config = OptimizerConfig(name="muon", lr_schedule="constant", **settings)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     ours = build_optimizer(model, lambda _: "llm", config, (), matrices, torch.bfloat16)
     own = torch.optim.Muon(
@@ -49,7 +49,7 @@ def test_orthogonal_matrices_have_singular_values_near_1():
 
 def test_muon_is_for_matrices_of_layers_alone():
     model = net()
-    config = OptimizerConfig(name="muon", lr=1e-2, schedule="constant")
+    config = OptimizerConfig(name="muon", lr=1e-2, lr_schedule="constant")
     optimizer = build_optimizer(model, lambda _: "llm", config, matrices=[model[2].weight])
     steps(model, optimizer, 1)
     by_muon = [p for p, s in optimizer.state.items() if "momentum_buffer" in s]

@@ -85,18 +85,18 @@ def test_learning_rate_follows_each_group_peak():
 
 
 def test_warmup_is_linear_and_reaches_the_peak():
-    config = OptimizerConfig(warmup_steps=4, schedule="constant")
+    config = OptimizerConfig(warmup_steps=4, lr_schedule="constant")
     assert [lr_factor(s, 10, config) for s in range(1, 7)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
 def test_cosine_ends_at_the_floor_and_is_half_way_in_the_middle():
-    config = OptimizerConfig(warmup_steps=0, schedule="cosine", min_lr_ratio=0.2)
+    config = OptimizerConfig(warmup_steps=0, lr_schedule="cosine", min_lr_ratio=0.2)
     assert lr_factor(100, 100, config) == pytest.approx(0.2)
     assert lr_factor(50, 100, config) == pytest.approx(0.6)
 
 
 def test_wsd_is_flat_then_linear_to_the_floor():
-    config = OptimizerConfig(schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
+    config = OptimizerConfig(lr_schedule="wsd", decay_fraction=0.2, min_lr_ratio=0.0)
     factors = [lr_factor(s, 10, config) for s in range(1, 11)]
     assert factors[:8] == [1.0] * 8
     assert factors[8:] == pytest.approx([0.5, 0.0])
@@ -115,7 +115,7 @@ def test_wsd_is_flat_then_linear_to_the_floor():
     ],
 )
 def test_schedule_change_names_both_learning_rates(schedule, step, steps, rates):
-    config = OptimizerConfig(lr=0.1, schedule=schedule, min_lr_ratio=0.1)
+    config = OptimizerConfig(lr=0.1, lr_schedule=schedule, min_lr_ratio=0.1)
     change = describe_schedule_change(step, 10, steps, config)
     assert (change is None) if rates is None else f"jumps {rates}." in change
 

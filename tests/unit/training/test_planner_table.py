@@ -75,8 +75,8 @@ def test_single_planner_reuses_plan_of_equal_metadata():
     [
         (recipe_with(schedule="searched"), 'parallel.schedule = "searched"'),
         (recipe_with(schedule="optimus"), 'parallel.schedule = "optimus"'),
-        (recipe_with(replan_drift=0.1), "parallel.replan_drift = 0.1"),
-        (recipe_with(mode="tuned"), 'activation_checkpoint.mode = "tuned"'),
+        (recipe_with(replan_threshold=0.1), "parallel.replan_threshold = 0.1"),
+        (recipe_with(mode="auto"), 'activation_checkpoint.mode = "auto"'),
     ],
 )
 def test_missing_extension_is_reported(recipe, key, monkeypatch):

@@ -34,7 +34,7 @@ def torch_step(
 @pytest.mark.parametrize(("max_norm", "bound"), [(1e3, 0.0), (1.0, 3e-7)])
 def test_update_equals_fused_adamw_of_torch(max_norm, bound):
     """Bitwise without clipping. With it, gradients are divided instead of multiplied."""
-    ours, theirs = Trained(max_grad_norm=max_norm, schedule="constant"), Net()
+    ours, theirs = Trained(max_grad_norm=max_norm, lr_schedule="constant"), Net()
     assert isinstance(ours.optimizer, LocalAdamW)
     decays = [p for p in theirs.parameters() if p.ndim > 1]
     others = [p for p in theirs.parameters() if p.ndim <= 1]

@@ -83,7 +83,7 @@ def test_checkpoints_with_and_without_averages_fit_both_ways(tmp_path, caplog):
     module = model()
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
     ours, _ = averaged(module, 2)
-    with make_manager(tmp_path, asynchronous=False) as manager:
+    with make_manager(tmp_path, async_save=False) as manager:
         manager.save(1, module, optimizer, {}, average=ours)
         manager.save(2, module, optimizer, {})
         loaded = WeightAverage(module, DECAY)

@@ -7,10 +7,10 @@ from torchmm.recipe.recipe import Recipe
 
 
 def check_tensor_bubbles(recipe: Recipe, world_size: int | None) -> Problems:
-    """Yield keys that `parallel.tensor_bubbles` does not support."""
+    """Yield keys that `parallel.tp_comm_fraction` does not support."""
     parallel = recipe.parallel
-    key = "parallel.tensor_bubbles"
-    share = parallel.tensor_bubbles
+    key = "parallel.tp_comm_fraction"
+    share = parallel.tp_comm_fraction
     if not share:
         return
     if recipe.compile.enabled is True:
@@ -30,7 +30,7 @@ def check_tensor_bubbles(recipe: Recipe, world_size: int | None) -> Problems:
             text = (
                 f"differs from parallel.{smallest}.tensor = {sizes[smallest]}: ranks that "
                 "communicate in a piece must run it together, but here they run different actions "
-                "of the other encoder; use the same size, or set parallel.tensor_bubbles = 0"
+                "of the other encoder; use the same size, or set parallel.tp_comm_fraction = 0"
             )
             keys = (f"parallel.{smallest}.tensor", "parallel.tensor", key)
             yield Problem(f"parallel.{name}.tensor", size, text, keys)

@@ -4,7 +4,7 @@ from torchmm.common.extensions import Entries, Entry
 
 ENTRIES: Entries = {
     "recipe_checks": [
-        Entry("tensor_bubbles", "torchmm.balance.optimus.checks:check_tensor_bubbles"),
+        Entry("tp_comm_fraction", "torchmm.balance.optimus.checks:check_tensor_bubbles"),
     ],
     "plan_checks": [
         Entry(

@@ -4,8 +4,8 @@ Searches use the same costs as forecasts (`balance.step_plans.searched_costs`): 
 bytes of the device. Measured times correct the costs by a constant and a rate per module, action
 type and rank (`balance.rates`). After each step all ranks add up the times of their actions.
 
-With `parallel.replan_drift`, static schedules and Optimus are planned with measured times after the
-times have drifted (Optimus section 6). Static schedules compare measured times with FLOPs, and
+With `parallel.replan_threshold`, static schedules and Optimus are planned with measured times after
+the times have drifted (Optimus section 6). Static schedules compare measured times with FLOPs, and
 Optimus compares them with the times of the device profile.
 
 A searched schedule is as good as its planning time allows. If the planning process has no plan in
@@ -97,7 +97,7 @@ class MeasuringPlanner(BackgroundPlanner):
         mesh: see `BackgroundPlanner`.
         logger: see `BackgroundPlanner`.
         costs: cost model of the schedule search. None for static schedules with
-            `parallel.replan_drift`.
+            `parallel.replan_threshold`.
         deterministic: Whether to search with all evaluations and without measured times.
         steps: number of steps of the run.
         start: see `BackgroundPlanner`.
@@ -130,8 +130,8 @@ class MeasuringPlanner(BackgroundPlanner):
         times."""
         self._monitor: DriftMonitor | None = None
         # The search uses measured times in any case.
-        if config.replan_drift > 0 and config.schedule != "searched":
-            self._monitor = DriftMonitor(config.replan_drift, self._rates)
+        if config.replan_threshold > 0 and config.schedule != "searched":
+            self._monitor = DriftMonitor(config.replan_threshold, self._rates)
         elif costs is not None:
             self._learns = SearchConfig.of(config).background and not deterministic
         in_background = self._learns if self._searches else SearchConfig.of(config).background
@@ -189,7 +189,7 @@ class MeasuringPlanner(BackgroundPlanner):
             dist.all_reduce(torch.from_numpy(stamps), group=self._shared.group)
             self._transfers.learn(between_ranks_ms(stamps, self._channels))
         if self._leader is not None:
-            predicted_ms = planned.statistics.get("predicted_ms")
+            predicted_ms = planned.statistics.get("predicted_step_ms")
             self._leader.remember(step_ms, predicted_ms, result.span_ms)
         if self._monitor is not None and self._searches:  # on all ranks alike
             modelled = {(0, *kind): total for kind, total in self._modelled.items()}

@@ -234,7 +234,7 @@ class PlanBounds:
         """Return the cost model of a plan, whose executions depend on few of its changes."""
         keys = (
             *("tensor", "replicate", "shard", "expert", "llm.context", "sequence_parallel"),
-            *("pipeline", "placement", "gradient_reduction", "tensor_bubbles"),
+            *("pipeline", "placement", "gradient_reduction", "tp_comm_fraction"),
             *(f"{module.name}.tensor" for module in self._sample.modules),
         )
         # Layers that split the backward pass are not compiled.

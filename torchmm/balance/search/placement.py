@@ -1,6 +1,6 @@
 """Values that a recipe leaves open, chosen when a run starts (`torchmm.planning.choices`).
 
-Parallel sizes (`parallel.orchestrate`), "auto" for `data.reorder` and `data.balance`, and the
+Parallel sizes (`parallel.auto_sizes`), "auto" for `data.reorder` and `data.balance`, and the
 segments of a searched pipeline.
 """
 
@@ -54,7 +54,7 @@ def orchestrated_units(recipe: Recipe, world_size: int) -> Recipe:
         return best.recipe
     fewer = find_best(search(EFFORT / 10, exact=False), world_size)
     raise ConfigError(
-        f"parallel.orchestrate: no plan uses all {world_size} ranks; start {fewer.devices} "
+        f"parallel.auto_sizes: no plan uses all {world_size} ranks; start {fewer.devices} "
         "ranks, or give sizes in [parallel] and [parallel.NAME]"
     )
 

@@ -2,7 +2,7 @@
 
     for plan in recipe_plans("colocated", recipe, devices, sample): ...
 
-The search uses them to complete a recipe (`parallel.orchestrate` with colocated encoders) and to
+The search uses them to complete a recipe (`parallel.auto_sizes` with colocated encoders) and to
 compare its schedules (`scripts/simulate.py --schedule all`). Values that the recipe sets stay. For
 colocated encoders, all combinations of pipeline sizes that divide those of the LLM are tried, with
 one tensor-parallel size for all encoders (Optimus, section 4.1).
@@ -43,13 +43,13 @@ ASYNC_KEYS = ("async_tensor_parallel", "async_tensor_backend")
 
 def leaves_encoders_open(recipe: Recipe) -> bool:
     """Return True if a recipe requests sizes of colocated encoders."""
-    return recipe.parallel.orchestrate and recipe.parallel.placement == "colocated"
+    return recipe.parallel.auto_sizes and recipe.parallel.placement == "colocated"
 
 
 def base_recipe(recipe: Recipe, method: str) -> Recipe:
     """Return the recipe that plans of a method change, with all other keys of the recipe."""
     if recipe.parallel.placement == method:
-        parallel = recipe.parallel.model_copy(update={"orchestrate": False})
+        parallel = recipe.parallel.model_copy(update={"auto_sizes": False})
     else:
         parallel = plain_recipe(recipe).parallel
     return recipe.model_copy(update={"parallel": parallel})

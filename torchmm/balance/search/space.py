@@ -38,9 +38,9 @@ CONTEXT_TOKENS = 8192
 PIPELINES = (2, 3, 4, 5, 6, 7, 8, 16, 32, 64)
 """Pipeline sizes that are tried besides divisors of the number of LLM layers."""
 VIRTUAL_STAGES = (2, 4)
-TUNED = "tuned"
+TUNED = "auto"
 RECOMPUTE_MODES = ("none", TUNED, "selective", "full")
-"""Modes of activation checkpointing to try, the fastest first. "tuned" is never slower than another
+"""Modes of activation checkpointing to try, the fastest first. "auto" is never slower than another
 mode that fits. Where it is not supported, fixed modes are tried."""
 LEAST_USED = 1 / 2
 """Smallest fraction of the devices that a plan uses."""
@@ -138,9 +138,9 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     for name in recipe.parallel.modules:
         table[name] = {key: value for key, value in table[name].items() if key not in dropped}
     table |= dict.fromkeys((*AXES, "virtual_stages", "expert"), 1)
-    table |= {"placement": "interleaved", "schedule": "1f1b", "orchestrate": False}
+    table |= {"placement": "interleaved", "schedule": "1f1b", "auto_sizes": False}
     table |= {"async_tensor_parallel": False, "async_tensor_backend": "auto"}
-    table["tensor_bubbles"] = 0.0
+    table["tp_comm_fraction"] = 0.0
     table["gradient_reduction"] = "step"
     if table["reshard_after_forward"] == "always":
         table["reshard_after_forward"] = "default"

@@ -104,7 +104,8 @@ def parse_record(record: Record, render_chat: ChatRenderer) -> Sample:
     if name is not None:
         if name not in columns:
             raise CorruptSampleError(
-                f"has columns {sorted(columns)}, but `generate` names {name!r}; name one of them"
+                f"has columns {sorted(columns)}, but `target_image_column` names {name!r}; name "
+                "one of them"
             )
         value = columns[name]
         columns = {key: other for key, other in columns.items() if key != name}

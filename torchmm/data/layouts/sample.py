@@ -35,7 +35,7 @@ class SampleOptions:
     @classmethod
     def of(cls, config: SourceConfig) -> SampleOptions:
         """Those of a recipe's source."""
-        return cls(config.prompt, config.generate, config.train_on)
+        return cls(config.prompt, config.target_image_column, config.train_on)
 
 
 @dataclass(frozen=True)

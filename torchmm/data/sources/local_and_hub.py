@@ -1,6 +1,6 @@
 """Sources with random access: local files, remote files and datasets of the Hugging Face hub.
 
-    source = open_map_source(config, data.index_cache, open_file_system(config.path, data))
+    source = open_map_source(config, data.index_cache_dir, open_file_system(config.path, data))
     source.read(index)
 
 `resolve_files` finds the format and the files of a source. It is the only function that lists
@@ -68,7 +68,7 @@ SUFFIXES = {
 }
 TEXT_FILES = {"json": open_json, "csv": Table}
 """Formats of files that may be packed."""
-INDEX_CACHE = DataConfig().index_cache
+INDEX_CACHE = DataConfig().index_cache_dir
 FOLDERS = ("imagefolder", "videofolder")
 """Formats of files that a metadata.jsonl describes."""
 
@@ -131,7 +131,7 @@ def open_map_source(
 
     Args:
         config: The source.
-        cache: Directory in which packed files are unpacked (`data.index_cache`).
+        cache: Directory in which packed files are unpacked (`data.index_cache_dir`).
         storage: File system of the source (`open_file_system`). None if the source is local.
 
     Raises:

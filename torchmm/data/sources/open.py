@@ -220,7 +220,7 @@ def open_samples(
         make_feed: Callable[[], Feed]
         if building is None:
             storage = open_file_system(config.path, data)
-            stream = open_stream(name, config, data.index_cache, storage)
+            stream = open_stream(name, config, data.index_cache_dir, storage)
             check_stream(name, config, stream, reader, data.max_corrupt_samples)
             make_feed = partial(StreamFeed, options, stream, reader, data.shuffle_window)
             content = stream_content(config, resolve_files(config, storage)[1], settings)
@@ -237,7 +237,7 @@ def open_samples(
     contents = [(source.name, source.config, source.content) for source in opened]
     whole = identity(data, training, reader, settings, contents)
     decoder = StepDecoder(reader, [s.records for s in opened], training.sequence_length)
-    return Samples(opened, decoder, seed, whole, () if validation else data.stages)
+    return Samples(opened, decoder, seed, whole, () if validation else data.mixture_schedule)
 
 
 def open_buildings(
@@ -260,9 +260,9 @@ def open_buildings(
         building = None
         if not config.streaming:
             storage = open_file_system(config.path, data)
-            records = open_map_source(config, data.index_cache, storage)
+            records = open_map_source(config, data.index_cache_dir, storage)
             key = cache_key(records, config, data, training.sequence_length, reader, tokenizer)
-            directory = Path(data.index_cache) / key
+            directory = Path(data.index_cache_dir) / key
             building = Building(name, records, reader, directory, data.workers)
         found.append((name, config, building))
     return found
@@ -276,10 +276,10 @@ def has_chats(config: SourceConfig, data: DataConfig) -> bool | None:
     try:
         storage = open_file_system(config.path, data)
         if config.streaming:
-            stream = open_stream(config.path, config, data.index_cache, storage)
+            stream = open_stream(config.path, config, data.index_cache_dir, storage)
             records: Iterator[Record | CorruptSampleError | None] = iter(stream.next, None)
         else:
-            source = open_map_source(config, data.index_cache, storage)
+            source = open_map_source(config, data.index_cache_dir, storage)
             records = map(source.read, range(len(source)))
         for _ in range(LOOKED_AT):
             with suppress(CorruptSampleError):

@@ -161,6 +161,7 @@ def naming_the_cache(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"data.index_cache = {str(directory)!r}: cannot write {error.filename or directory}: "
-            f"{error.strerror}; name a directory that can be written and has room"
+            f"data.index_cache_dir = {str(directory)!r}: cannot write "
+            f"{error.filename or directory}: {error.strerror}; name a directory that can be "
+            "written and has room"
         ) from error

@@ -1,6 +1,6 @@
 """Sources without random access: read in order, shuffled within a window, resumed by position.
 
-    stream = open_stream(name, config, data.index_cache, storage)
+    stream = open_stream(name, config, data.index_cache_dir, storage)
     feed = StreamFeed(options, stream, reader, data.shuffle_window)
 
 A feed reads a window of records, permutes it by (seed, epoch, window), and returns its samples.

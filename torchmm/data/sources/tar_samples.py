@@ -1,6 +1,6 @@
 """Random access to the samples of webdataset shards: members of a tar file that share a name.
 
-    samples = TarSamples(shards, places=Places(data.index_cache))
+    samples = TarSamples(shards, places=Places(data.index_cache_dir))
     where, parts = samples.read(index)
 
 The headers of all members are read once, unless a `.tar.idx` file next to the shard has the offsets

@@ -233,7 +233,7 @@ class StepSequence:
     Args:
         mixture: the global order of samples.
         training: batch sizes, sequence length, seed.
-        open_packs: packs kept open.
+        packing_buffer_size: packs kept open.
         data_parallel_size: ranks that share a global batch.
         max_skipped: corrupt samples accepted within one step.
         state: of an earlier planner, to continue from.
@@ -241,7 +241,7 @@ class StepSequence:
         content: what samples and their order depend on (`torchmm.data.identity`).
         resume_changed: continue from `state` even if that is different.
         max_tiles: most pictures and tiles of a pack.
-        max_delay_steps: steps after which a pack that is still open is closed.
+        packing_max_wait_steps: steps after which a pack that is still open is closed.
         packing: algorithm that packs samples (`data.packing`).
 
     Raises:
@@ -252,7 +252,7 @@ class StepSequence:
         self,
         mixture: Mixture,
         training: TrainingConfig,
-        open_packs: int,
+        packing_buffer_size: int,
         data_parallel_size: int,
         max_skipped: int,
         state: dict[str, Any] | None,
@@ -261,7 +261,7 @@ class StepSequence:
         *,
         resume_changed: bool = False,
         max_tiles: int | None = None,
-        max_delay_steps: int = 32,
+        packing_max_wait_steps: int = 32,
         packing: Literal["best_fit", "balanced"] = "best_fit",
     ) -> None:
         self._mixture = mixture
@@ -269,12 +269,12 @@ class StepSequence:
         self._training = training
         self._data_parallel_size = data_parallel_size
         self._max_skipped = max_skipped
-        self._max_delay_steps = max_delay_steps
+        self._max_delay_steps = packing_max_wait_steps
         length = training.sequence_length
         self._packer = (
             BalancedPacker(length, max_tiles)
             if packing == "balanced"
-            else Packer(length, open_packs, max_tiles)
+            else Packer(length, packing_buffer_size, max_tiles)
         )
         self._content = dict(content or {})
         self.notice = ""
@@ -434,7 +434,7 @@ class StepSequence:
             raise CheckpointError(
                 f"the checkpoint's data position is of other data: {'; '.join(changed)}. Restore "
                 "the recipe and the data; or continue with the changed ones with "
-                "checkpoint.resume_changed_data = true, or start afresh with "
+                "checkpoint.allow_data_change = true, or start afresh with "
                 'checkpoint.resume = "none"'
             )
         self._restore_what_fits(state, changed)
@@ -527,7 +527,7 @@ class StepSequence:
         self._wait(kept, packs_N)
         self.notice = (
             f"data changed since the checkpoint: {'; '.join(changed)}; continuing, as "
-            f"checkpoint.resume_changed_data says, with {', '.join(positions)} ({len(kept)} of "
+            f"checkpoint.allow_data_change says, with {', '.join(positions)} ({len(kept)} of "
             f"{len(_references(state))} samples of unfinished sequences kept)"
         )
 

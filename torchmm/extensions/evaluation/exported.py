@@ -51,7 +51,7 @@ def write_texts(
 ) -> list[GeneratedText]:
     """Return texts for the first samples of `data.validation`, in the order of a validation.
 
-    Samples without images, audio and video are included if their source sets `scores`. May start a
+    Samples without images, audio and video are included if their source sets `metrics`. May start a
     process group with one process.
 
     Args:

@@ -8,7 +8,9 @@ from torchmm.extensions.evaluation.section import BenchmarksConfig
 
 def _generates_samples(run: Any) -> bool:
     validation = run.recipe.validation
-    return validation.interval > 0 and (validation.samples > 0 or validation.drawings > 0)
+    return validation.interval > 0 and (
+        validation.num_samples > 0 or validation.generated_images > 0
+    )
 
 
 def _has_benchmarks(run: Any) -> bool:

@@ -83,10 +83,10 @@ class ExportModel(lmms):
             ]
             source = Path(scratch) / "questions.jsonl"
             source.write_text("".join(json.dumps(record) + "\n" for record in records))
-            config = SourceConfig(path=str(source), scores=["exact_match"])
+            config = SourceConfig(path=str(source), metrics=["exact_match"])
             texts = write_texts(
                 self._export,
-                DataConfig(validation=[config], index_cache=scratch),
+                DataConfig(validation=[config], index_cache_dir=scratch),
                 TrainingConfig(sequence_length=SEQUENCE_LENGTH),
                 samples=len(records),
                 max_new_tokens=length,

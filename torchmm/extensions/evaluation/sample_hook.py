@@ -36,7 +36,7 @@ class SampleHook(Hook):
     """Generates text and images for held-out samples every `validation.interval` steps.
 
     Text is written to samples.json and captions.png, and its scores are added to the record. Images
-    are written to drawings/.
+    are written to generated_images/.
     """
 
     def __init__(self, training: Training) -> None:
@@ -50,14 +50,14 @@ class SampleHook(Hook):
             return
         with self.training.health.phase(step, "validation"), validated_weights(self.parts):
             self.parts.model.eval()
-            if self._config.samples:
+            if self._config.num_samples:
                 texts = self._generate_texts(step)
                 scores = source_scores(texts, self.recipe.data.validation)
                 done.record["scores"] = scores or None
                 if any(text.duration_ms for text in texts):
                     answers = [text.answer for text in texts]
                     done.record["word_error_rate"] = score("word_error_rate", answers)
-            if self._config.drawings:
+            if self._config.generated_images:
                 self._generate_images(step)
             self.parts.model.train()
 
@@ -79,7 +79,7 @@ class SampleHook(Hook):
         parts = self.parts
         spec = parts.model.generator_spec()
         assert spec is not None
-        prompts = held_out_drawings(self._loader(), self._config.drawings)
+        prompts = held_out_drawings(self._loader(), self._config.generated_images)
         steps = self._config.denoising_steps
         drawn = draw_samples(parts.pipeline, prompts, spec, parts.mesh, steps)
         if parts.mesh.rank == 0 and drawn:
@@ -94,7 +94,7 @@ class SampleHook(Hook):
         parts = self.parts
         loader = self._loader()
         training = self.recipe.training
-        prompts = held_out_prompts(loader, self._config.samples, self.recipe.data.validation)
+        prompts = held_out_prompts(loader, self._config.num_samples, self.recipe.data.validation)
         max_tokens = training.sequence_length * training.microbatch_size
         batches = in_groups(prompts, MAX_BATCH_PROMPTS, max_tokens)
         sampling = Sampling(self._config.max_new_tokens)

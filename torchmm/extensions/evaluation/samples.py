@@ -66,11 +66,11 @@ def generated_text(
 def source_scores(
     texts: Sequence[GeneratedText], sources: Sequence[SourceConfig]
 ) -> dict[str, float]:
-    """Return scores by "SOURCE/SCORE" for the sources that set `scores` and have texts."""
+    """Return scores by "SOURCE/SCORE" for the sources that set `metrics` and have texts."""
     found: dict[str, float] = {}
     for name, source in zip(unique_names(sources), sources, strict=True):
         if answers := [text.answer for text in texts if text.source == name]:
-            found |= {f"{name}/{kind}": score(kind, answers) for kind in source.scores}
+            found |= {f"{name}/{kind}": score(kind, answers) for kind in source.metrics}
     return found
 
 
@@ -79,7 +79,7 @@ def held_out_prompts(
 ) -> Iterator[Prompt]:
     """Yield the first `count` prompts of held-out samples, without the text to generate.
 
-    Samples without images are included if their source sets `scores`. Batches must come from a
+    Samples without images are included if their source sets `metrics`. Batches must come from a
     loader with one packed sequence per microbatch, whose samples are its first segments.
 
     Args:
@@ -87,7 +87,7 @@ def held_out_prompts(
         count: Maximum number of prompts.
         sources: Sources of the samples.
     """
-    scored = {n for n, s in zip(unique_names(sources), sources, strict=True) if s.scores}
+    scored = {n for n, s in zip(unique_names(sources), sources, strict=True) if s.metrics}
     found = 0
     for microbatch in (m for batch in batches for m in batch.microbatches):
         for prompt in prompts_of(microbatch):

@@ -43,12 +43,26 @@ def _check_section(section: GeneratorConfig) -> Problems:
 def _check_data(recipe: Recipe) -> Problems:
     data = recipe.data
     validation = recipe.validation
-    if data.sources and not any(source.generate for source in data.sources):
-        text = 'none says what to draw; set generate = "COLUMN" in a [[data.sources]] table'
+    if data.sources and not any(source.target_image_column for source in data.sources):
+        text = (
+            'none says what to draw; set target_image_column = "COLUMN" in a [[data.sources]] table'
+        )
         yield Problem("data.sources", NO_VALUE, text, (SECTION,))
-    if validation.drawings and not any(source.generate for source in data.validation):
-        text = 'needs held-out images; set generate = "COLUMN" in a [[data.validation]] table'
-        yield Problem("validation.drawings", validation.drawings, text, ("data.validation",))
-    if validation.drawings and not validation.interval:
+    if validation.generated_images and not any(
+        source.target_image_column for source in data.validation
+    ):
+        text = (
+            'needs held-out images; set target_image_column = "COLUMN" in a [[data.validation]] '
+            "table"
+        )
+        yield Problem(
+            "validation.generated_images", validation.generated_images, text, ("data.validation",)
+        )
+    if validation.generated_images and not validation.interval:
         text = "are made at validations; set validation.interval"
-        yield Problem("validation.drawings", validation.drawings, text, ("validation.interval",))
+        yield Problem(
+            "validation.generated_images",
+            validation.generated_images,
+            text,
+            ("validation.interval",),
+        )

@@ -297,7 +297,7 @@ class DitModule(GeneratorModule):
         }
         if (latents := self.spec.latents) is not None:
             kind = "sampled" if latents.sampled else "mean"
-            keys["vae"] = {"source": f"{self.name}/{VAE}", "latents": kind}
+            keys["vae"] = {"source": f"{self.name}/{VAE}", "latent_mode": kind}
         return keys
 
     def dummy_inputs(self, device: torch.device) -> GeneratorInputs:

@@ -113,7 +113,7 @@ class LatentEncoder(nn.Module):
             own = torch.cat([of_images[i] for i in images])
             frames = sum(grids[i][0] for i in images)
             pixels_FCHW = to_images(own.to(dtype), (frames, rows, columns), self.spec.side_px)
-            parts = pixels_FCHW.split(self.spec.sizes.frames_at_once)
+            parts = pixels_FCHW.split(self.spec.sizes.encode_batch_size)
             encoded = torch.cat([self._encode(part) for part in parts])
             patches = to_patches(encoded, self.spec.side)
             found |= zip(images, patches.split([prod(grids[i]) for i in images]), strict=True)
@@ -157,7 +157,7 @@ class LatentDecoder(nn.Module):
         pixels = []
         for own, grid in zip(latents_AV.split([prod(g) for g in grids]), grids, strict=True):
             latents_FCHW = to_images(self.spec.unscaled(own).to(dtype), grid, self.spec.side)
-            for part in latents_FCHW.split(self.spec.sizes.frames_at_once):
+            for part in latents_FCHW.split(self.spec.sizes.encode_batch_size):
                 given = part if self.post_quant_conv is None else self.post_quant_conv(part)
                 pixels.append(to_patches(self.decoder(given), self.spec.side_px).float())
         return torch.cat(pixels)

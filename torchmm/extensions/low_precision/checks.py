@@ -16,28 +16,28 @@ def check_float8(recipe: Recipe, world_size: int | None) -> Problems:
     float8 = Float8Config.of(recipe)
     yield from check_names(recipe, "float8.modules", float8.modules)
     parallel = recipe.parallel
-    key = "float8.recipe"
-    if float8.recipe == "none":
+    key = "float8.scaling"
+    if float8.scaling == "none":
         return
     if recipe.training.dtype != "bfloat16" and not float8.emulate:
         text = 'its products give bfloat16; set training.dtype = "bfloat16" or float8.emulate'
-        yield Problem(key, float8.recipe, text, ("training.dtype", "float8.emulate"))
+        yield Problem(key, float8.scaling, text, ("training.dtype", "float8.emulate"))
     cut = parallel.placement != "interleaved" or parallel.pipeline > 1
     colocated = parallel.placement == "colocated"
     order = parallel.llm_schedule if colocated else parallel.schedule
     schedule = find_schedule(order)
     if cut and schedule is not None and schedule.splits_backward:
         text = f'"{order}" splits backwards in two, which float8 products cannot; use another'
-        yield Problem(key, float8.recipe, text, ("parallel.schedule", "parallel.llm_schedule"))
+        yield Problem(key, float8.scaling, text, ("parallel.schedule", "parallel.llm_schedule"))
     for name in float8.modules:
         _, tensor = tensor_size(parallel, name)
-        if tensor > 1 and float8.recipe != "rowwise":
+        if tensor > 1 and float8.scaling != "rowwise":
             text = f'ranks divide what is scaled together in {name!r}; use 1, or "rowwise" scales'
             yield Problem("parallel.tensor", tensor, text, (key, f"parallel.{name}.tensor"))
         elif tensor > 1 and parallel.async_tensor_parallel:
             text = f"its products, some of {name!r}, are not implemented in float8; set it to false"
             yield Problem("parallel.async_tensor_parallel", True, text, (key, "float8.modules"))
-        if name == LLM and parallel.context > 1 and float8.recipe != "rowwise":
+        if name == LLM and parallel.context > 1 and float8.scaling != "rowwise":
             text = 'ranks divide the rows that are scaled together; use 1, or "rowwise" scales'
             yield Problem("parallel.llm.context", parallel.context, text, (key,))
         if name != LLM and cut:

@@ -8,7 +8,7 @@ _COMPACT = "torchmm.extensions.low_precision.compact:CompactOptimizer"
 
 
 def _uses_float8(recipe: Any) -> bool:
-    return recipe.float8.recipe != "none"
+    return recipe.float8.scaling != "none"
 
 
 ENTRIES: Entries = {

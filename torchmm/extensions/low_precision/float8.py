@@ -65,7 +65,7 @@ class Float8Converter(ModelConverter):
         if not modules:
             return {}
         counts = [f"{len(float8_linears(m, config))} linears of {m.name}" for m in modules]
-        how = f"{config.recipe} scales" + (", emulated" if config.emulate else "")
+        how = f"{config.scaling} scales" + (", emulated" if config.emulate else "")
         return {"float8": f"{how}: {', '.join(counts)}"}
 
 
@@ -78,7 +78,7 @@ def rounded_linears(module: LayeredModule, config: Float8Config) -> dict[int, Ro
     """What planners have to know of them, by layer; nothing if the module takes no part."""
     if not config.concerns(module.name):
         return {}
-    calls = {"rowwise": 14, "tensorwise": 11}[config.recipe]
+    calls = {"rowwise": 14, "tensorwise": 11}[config.scaling]
     found = {}
     for index, linears in _by_layer(module, config).items():
         sizes = {(linear.in_features, linear.out_features) for linear in linears}
@@ -118,7 +118,7 @@ def float8_problems(
         return []
     if importlib.util.find_spec("torchao") is None:
         return [
-            f'float8.recipe = "{config.recipe}": torchao is not installed; '
+            f'float8.scaling = "{config.scaling}": torchao is not installed; '
             f"{install_command('float8')}"
         ]
     problems = [] if config.emulate else _device_problems(config, device)
@@ -153,13 +153,13 @@ def _uneven_parts(module: LayeredModule, config: Float8Config, tensor: int) -> l
 
 
 def _device_problems(config: Float8Config, device: torch.device) -> list[str]:
-    remedy = 'float8.emulate = true computes the same numbers, slowly; or set recipe = "none"'
+    remedy = 'float8.emulate = true computes the same numbers, slowly; or set scaling = "none"'
     if device.type != "cuda":
-        return [f'float8.recipe = "{config.recipe}": needs a GPU; {remedy}']
+        return [f'float8.scaling = "{config.scaling}": needs a GPU; {remedy}']
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        return [f'float8.recipe = "{config.recipe}": {name} has no float8 products; {remedy}']
+        return [f'float8.scaling = "{config.scaling}": {name} has no float8 products; {remedy}']
     return []
 
 
@@ -183,7 +183,7 @@ def apply_float8(module: LayeredModule, config: Float8Config) -> None:
             return product
         return product + bias.to(product.dtype)
 
-    settings = Float8LinearConfig.from_recipe_name(config.recipe)
+    settings = Float8LinearConfig.from_recipe_name(config.scaling)
     # Tokens are an inner size of one of the products, of which there may be any number.
     settings = replace(settings, emulate=config.emulate, pad_inner_dim=True)
     chosen = set(float8_linears(module, config))

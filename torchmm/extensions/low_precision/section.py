@@ -13,7 +13,7 @@ from torchmm.recipe.section import Section
 class Float8Config(Section):
     """Matrix products of transformer layers in float8 (torchao; GPUs from Ada and Hopper on)."""
 
-    recipe: Literal["none", "rowwise", "tensorwise"] = "none"
+    scaling: Literal["none", "rowwise", "tensorwise"] = "none"
     """How values are scaled before they are cast: each row and column for itself (more exact), or
     the whole tensor (faster). "none": products are in `training.dtype`."""
     modules: list[str] = Field(default=[LLM])
@@ -30,4 +30,4 @@ class Float8Config(Section):
 
     def concerns(self, module: str) -> bool:
         """Whether the module's layers compute in float8."""
-        return self.recipe != "none" and module in self.modules
+        return self.scaling != "none" and module in self.modules

@@ -21,11 +21,11 @@ def find_problems(recipe: Recipe, world_size: int | None) -> Problems:
 
 
 def _check_storage(data: DataConfig) -> Problems:
-    give_up_s = StorageConfig.of(data).give_up_s
+    retry_timeout_s = StorageConfig.of(data).retry_timeout_s
     has_addresses = any(is_address(source.path) for source in (*data.sources, *data.validation))
-    if has_addresses and give_up_s >= data.timeout_s:
+    if has_addresses and retry_timeout_s >= data.timeout_s:
         text = f"is not below data.timeout_s = {data.timeout_s:g}, after which the run ends anyway"
-        yield Problem("data.storage.give_up_s", give_up_s, text, ("data.timeout_s",))
+        yield Problem("data.storage.retry_timeout_s", retry_timeout_s, text, ("data.timeout_s",))
 
 
 def _check_producers(producers: ProducersConfig) -> Problems:

@@ -27,7 +27,7 @@ ENTRIES: Entries = {
         Entry(
             "page",
             "torchmm.extensions.reports.page.pages:start_page",
-            lambda metrics: ReportKeys.of(metrics).page,
+            lambda metrics: ReportKeys.of(metrics).html_report,
         ),
         Entry(
             "tensorboard",
@@ -44,7 +44,7 @@ ENTRIES: Entries = {
         Entry(
             "page",
             "torchmm.extensions.reports.page.pages:write_last_page",
-            lambda recipe: ReportKeys.of(recipe.metrics).page,
+            lambda recipe: ReportKeys.of(recipe.metrics).html_report,
         ),
     ],
 }

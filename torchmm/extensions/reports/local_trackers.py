@@ -85,7 +85,7 @@ class TensorBoardTracker:
             if picture is not None:
                 self._add_picture(f"validation/sample {index}", sample.step, picture)
         for drawn, file in new.drawings.items():
-            self._add_picture("validation/drawings", drawn, file)
+            self._add_picture("validation/generated_images", drawn, file)
         for measured, panel in new.measured.items():
             pixels = np.asarray(timeline_picture(panel))
             self._writer.add_image("pipeline/timeline", pixels, measured, dataformats="HWC")

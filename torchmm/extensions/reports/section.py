@@ -10,7 +10,7 @@ from torchmm.recipe.section import Section
 class ReportKeys(Section):
     """Keys of the run page, of local trackers and of diagnostics."""
 
-    page: bool = True
+    html_report: bool = True
     """Write `index.html` to the run directory: curves, held-out samples, pictures, the recipe;
     renewed while the run trains."""
     tensorboard: bool = False

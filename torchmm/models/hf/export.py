@@ -443,7 +443,7 @@ def _save_parts_description(model: MultimodalModel, directory: Path) -> None:
             "feature_layer": spec.feature_layer,
         }
         if spec.shuffle > 1:
-            encoders[module.name]["shuffle"] = spec.shuffle
+            encoders[module.name]["pixel_shuffle_factor"] = spec.shuffle
         if spec.tiles is not None:
             encoders[module.name]["processor"] = spec.tiles.processor
     description: dict[str, Any] = {

@@ -93,7 +93,7 @@ class PipelinePlan:
             simulated or plotted.
         training: Whether the step has backward passes. False for validation.
         recompute: Recomputation mode of each layer of the stage, by task. Other tasks use the mode
-            of their module. Requires modules with `activation_checkpoint.mode = "tuned"`.
+            of their module. Requires modules with `activation_checkpoint.mode = "auto"`.
         launches: Encoder pieces that run during the tensor-parallel collectives of an LLM action.
             The remaining pieces of the encoder action run at its position in `actions`.
     """

@@ -142,7 +142,7 @@ class PipelineStage(ABC):
         elif modes is not None and set(modes) != {"none"}:
             raise ValueError(
                 f"a plan that chooses what layers recompute, for a {type(module).__name__} that "
-                'cannot; set [activation_checkpoint] mode = "tuned"'
+                'cannot; set [activation_checkpoint] mode = "auto"'
             )
         if modes is None or "offload" not in modes:
             return None

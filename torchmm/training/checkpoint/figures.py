@@ -21,6 +21,8 @@ class SaveMeter:
         """Return the metrics since the last call, and the total number of failed uploads."""
         with self._lock:
             taken = self._metrics
-            failed = {name: taken[name] for name in ("failed_uploads",) if name in taken}
+            failed = {
+                name: taken[name] for name in ("checkpoint_upload_failures",) if name in taken
+            }
             self._metrics = failed
         return taken

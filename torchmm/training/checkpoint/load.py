@@ -23,6 +23,7 @@ from torchmm.common.errors import CheckpointError
 from torchmm.parallel.attention_kernels import describe_image_kernels
 from torchmm.parallel.health.peers import SideGroup
 from torchmm.recipe.changes import changes
+from torchmm.recipe.explain import upgraded
 from torchmm.training.checkpoint.manifest import read_json, read_manifest
 from torchmm.training.checkpoint.state import (
     AVERAGE_PREFIX,
@@ -166,7 +167,7 @@ def _log_differences(
     """Log that recipe, layout or packages of a checkpoint differ from those of this run."""
     if manifest["recipe_sha256"] != facts["recipe_sha256"]:
         recipe = manifest.get("recipe")  # checkpoints of older versions have only the digest
-        changed = changes(recipe or {}, facts["recipe"])
+        changed = changes(upgraded(recipe or {}), facts["recipe"])
         if not recipe:
             logger.warning("%s was saved under another recipe, which it does not hold", path)
         elif changed:  # otherwise only the order of keys is different

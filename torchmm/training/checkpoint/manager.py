@@ -3,8 +3,9 @@
 A save copies all tensors to CPU memory (asynchronous) or uses them directly, lets DCP decide which
 rank writes which chunk, and commits with one rename (see `storage`). Ranks communicate over a
 separate gloo group during a save: a background thread on the training group would interleave its
-collectives with those of the step. With `checkpoint.upload`, committed checkpoints are copied to a
-store (`copies`), and a start finds them there, on machines that share nothing with the earlier run.
+collectives with those of the step. With `checkpoint.remote_dir`, committed checkpoints are copied
+to a store (`copies`), and a start finds them there, on machines that share nothing with the earlier
+run.
 
 Names are independent of the layout: "model.FQN" for parameters and persistent buffers,
 "optimizer.FQN.NAME" for optimizer state, "ema.FQN" for averages of parameters,
@@ -98,7 +99,7 @@ class CheckpointManager:
         data: Section with the settings of stores. Default: the defaults of the section.
 
     Raises:
-        ConfigError: `config.upload` or `config.staging` cannot be used.
+        ConfigError: `config.remote_dir` or `config.staging_dir` cannot be used.
         InUseError: Another live process writes to the same run directory.
     """
 
@@ -141,19 +142,19 @@ class CheckpointManager:
         self._directory = run
         self._site = Site.of_all(self._group)
         self._uploads: Uploads | None = None
-        if config.upload is None:
+        if config.remote_dir is None:
             return
         # With copies in a store, ranks may write to the disks of their nodes.
         name = run_dir.name
-        path = run.path if config.staging is None else local_path(config.staging) / name
+        path = run.path if config.staging_dir is None else local_path(config.staging_dir) / name
         self._site = Site.find(self._group, path)
         is_partial = self._site.size < self._group.size
         if is_partial or path != run.path:
             self._directory = CheckpointDirectory(path, logger, is_partial)
             self._claimed.append(self._directory)
             self._site.on_leaders(self._directory.claim)
-        self._remote = open_store(f"{config.upload}/{name}", self._data, logger)
-        self._uploads = self._remote.start_uploads(config.keep, self._best, self._meter)
+        self._remote = open_store(f"{config.remote_dir}/{name}", self._data, logger)
+        self._uploads = self._remote.start_uploads(config.keep_latest, self._best, self._meter)
 
     def _best(self) -> list[int]:
         """Return the steps to retain regardless of their age."""
@@ -245,7 +246,7 @@ class CheckpointManager:
         write = partial(
             self._write, target, note=note, began_s=began_s, copy=not any(c for _, c in known)
         )
-        if self._config.asynchronous:
+        if self._config.async_save:
             staged = cast(dict[str, Tensor], self._stager.stage(tensors))
 
             def write_in_background() -> None:
@@ -258,7 +259,7 @@ class CheckpointManager:
             self._thread.start()
         else:
             write(tensors)
-        self._meter.note(save_wait_ms=(time.perf_counter() - began_s) * 1e3)
+        self._meter.note(checkpoint_wait_ms=(time.perf_counter() - began_s) * 1e3)
 
     def wait(self) -> None:
         """Wait for a running save, and raise its failure, if any, once."""
@@ -445,7 +446,7 @@ class CheckpointManager:
             if not is_peer_trouble(error):
                 raise
             raise PeerError(f"a rank was lost while saving {target}: {error}") from error
-        self._meter.note(save_ms=(time.perf_counter() - began_s) * 1e3)
+        self._meter.note(checkpoint_save_ms=(time.perf_counter() - began_s) * 1e3)
         if self._site.size < self._group.size:
             # Rank 0 has committed the files of its node. Other nodes do so with the same manifest.
             temporary = writer.temporary
@@ -461,7 +462,7 @@ class CheckpointManager:
             self._site.on_leaders(commit)
         if self._site.is_leader:
             in_use = None if self._uploads is None else self._uploads.in_use
-            self._directory.retain(self._config.keep, in_use, self._best())
+            self._directory.retain(self._config.keep_latest, in_use, self._best())
         if self._uploads is not None:
             self._uploads.committed(target, copy)
 
@@ -480,5 +481,5 @@ class CheckpointManager:
         write_manifest(temporary, files, facts)
         final = self._directory.commit(temporary)
         size_bytes = sum(f.size_bytes for f in files)
-        self._meter.note(save_bytes=size_bytes)
+        self._meter.note(checkpoint_bytes=size_bytes)
         self._logger.info("saved %s (%d bytes)", final, size_bytes)

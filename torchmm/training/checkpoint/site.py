@@ -52,7 +52,7 @@ class Site:
             problem = f"cannot write {error.filename}: {error.strerror}"
         for rank, found in enumerate(group.gather(problem)):
             if found is not None:
-                raise ConfigError(f"checkpoint.staging: rank {rank} {found}")
+                raise ConfigError(f"checkpoint.staging_dir: rank {rank} {found}")
         leader = next(rank for rank, mark in enumerate(marks) if mark.exists())
         leaders = group.gather(leader)  # no rank looks for markers after this
         marks[-1].unlink()

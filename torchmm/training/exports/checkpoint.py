@@ -12,7 +12,7 @@ for Hugging Face files, which would repeat the changes of names and shapes in Hu
 
 Also rejected: exporting a run from checkpoints only, in a child process. Most runs would write a
 checkpoint for the export and need room for the weights three times, at their end. With
-`checkpoint.staging` on the disks of nodes, no process can read a complete checkpoint.
+`checkpoint.staging_dir` on the disks of nodes, no process can read a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from torchmm.models.hf.export import check_range, whole_tensors
 from torchmm.models.layered import LayeredModule
 from torchmm.models.multimodal import MultimodalModel
 from torchmm.planning.recipe_model import recipe_model
-from torchmm.recipe.explain import without_removed_keys
+from torchmm.recipe.explain import upgraded
 from torchmm.recipe.recipe import Recipe
 from torchmm.training.checkpoint.manifest import find_problems, read_manifest, step_of
 from torchmm.training.checkpoint.state import AVERAGE_PREFIX, MODEL_PREFIX
@@ -149,7 +149,7 @@ def recipe_of(path: Path) -> Recipe:
     if not table:
         raise CheckpointError(f"{path} holds no recipe, as those of older versions do not")
     try:
-        return Recipe.model_validate(without_removed_keys(table))
+        return Recipe.model_validate(upgraded(table))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

@@ -115,6 +115,6 @@ class SharedPlans:
                     f"step {step}: ranks {other[:SHOWN]}{more} have other microbatches or stages "
                     f"than rank {members[0]}, with which they share a plan: they do not read the "
                     "same data, or not the same recipe. Compare the data of their machines "
-                    "(data.index_cache) and the versions of torchmm"
+                    "(data.index_cache_dir) and the versions of torchmm"
                 )
         return found

@@ -20,8 +20,10 @@ SAMPLES_FILE = "samples.json"
 """Generated text of held-out samples."""
 SAMPLES_FOLDER = "samples"
 """Thumbnails of the images of these samples."""
-DRAWINGS_FOLDER = "drawings"
+DRAWINGS_FOLDER = "generated_images"
 """Generated images, in one picture for each step."""
+FORMER_DRAWINGS_FOLDER = "drawings"
+"""The same in runs of earlier versions."""
 TIMELINE_FOLDER = "timeline"
 """Timelines of pipeline steps."""
 
@@ -117,7 +119,8 @@ class RunDirectory:
 
     def drawings(self) -> list[Path]:
         """Return the pictures of generated images, in the order of steps."""
-        files = (self.directory / DRAWINGS_FOLDER).glob("step-*.png")
+        folders = (self.directory / FORMER_DRAWINGS_FOLDER, self.directory / DRAWINGS_FOLDER)
+        files = [file for folder in folders for file in folder.glob("step-*.png")]
         return sorted(files, key=lambda f: (len(f.name), f.name))
 
     def skip(self, what: str, why: object) -> None:

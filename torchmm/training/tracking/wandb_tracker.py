@@ -113,7 +113,7 @@ class WandbTracker:
             ]
             shown["validation/samples"] = wandb.Table(COLUMNS, rows)
         for file in new.drawings.values():
-            shown["validation/drawings"] = wandb.Image(str(file), caption=file.stem)
+            shown["validation/generated_images"] = wandb.Image(str(file), caption=file.stem)
         for name, picture in new.timelines.items():
             title = "schedules" if "schedules" in name else "timeline"
             shown[f"pipeline/{title}"] = wandb.Html(picture, inject=False)
@@ -128,7 +128,7 @@ class WandbTracker:
             artifact = wandb.Artifact(f"{self._name}-{title}", kind)
             try:
                 artifact.add_dir(str(path))
-            except (OSError, ValueError) as error:  # already removed (`checkpoint.keep`)
+            except (OSError, ValueError) as error:  # already removed (`checkpoint.keep_latest`)
                 self._log.warning("%s becomes no artifact: %s", path, error)
                 continue
             self._run.log_artifact(artifact, aliases=["latest", path.name])

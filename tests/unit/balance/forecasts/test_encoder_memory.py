@@ -126,7 +126,7 @@ def test_what_cannot_fit_recomputes_all_and_is_refused_only_if_that_was_asked_fo
     trained = [t for t in vision_tasks(least) if least.plan.graph.needs_backward(t.stage, t[1])]
     assert set(least.plan.recompute) == set(trained)
     assert {mode for modes in least.plan.recompute.values() for mode in modes} == {"full"}
-    refused = forecast(1 << 20, "tuned")
+    refused = forecast(1 << 20, "auto")
     assert refused.step is None and "even if all layers recompute what they can" in refused.problem
 
 

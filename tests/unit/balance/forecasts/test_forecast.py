@@ -188,11 +188,11 @@ def test_tuned_steps_use_the_memory_they_may_and_are_the_faster_for_it(recipe):
     full, none = forecast("full").step, forecast("none").step
     least, most = max(full.peak_bytes), max(none.peak_bytes)
     limit = least + (most - least) // 2
-    tuned = forecast("tuned", f"{limit / 2**20:.3f} MiB").step
+    tuned = forecast("auto", f"{limit / 2**20:.3f} MiB").step
     assert least < max(tuned.peak_bytes) <= limit + 2**11
     assert none.makespan_ms < tuned.makespan_ms < full.makespan_ms
-    assert forecast("tuned").step.makespan_ms == none.makespan_ms
-    refused = forecast("tuned", "1 MiB")
+    assert forecast("auto").step.makespan_ms == none.makespan_ms
+    refused = forecast("auto", "1 MiB")
     assert refused.step is None and "needs" in refused.problem and "rank 0" in refused.problem
 
 
@@ -309,7 +309,7 @@ def test_dry_run_plans_with_the_data_of_a_recipe(real_data, tmp_path):
         f'name = "tiny"\n[model]\ntokenizer = "{real_data / "tokenizer"}"\nimage_token = "<image>"',
     )
     source = f'\n[[data.sources]]\npath = "{real_data / "tuxpaint_stamps/train"}"\n'
-    index = f'[data]\nindex_cache = "{tmp_path}"\n'
+    index = f'[data]\nindex_cache_dir = "{tmp_path}"\n'
     given, assumed = (
         Recipe.model_validate(tomli.loads(text + own)) for own in (index + source, index)
     )

@@ -107,7 +107,7 @@ def test_recomputation_is_tuned_for_slowest_ranks():
     none, full = forecast("none"), forecast("full")
     least, most = max(full.peak_bytes), max(none.peak_bytes)
     limit = least + (most - least) // 2
-    tuned = forecast("tuned", f"{limit / 2**20:.3f} MiB")
+    tuned = forecast("auto", f"{limit / 2**20:.3f} MiB")
     assert least < max(tuned.peak_bytes) <= limit + 2**11
     assert none.makespan_ms < tuned.makespan_ms < full.makespan_ms
 

@@ -74,7 +74,7 @@ def test_zoo_recipes_save_and_validate_by_default() -> None:
     for path in RECIPES:
         recipe = load_recipe(path).recipe
         assert recipe.checkpoint.interval == recipe.validation.interval == 500, path
-        assert recipe.checkpoint.keep == 2, path
+        assert recipe.checkpoint.keep_latest == 2, path
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

@@ -76,7 +76,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_it_learns_from_recorded_steps(script, tmp_path, recipe, capsys) -> None:
     step, base, out = recorded(tmp_path, True), tmp_path / "base.json", tmp_path / "out.json"
     save_profile(base, load_profile("cpu"))
-    arguments = ["--out", out, "--profile", base, "--config", recipe, "--learn", step]
+    arguments = ["--out", out, "--profile", base, "--config", recipe, "--fit-from-timeline", step]
     assert script.main([str(a) for a in arguments]) == 0
     assert load_profile(out).factors["llm"] == {
         "F": pytest.approx(2.0),
@@ -89,9 +89,18 @@ def test_it_says_what_is_missing(script, tmp_path, recipe, capsys) -> None:
     base, out = tmp_path / "base.json", str(tmp_path / "out.json")
     save_profile(base, load_profile("cpu"))
     step = str(recorded(tmp_path, False))
-    assert script.main(["--out", out, "--learn", step]) == 2
-    assert "--learn needs --profile" in capsys.readouterr().err
-    given = ["--out", out, "--profile", str(base), "--config", str(recipe), "--learn", step]
+    assert script.main(["--out", out, "--fit-from-timeline", step]) == 2
+    assert "--fit-from-timeline needs --profile" in capsys.readouterr().err
+    given = [
+        "--out",
+        out,
+        "--profile",
+        str(base),
+        "--config",
+        str(recipe),
+        "--fit-from-timeline",
+        step,
+    ]
     assert script.main(given) == 2
     assert "does not say what its microbatches contained" in capsys.readouterr().err
     assert script.main([*given[:3], str(tmp_path / "gone.json"), *given[4:]]) == 2

@@ -64,7 +64,7 @@ def test_without_time_it_is_the_first_coarse_order():
     orders = list(optimus_orders(config, graph, costs, "step", 5))
     assert first.predicted_ms >= orders[-1].predicted_ms
     assert plan_by_costs(config, graph, costs, "step", Budget(5)) == orders[-1]
-    gain = orders[-1].statistics["gain_over_natural"]
+    gain = orders[-1].statistics["speedup_over_default_order"]
     coarse = [order for order in orders if order.statistics["planner"] == "optimus coarse"]
     coarse_ms = min(order.predicted_ms for order in coarse)
     assert gain == pytest.approx(coarse_ms / orders[-1].predicted_ms - 1)

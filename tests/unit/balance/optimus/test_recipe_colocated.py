@@ -82,12 +82,13 @@ def test_own_sizes_that_do_not_fit(own, text):
     [
         "",
         "--parallel.vision.pipeline 2 --parallel.vision.segments 2",
-        "--parallel.vision.pipeline 4 --parallel.bubbles coarse --parallel.llm_schedule gpipe",
+        "--parallel.vision.pipeline 4 --parallel.bubble_granularity coarse "
+        "--parallel.llm_schedule gpipe",
         "--parallel.vision.replicate 8 --parallel.vision.shard 1",
         "--parallel.pipeline 1",
         "--parallel.pipeline 2 --parallel.tensor 2 --parallel.vision.tensor 1 "
-        "--parallel.tensor_bubbles 0.2",
-        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2",
+        "--parallel.tp_comm_fraction 0.2",
+        "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tp_comm_fraction 0.2",
     ],
 )
 def test_valid_recipes(recipe, arguments):
@@ -102,18 +103,18 @@ def test_valid_recipes(recipe, arguments):
         ("--parallel.vision.pipeline 3", "parallel.vision.pipeline", "use one of 1, 2, 4"),
         ("--parallel.vision.tensor 2", "parallel.vision.tensor", "use one of 1"),
         ("--parallel.vision.replicate 3", "parallel.vision", "what is left"),
-        ("--parallel.tensor_bubbles 0.2", "parallel.tensor_bubbles", "tensor > 1"),
+        ("--parallel.tp_comm_fraction 0.2", "parallel.tp_comm_fraction", "tensor > 1"),
         ("--parallel.bubble_pieces false", "parallel.bubble_pieces", "delete the key"),
         (
-            "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
+            "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tp_comm_fraction 0.2 "
             "--compile.enabled true",
-            "parallel.tensor_bubbles",
+            "parallel.tp_comm_fraction",
             "compile.enabled = false",
         ),
         (
-            "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tensor_bubbles 0.2 "
+            "--parallel.pipeline 2 --parallel.tensor 2 --parallel.tp_comm_fraction 0.2 "
             "--parallel.sequence_parallel true --parallel.async_tensor_parallel true",
-            "parallel.tensor_bubbles",
+            "parallel.tp_comm_fraction",
             "async_tensor_parallel = false",
         ),
         ("--parallel.llm.pipeline 2", "parallel.llm.pipeline", "those of [parallel]"),
@@ -161,7 +162,7 @@ def test_encoders_of_different_tensor_sizes(two_encoders):
         assert parallel.mirrors == mirrors
         found = [parallel.encoder_mirrors(name) for name in ("vision", "audio", "llm")]
         assert found == [2 * mirrors // 4, audio * mirrors // 4, mirrors]
-    pieces = "--parallel.tensor_bubbles 0.2"
+    pieces = "--parallel.tp_comm_fraction 0.2"
     given = f"{sizes} --parallel.audio.tensor 1 {pieces}"
     found = problems_of(two_encoders, *given.split(), world_size=8)
     assert [p for p in found if "parallel.vision.tensor = 2" in p and "run it together" in p]
@@ -204,18 +205,18 @@ def test_stages_are_single_layers_unless_the_recipe_wants_fewer():
 
 @pytest.mark.parametrize(("pieces", "share"), [("true", 0.2), ("false", 0.0)])
 def test_stored_recipe_with_removed_key_is_read(recipe, tmp_path, monkeypatch, pieces, share):
-    own = ["--parallel.pipeline=2", "--parallel.tensor=2", "--parallel.tensor_bubbles=0.2"]
+    own = ["--parallel.pipeline=2", "--parallel.tensor=2", "--parallel.tp_comm_fraction=0.2"]
     stored = dump_recipe(load_recipe(recipe, own).recipe)
-    key = f"tensor_bubbles = 0.2\nbubble_pieces = {pieces}"
-    (tmp_path / "recipe.toml").write_text(stored.replace("tensor_bubbles = 0.2", key))
+    key = f"tp_comm_fraction = 0.2\nbubble_pieces = {pieces}"
+    (tmp_path / "recipe.toml").write_text(stored.replace("tp_comm_fraction = 0.2", key))
     with pytest.raises(ConfigError, match="delete the key"):  # a file of the user
         load_recipe(tmp_path / "recipe.toml", world_size=8)
     (tmp_path / "STATUS.json").write_text("{}")  # a run
     found = load_recipe(tmp_path / "recipe.toml", world_size=8).recipe
-    assert found.parallel.tensor_bubbles == share
+    assert found.parallel.tp_comm_fraction == share
     tables = tomli.loads((tmp_path / "recipe.toml").read_text())
-    assert changed_values(tables).get("parallel.tensor_bubbles", 0.0) == share  # page of the run
+    assert changed_values(tables).get("parallel.tp_comm_fraction", 0.0) == share  # page of the run
     monkeypatch.setattr(checkpoint, "read_manifest", lambda _: {"recipe": tables})
-    assert checkpoint.recipe_of(tmp_path).parallel.tensor_bubbles == share  # export
+    assert checkpoint.recipe_of(tmp_path).parallel.tp_comm_fraction == share  # export
     for broken in ({}, {"parallel": 1}, {"parallel": {"bubble_pieces": []}}):
         without_removed_keys(broken)

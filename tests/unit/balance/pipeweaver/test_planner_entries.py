@@ -25,7 +25,7 @@ CLASSES = {
     "background": planners.BackgroundPlanner,
 }
 METHODS = ("plan", "plan_ahead", "learn", "close")
-TUNED = ActivationCheckpointConfig(mode="tuned")
+TUNED = ActivationCheckpointConfig(mode="auto")
 
 
 def planner_name(recipe: Recipe, pipeline_size: int) -> str:
@@ -35,7 +35,7 @@ def planner_name(recipe: Recipe, pipeline_size: int) -> str:
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "csv:order.csv"])
 def test_planner_follows_schedule_drift_and_background(schedule):
     plain = Recipe(parallel=ParallelConfig(schedule=schedule))
-    drift = Recipe(parallel=ParallelConfig(schedule=schedule, replan_drift=0.1))
+    drift = Recipe(parallel=ParallelConfig(schedule=schedule, replan_threshold=0.1))
     alone = Recipe(parallel=ParallelConfig(schedule=schedule, search={"background": False}))
     is_searched = schedule in ("searched", "optimus")
     assert planner_name(plain, 1) == planner_name(drift, 1) == "single"

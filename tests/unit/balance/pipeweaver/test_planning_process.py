@@ -75,9 +75,9 @@ def test_it_plans_the_step_it_was_asked_for(process):
     process.submit(1, request(1, HARD))
     planned = process.take(1, WAIT_S)
     found = planned.statistics
-    assert planned.step == 1 and planned.finished and "predicted_ms" not in found
+    assert planned.step == 1 and planned.finished and "predicted_step_ms" not in found
     assert (found["planner"], found["planner_evaluations"]) == ("search", 60)
-    assert found["gain_over_natural"] >= 0
+    assert found["speedup_over_default_order"] >= 0
     graph = step_graph(setup(60).layout, config(60), metas(HARD))
     plan = decode_plan(planned.numbers, graph, lambda graph: {})
     assert validate_plan(plan).problems == ()
@@ -112,10 +112,10 @@ def test_optimus_is_planned_with_the_replicas_of_its_encoder():
     costs = searched_costs(graph, modules, metas(1), COSTS, rates=request(1, 1, 1e-6).rates)
     *coarse, best = optimus_orders(section, graph, costs, "none")
     assert plan.graph == best.step.graph and set(plan.graph.replica.values()) == {0, 1}
-    predicted_ms = planned.statistics["predicted_ms"]
+    predicted_ms = planned.statistics["predicted_step_ms"]
     assert simulate(plan, costs).makespan_ms == pytest.approx(predicted_ms)
     assert predicted_ms <= coarse[0].predicted_ms
-    assert planned.statistics["gain_over_natural"] >= 0
+    assert planned.statistics["speedup_over_default_order"] >= 0
 
 
 def test_it_tunes_the_layers():
@@ -143,7 +143,7 @@ def test_it_tunes_the_layers():
 def test_rates_give_milliseconds(process):
     """A rank has at least its own work to do, and at most all work."""
     process.submit(3, request(3, 1, rate=1e-6))
-    predicted_ms = process.take(3, WAIT_S).statistics["predicted_ms"]
+    predicted_ms = process.take(3, WAIT_S).statistics["predicted_step_ms"]
     graph = step_graph(setup(60).layout, config(60), metas(1))
     flops = task_durations(graph, setup(60).modules, metas(1))
     whole = [Action(kind, *task) for task in graph.tasks() for kind in (ActionType.F, ActionType.B)]

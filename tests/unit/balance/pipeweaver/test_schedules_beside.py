@@ -40,7 +40,7 @@ SECTIONS = {
     },
     "interleaved_1f1b": {"schedule": "interleaved_1f1b", "virtual_stages": 2},
     "apart": {"schedule": "1f1b", "placement": "disaggregated"},
-    "optimus by FLOPs": {"schedule": "optimus", "placement": "colocated", "replan_drift": 0.1},
+    "optimus by FLOPs": {"schedule": "optimus", "placement": "colocated", "replan_threshold": 0.1},
 }
 FACTORS = {("vision", ActionType.F): 3.0, ("vision", ActionType.B): 2.0}
 

@@ -214,7 +214,7 @@ def test_with_little_memory_fewer_microbatches_are_in_flight():
     planned = StepSearch(graph, tight).search(Budget(evaluations=1), Settings())
     assert Dispatcher(graph, tight).evaluate() == inf
     assert planned.natural_ms == planned.predicted_ms
-    assert planned.gain_over_natural == 0
+    assert planned.speedup_over_default_order == 0
     assert planned.planner.startswith("separated, at most")
     assert max(planned.peak_bytes) <= 6
 

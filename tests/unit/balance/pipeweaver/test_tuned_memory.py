@@ -42,7 +42,7 @@ class Step(TunedStep):
 
     def __init__(self, encoder: str, freeze: tuple[str, ...] = ()) -> None:
         self.case = WideCase(
-            f"memory {encoder}", encoder=encoder, recompute="tuned", tied=False, freeze=freeze
+            f"memory {encoder}", encoder=encoder, recompute="auto", tied=False, freeze=freeze
         )
         cuts = {"vision": [Cut(n, (0,)) for n in (1, 3)], "llm": [Cut(n, (0,)) for n in (2, 2)]}
         layout = build_layout(self.case.modules(), cuts)

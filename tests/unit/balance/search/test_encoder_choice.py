@@ -26,7 +26,7 @@ name = "tiny"
 pipeline = 4
 placement = "colocated"
 schedule = "optimus"
-orchestrate = true
+auto_sizes = true
 [training]
 sequence_length = 512
 global_batch_size = 16
@@ -39,7 +39,7 @@ gpus = 8
 
 
 def recipe_of(*encoders: str, parallel: str = "") -> Recipe:
-    text = RECIPE.replace("orchestrate = true\n", "orchestrate = true\n" + parallel)
+    text = RECIPE.replace("auto_sizes = true\n", "auto_sizes = true\n" + parallel)
     text += "".join(ENCODER.format(name=name) for name in encoders)
     return Recipe.model_validate(tomli.loads(text))
 
@@ -103,7 +103,7 @@ def test_encoder_sizes_in_the_recipe_stay():
     assert (vision.pipeline, vision.segments, vision.sub_microbatch_images) == (2, 2, 2)
     for key in ("tensor", "pipeline", "virtual_stages", "llm_schedule", "schedule"):
         assert getattr(chosen, key) == getattr(recipe.parallel, key), key
-    assert not chosen.orchestrate
+    assert not chosen.auto_sizes
 
 
 def test_encoder_sizes_fit_into_memory(tmp_path):
@@ -136,6 +136,6 @@ def test_dry_run_and_search_choose_the_same_sizes():
 
 def test_recipe_without_open_sizes_is_unchanged():
     recipe = recipe_of("vision")
-    parallel = recipe.parallel.model_copy(update={"orchestrate": False})
+    parallel = recipe.parallel.model_copy(update={"auto_sizes": False})
     recipe = recipe.model_copy(update={"parallel": parallel})
     assert orchestrated(recipe, 8) is recipe

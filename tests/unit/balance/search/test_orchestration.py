@@ -95,11 +95,11 @@ def test_problem_has_modules_of_recipe(recipe):
 
 def test_recipes_that_leave_sizes_open_get_those_of_a_plan_for_all_ranks(recipe):
     parallel = ParallelConfig(
-        placement="disaggregated", schedule="1f1b", orchestrate=True, sequence_parallel=True
+        placement="disaggregated", schedule="1f1b", auto_sizes=True, sequence_parallel=True
     )
     asked = recipe.model_copy(update={"parallel": parallel})
     found = orchestrated(asked, 6)
-    assert not found.parallel.orchestrate
+    assert not found.parallel.auto_sizes
     assert sum(own.ranks for own in units_of(found, 6).values()) == 6
     assert "6 = " in describe_run(asked, 6)
     three = asked.model_copy(
@@ -123,7 +123,7 @@ def test_recipes_that_leave_sizes_open_get_those_of_a_plan_for_all_ranks(recipe)
 def test_sizes_that_will_be_planned_are_not_held_against_the_ranks(
     recipe_file, world_size, changes
 ):
-    asked = ["--parallel.placement", "disaggregated", "--parallel.orchestrate", "true"]
+    asked = ["--parallel.placement", "disaggregated", "--parallel.auto_sizes", "true"]
     asked += ["--parallel.schedule", "1f1b", "--training.global_batch_size", "4", *changes]
     if "--parallel.virtual_stages" not in changes:
         asked += ["--parallel.virtual_stages", "1"]
@@ -131,7 +131,7 @@ def test_sizes_that_will_be_planned_are_not_held_against_the_ranks(
     found = orchestrated(loaded, world_size)
     assert sum(own.ranks for own in units_of(found, world_size).values()) == world_size
     with pytest.raises(ConfigError):
-        load_recipe(recipe_file, [*asked, "--parallel.orchestrate", "false"], world_size)
+        load_recipe(recipe_file, [*asked, "--parallel.auto_sizes", "false"], world_size)
 
 
 def test_layers_are_tuned_to_what_counts_as_fitting(recipe):

@@ -22,7 +22,7 @@ from torchmm.recipe.check import find_problems
 from torchmm.recipe.recipe import Recipe
 
 TRIED = {
-    ("1f1b", 1, "full"), ("1f1b", 1, "none"), ("1f1b", 1, "tuned"),
+    ("1f1b", 1, "full"), ("1f1b", 1, "none"), ("1f1b", 1, "auto"),
     ("interleaved_1f1b", 2, "none"), ("zero_bubble", 1, "none"), ("gpipe", 1, "full"),
 }  # fmt: skip
 FORMULA = ("1f1b", "full")

@@ -80,7 +80,7 @@ def brute_force(recipe, devices, profile, sample, seed):
         if devices % ranks or batch % (devices // (tensor * pipeline) * size):
             continue
         schedules = (("1f1b", 1), ("interleaved_1f1b", 2)) if pipeline > 1 else (("1f1b", 1),)
-        rest = list(product(("none", "full", "tuned"), *(FLAGS if pipeline == 1 else PIPED_FLAGS)))
+        rest = list(product(("none", "full", "auto"), *(FLAGS if pipeline == 1 else PIPED_FLAGS)))
         own_rest = [rest[0], random.choice(rest), random.choice(rest)]
         for (schedule, stages), values in product(schedules, own_rest):
             mode, reduction, reorder, balance = values

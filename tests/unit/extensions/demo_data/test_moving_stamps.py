@@ -40,7 +40,7 @@ def prepared(tmp_path):
 
 def clips(prepared, split):
     source = open_map_source(
-        SourceConfig(path=str(prepared / "moving_stamps"), split=split, generate="clip")
+        SourceConfig(path=str(prepared / "moving_stamps"), split=split, target_image_column="clip")
     )
     return [source.read(i) for i in range(len(source))]
 

@@ -21,7 +21,7 @@ def used_hooks(validation: dict) -> dict[str, object]:
     return {entry.name: entry.load() for entry in entries if entry.is_used(run)}
 
 
-@pytest.mark.parametrize("key", ["samples", "drawings"])
+@pytest.mark.parametrize("key", ["num_samples", "generated_images"])
 def test_samples_are_generated_between_validation_and_recording(key):
     hooks = used_hooks({"interval": 2, key: 1})
     assert hooks["generated_samples"] is SampleHook
@@ -29,7 +29,7 @@ def test_samples_are_generated_between_validation_and_recording(key):
     assert names.index("validation") < names.index("generated_samples") < names.index("recording")
 
 
-@pytest.mark.parametrize("validation", [{"interval": 2}, {"samples": 1}])
+@pytest.mark.parametrize("validation", [{"interval": 2}, {"num_samples": 1}])
 def test_unused_hooks_are_not_built(validation):
     assert not {"generated_samples", "benchmarks"} & set(used_hooks(validation))
 
@@ -49,6 +49,6 @@ def test_benchmarks_without_tasks_are_rejected():
 
 def test_samples_without_the_extension_are_rejected(monkeypatch):
     monkeypatch.setattr(check_model, "find_entry", lambda table, name: None)
-    recipe = Recipe.model_validate({"validation": {"interval": 2, "samples": 3}})
+    recipe = Recipe.model_validate({"validation": {"interval": 2, "num_samples": 3}})
     problems = {problem.key: str(problem) for problem in find_problems(recipe, None)}
-    assert 'the extension "evaluation" is not installed' in problems["validation.samples"]
+    assert 'the extension "evaluation" is not installed' in problems["validation.num_samples"]

@@ -131,7 +131,7 @@ def test_every_prompt_is_asked_of_every_file_or_of_all_together(run: Run, tmp_pa
     ]
     one = run(pictures[1], *words, "--batch-size", 1)
     assert len(one) == 2
-    together = [json.loads(line) for line in run(*pictures, *words, "--together")]
+    together = [json.loads(line) for line in run(*pictures, *words, "--all-files")]
     assert [found["asked"] for found in together] == [
         f"{pictures[0]} {pictures[1]} {w}" for w in words[1:4:2]
     ]
@@ -219,7 +219,7 @@ def test_checkpoints_write_what_their_exports_write(
     randomize(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     run_dir = tmp_path / "run"
-    with make_manager(run_dir, table=recipe.model_dump(mode="json"), asynchronous=False) as saver:
+    with make_manager(run_dir, table=recipe.model_dump(mode="json"), async_save=False) as saver:
         saver.save(3, model, optimizer, {})
     export_checkpoint(run_dir / "checkpoints" / "step-3", tmp_path / "hf")
     words = [*_pictures(tmp_path), "--prompt", "one", *DRAWN]
@@ -245,9 +245,9 @@ def test_pictures_are_drawn_for_words(
     randomize(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     run_dir = tmp_path / "run"
-    with make_manager(run_dir, table=recipe.model_dump(mode="json"), asynchronous=False) as saver:
+    with make_manager(run_dir, table=recipe.model_dump(mode="json"), async_save=False) as saver:
         saver.save(3, model, optimizer, {})
-    asked = ["--prompt", "one", "--prompt", "two", "--denoising-steps", 2, "--draw"]
+    asked = ["--prompt", "one", "--prompt", "two", "--denoising-steps", 2, "--generate-images"]
 
     def drawn(name: str, *more: object) -> list[bytes]:
         lines = run(*asked, tmp_path / name, *more, model=run_dir)
@@ -294,8 +294,11 @@ def test_files_are_of_the_kind_that_their_names_say(tmp_path: Path) -> None:
             "nothing to predict in its first 16 tokens",
         ),
         (["--prompt", "one", "--ema"], "is an export, whose weights are what they are"),
-        (["--prompt", "one", "--draw", "pictures"], "this model has no generator to draw with"),
-        (["--chat", "--draw", "pictures"], "draws from words"),
+        (
+            ["--prompt", "one", "--generate-images", "pictures"],
+            "this model has no generator to draw with",
+        ),
+        (["--chat", "--generate-images", "pictures"], "draws from words"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(run: Run, arguments: list[str], problem: str) -> None:

@@ -51,7 +51,7 @@ def make(tmp_path, tokenizer, text_spec):
     def build(rank=0, ranks=1, sources=None, spec=SPEC, streaming=False, workers=0, **changes):
         path = str(tmp_path / "captions")
         configs = sources or [
-            SourceConfig(path=path, streaming=streaming, generate="image"),
+            SourceConfig(path=path, streaming=streaming, target_image_column="image"),
             SourceConfig(path=path, streaming=streaming),
         ]
         options = {"state": None, "validation": False} | changes
@@ -221,7 +221,7 @@ def test_a_broken_image_keeps_its_place_and_does_not_count(make, tmp_path):
     for row in rows[::2]:
         row["image"]["bytes"] = row["image"]["bytes"][:60]  # a header, and nothing after it
     path = write_parquet(tmp_path / "broken", rows)
-    loader = make(sources=[SourceConfig(path=str(path), generate="image")])
+    loader = make(sources=[SourceConfig(path=str(path), target_image_column="image")])
     batch = next(iter(loader))
     assert batch.skipped
     for microbatch in batch.microbatches:

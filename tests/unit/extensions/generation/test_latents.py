@@ -132,7 +132,7 @@ def test_neighbours_and_chunks_change_nothing(model):
     together = model.generator(inputs, features)
     assert together.item() == pytest.approx(torch.stack(alone).sum().item(), rel=1e-5)
     whole = copy.copy(model.generator.latent_encoder)
-    sizes = whole.spec.sizes._replace(frames_at_once=2)
+    sizes = whole.spec.sizes._replace(encode_batch_size=2)
     parts = copy.copy(whole)
     parts.spec = dataclasses.replace(whole.spec, sizes=sizes)
     given = inputs.patches_PV, inputs.grids_thw, inputs.latent_noise_PV
@@ -303,10 +303,10 @@ def test_encoding_costs_what_torch_counts(model):
     assert found == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize("frames_at_once", [1, 2, 8])
-def test_encoding_never_needs_more_memory_than_was_said(frames_at_once):
+@pytest.mark.parametrize("encode_batch_size", [1, 2, 8])
+def test_encoding_never_needs_more_memory_than_was_said(encode_batch_size):
     channels = {"block_out_channels": [16, 32], "norm_num_groups": 8, "layers_per_block": 2}
-    model = build(latent_config(vae=channels, frames_at_once=frames_at_once))
+    model = build(latent_config(vae=channels, encode_batch_size=encode_batch_size))
     grids = [(1, 16, 16), (2, 12, 16), (1, 16, 16), (1, 16, 16)]
     inputs = generator_inputs(grids, [1] * 4, latents="mean")
     encoder = model.generator.latent_encoder

@@ -26,10 +26,10 @@ global_batch_size = 8
 interval = 1
 [[data.sources]]
 path = "."
-generate = "image"
+target_image_column = "image"
 [[data.validation]]
 path = "."
-generate = "image"
+target_image_column = "image"
 """
 
 
@@ -39,7 +39,7 @@ def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
         "--parallel.generator.sub_microbatch_images=3",
         '--freeze.modules=["generator", "llm"]',
         "--optimizer.module_lr.generator.connector=1e-3",
-        "--validation.drawings=4",
+        "--validation.generated_images=4",
     ]
     loaded = load_recipe(recipe, arguments, 4).recipe
     assert loaded.parallel.sub_microbatch_images("generator") == 3
@@ -53,7 +53,7 @@ def test_a_generator_is_a_module_like_others(recipe: Path) -> None:
     [
         ("--model.generator.source=./nowhere", "source", "no such directory"),
         ("--model.generator.context_tokens=0", "context_tokens", ">= 1"),
-        ("--data.sources=[{path = '.'}]", "data.sources", 'generate = "COLUMN"'),
+        ("--data.sources=[{path = '.'}]", "data.sources", 'target_image_column = "COLUMN"'),
         ("--parallel.generator.segments=2", "segments", "parallel.pipeline > 1"),
         ("--parallel.pipeline=8", "parallel", "does not make 4 ranks"),
         (
@@ -90,15 +90,19 @@ def test_stages_need_layers(recipe: Path) -> None:
 
 def test_drawings_need_held_out_images_and_validations(recipe: Path) -> None:
     for argument in ("--validation.interval=0", "--data.validation=[{path = '.'}]"):
-        problems = problems_of(recipe, "--validation.drawings=2", argument, world_size=4)
-        assert any("validation.drawings" in problem for problem in problems), problems
+        problems = problems_of(recipe, "--validation.generated_images=2", argument, world_size=4)
+        assert any("validation.generated_images" in problem for problem in problems), problems
 
 
 def test_drawing_needs_a_generator(recipe: Path) -> None:
     text = MODEL.replace("[model.generator.config]", "[model.encoders.generator.config]")
     recipe.write_text(text.replace("_class_name", "model_type"))
-    problems = problems_of(recipe, "--validation.drawings=2", world_size=4)
-    for key in ("data.sources[0].generate", "data.validation[0].generate", "validation.drawings"):
+    problems = problems_of(recipe, "--validation.generated_images=2", world_size=4)
+    for key in (
+        "data.sources[0].target_image_column",
+        "data.validation[0].target_image_column",
+        "validation.generated_images",
+    ):
         assert any(key in problem and "no generator" in problem for problem in problems), key
     assert any("model.encoders.generator" in problem for problem in problems)
 
@@ -117,8 +121,8 @@ def test_heads_of_an_inline_generator_have_to_divide(monkeypatch, tmp_path) -> N
     [
         ("vae={}", "model.generator.vae", "neither source nor config"),
         ('vae={source="nowhere"}', "model.generator.vae.source", "no such directory"),
-        ('vae={config={},latents="both"}', "model.generator.vae.latents", "mean, sampled"),
-        ("vae={config={},frames_at_once=0}", "model.generator.vae.frames_at_once", ">= 1"),
+        ('vae={config={},latent_mode="both"}', "model.generator.vae.latent_mode", "mean, sampled"),
+        ("vae={config={},encode_batch_size=0}", "model.generator.vae.encode_batch_size", ">= 1"),
     ],
 )
 def test_autoencoders_are_checked(recipe, override, key, text):

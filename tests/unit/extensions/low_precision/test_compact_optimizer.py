@@ -22,7 +22,7 @@ from torchmm.recipe.training_section import OptimizerConfig
 from torchmm.training.optim import build_optimizer, set_learning_rate
 from torchmm.training.optimizers.muon import LocalMuon
 
-FAST = {"lr": 1e-2, "schedule": "constant"}
+FAST = {"lr": 1e-2, "lr_schedule": "constant"}
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -16,7 +16,7 @@ from torchmm.models.multimodal import MultimodalModel
 from torchmm.models.registry import build_model
 from torchmm.recipe.model_section import FreezeConfig
 
-EMULATED = Float8Config(recipe="rowwise", emulate=True)
+EMULATED = Float8Config(scaling="rowwise", emulate=True)
 CPU = torch.device("cpu")
 
 
@@ -37,7 +37,7 @@ def test_linears_between_the_first_and_the_last_layer_are_replaced_and_keep_thei
 
 
 def test_what_is_excluded_stays() -> None:
-    every = Float8Config(recipe="rowwise", emulate=True, first_layers=0, last_layers=0)
+    every = Float8Config(scaling="rowwise", emulate=True, first_layers=0, last_layers=0)
     names = names_of(text_model("qwen3"), every)
     assert len(names) == 21
     fewer = every.model_copy(update={"exclude": ["self_attn.*", "*.down_proj"]})
@@ -47,7 +47,7 @@ def test_what_is_excluded_stays() -> None:
 
 def test_sizes_that_are_no_multiples_of_16_stay() -> None:
     """Multi-head latent attention of this model has ranks of 24 and values of 40 features."""
-    every = Float8Config(recipe="rowwise", emulate=True, first_layers=0, last_layers=0)
+    every = Float8Config(scaling="rowwise", emulate=True, first_layers=0, last_layers=0)
     chosen = float8_linears(text_model("minicpm3").llm, every)
     assert chosen and all(size % 16 == 0 for linear in chosen for size in linear.weight.shape)
     linears = [p for p in text_model("minicpm3").llm.layers[0].modules() if type(p) is nn.Linear]
@@ -69,13 +69,13 @@ def test_devices(device, config, expected, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Ampere")
     modules = list(build_model(pair_config("llama", "clip"), FreezeConfig()).modality_modules())
-    found = float8_problems(modules, Float8Config(**{"recipe": "rowwise", **config}), device)
+    found = float8_problems(modules, Float8Config(**{"scaling": "rowwise", **config}), device)
     assert len(found) == (expected is not None) and all(expected in text for text in found)
 
 
 def test_a_device_with_float8_products_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config = Float8Config(recipe="tensorwise")
+    config = Float8Config(scaling="tensorwise")
     assert float8_problems([text_model("llama").llm], config, torch.device("cuda")) == []
 
 

@@ -45,7 +45,7 @@ def linear_of(recipe: str, dtype: torch.dtype) -> nn.Module:
 
 
 def a_cast(recipe: str) -> Float8Config:
-    return Float8Config(recipe=recipe, first_layers=0, last_layers=0)  # type: ignore[arg-type]
+    return Float8Config(scaling=recipe, first_layers=0, last_layers=0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -110,7 +110,7 @@ def test_products_are_as_fast_as_the_device_says() -> None:
 
 
 def test_only_chosen_layers_and_linears_count() -> None:
-    config = Float8Config(recipe="rowwise", exclude=["mlp.down_proj"], emulate=True)
+    config = Float8Config(scaling="rowwise", exclude=["mlp.down_proj"], emulate=True)
     first, inner, last = described(config)
     assert first.rounded is None
     assert last.rounded is None

@@ -19,7 +19,7 @@ num_hidden_layers = 4
 [[data.sources]]
 path = "."
 [float8]
-recipe = "rowwise"
+scaling = "rowwise"
 emulate = true
 """
 VISION = "--float8.modules ['llm','vision'] "
@@ -33,7 +33,7 @@ VISION = "--float8.modules ['llm','vision'] "
         "--parallel.schedule zero_bubble",  # no pipeline
         "--parallel.tensor 2",
         "--parallel.tensor 2 --parallel.sequence_parallel true",
-        "--parallel.tensor 2 --float8.recipe tensorwise --float8.modules []",
+        "--parallel.tensor 2 --float8.scaling tensorwise --float8.modules []",
         "--float8.emulate false --training.dtype bfloat16",
         VISION + "--parallel.shard 4",
         "--parallel.llm.context 2",
@@ -47,7 +47,7 @@ def test_valid(recipe: Path, arguments: str) -> None:
     ("arguments", "key", "text"),
     [
         (
-            "--parallel.tensor 2 --float8.recipe tensorwise",
+            "--parallel.tensor 2 --float8.scaling tensorwise",
             "parallel.tensor",
             "ranks divide what is scaled together in 'llm'",
         ),
@@ -58,12 +58,12 @@ def test_valid(recipe: Path, arguments: str) -> None:
             "some of 'llm', are not implemented in float8",
         ),
         (
-            "--parallel.llm.context 2 --float8.recipe tensorwise",
+            "--parallel.llm.context 2 --float8.scaling tensorwise",
             "parallel.llm.context",
             "rows that are scaled together",
         ),
-        ("--parallel.pipeline 2 --parallel.schedule zero_bubble", "float8.recipe", "zero_bubble"),
-        ("--float8.emulate false", "float8.recipe", 'training.dtype = "bfloat16"'),
+        ("--parallel.pipeline 2 --parallel.schedule zero_bubble", "float8.scaling", "zero_bubble"),
+        ("--float8.emulate false", "float8.scaling", 'training.dtype = "bfloat16"'),
         ("--float8.modules ['visoin']", "float8.modules", 'did you mean "vision"'),
         (VISION + "--parallel.pipeline 2", "float8.modules", "which images of 'vision'"),
         ("--freeze.modules ['llm']", "float8.modules", "weights' gradients all the same"),

@@ -24,7 +24,7 @@ from torchmm.training.checkpoint.copies import folder_of, step_of_folder
 from torchmm.training.checkpoint.manifest import MANIFEST_NAME, find_problems, read_manifest
 
 logger = logging.getLogger("test_checkpoint_upload")
-IMPATIENT = DataConfig(storage=StorageConfig(give_up_s=1.0))
+IMPATIENT = DataConfig(storage=StorageConfig(retry_timeout_s=1.0))
 
 
 class Machine:
@@ -36,7 +36,9 @@ class Machine:
         self._made: list = []
 
     def manager(self, **config):
-        self._made.append(make_manager(self.run_dir, upload=self._store, data=IMPATIENT, **config))
+        self._made.append(
+            make_manager(self.run_dir, remote_dir=self._store, data=IMPATIENT, **config)
+        )
         return self._made[-1]
 
     def save(self, *numbers: int, **config):
@@ -98,7 +100,7 @@ def folder(store: Path, step: int) -> Path:
 
 def test_the_best_stay_here_and_in_the_store(machines, store):
     here = machines()
-    manager = here.manager(keep=1, keep_best=BestConfig(count=2))
+    manager = here.manager(keep_latest=1, keep_best=BestConfig(count=2))
     model, optimizer = build()
     for step, loss in enumerate((5.0, 3.0, 4.0, 3.0, None, 9.0), start=1):
         manager.save(step, model, optimizer, {}, {"validation_loss": loss})
@@ -166,7 +168,7 @@ def test_what_is_here_is_not_fetched(machines, store, monkeypatch):
 
 def test_a_named_address_is_resumed_without_copies_of_ones_own(tmp_path):
     here = Machine(tmp_path / "a", "memory://named")
-    manager = here.manager(keep=3)
+    manager = here.manager(keep_latest=3)
     first = saved(manager, 1)
     manager._uploads.wait()
     saved(manager, 2)
@@ -221,7 +223,7 @@ def test_what_an_unfinished_copy_left_goes_with_the_next(machines, store):
     torn = folder(store, 2).name
     other = machines()
     assert other.resume()[0] == 1
-    other.save(2, 3, keep=5)
+    other.save(2, 3, keep_latest=5)
     assert committed(store) == [3, 2, 1]
     names = {path.name for path in (store / "run").iterdir() if any(path.iterdir())}
     assert torn not in names or torn == folder(store, 2).name
@@ -229,25 +231,25 @@ def test_what_an_unfinished_copy_left_goes_with_the_next(machines, store):
 
 def test_retention_counts_what_is_whole(machines, store):
     machine = machines()
-    machine.save(1, 2, 3, keep=2)
+    machine.save(1, 2, 3, keep_latest=2)
     assert committed(store) == [3, 2]
     (folder(store, 3) / "index.json").unlink()
-    machine.save(4, keep=2)
+    machine.save(4, keep_latest=2)
     assert committed(store) == [4, 3, 2]
-    machine.save(5, 6, keep=2)
+    machine.save(5, 6, keep_latest=2)
     assert committed(store) == [6, 5]
 
 
 @pytest.mark.parametrize("resume", ["none", "step-1"])
 def test_what_training_does_not_go_on_from_is_set_aside_and_stays(machines, store, resume):
     machine = machines()
-    machine.save(1, 2, keep=3)
+    machine.save(1, 2, keep_latest=3)
     content = (folder(store, 2) / "index.json").read_bytes()
     at = machine.run_dir / "checkpoints" / "step-1"
-    step, _ = machine.resume(resume="none" if resume == "none" else str(at), keep=3)
+    step, _ = machine.resume(resume="none" if resume == "none" else str(at), keep_latest=3)
     assert step == (None if resume == "none" else 1)
     assert committed(store) == ([] if resume == "none" else [1])
-    machine.save(3, 4, 5, 6, keep=1)
+    machine.save(3, 4, 5, 6, keep_latest=1)
     assert committed(store) == [6]
     assert (folder(store, 2) / "index.json").read_bytes() == content
     aside = next(folder(store, 2).glob("MANIFEST.set-aside-*.json"))
@@ -263,7 +265,7 @@ def test_a_newer_format_stops_the_start_and_stays(machines, store):
     newer = newer.rename(store / "run" / "step-9-0123456789ab")
     with pytest.raises(CheckpointError, match="has format 2"):
         machines().resume()
-    first.save(10, 11, 12, keep=1)
+    first.save(10, 11, 12, keep_latest=1)
     assert committed(store) == [12, 9]
     assert (newer / "index.json").exists()
 
@@ -311,7 +313,7 @@ class Gate:
 def test_a_slow_store_gets_the_newest_and_nothing_waits_for_it(machines, store, monkeypatch):
     gate = Gate(monkeypatch)
     machine = machines()
-    manager = machine.manager(keep=1)
+    manager = machine.manager(keep_latest=1)
     model, optimizer = build()
     for step in (1, 2, 3):
         saved(manager, step, model=model, optimizer=optimizer)
@@ -346,13 +348,13 @@ def test_a_full_store_is_told_and_training_goes_on(
     machine = machines()
     machine.save(1)
     full = FullStore(monkeypatch, room_bytes)
-    manager = machine.manager(keep=3)
+    manager = machine.manager(keep_latest=3)
     model, optimizer = build()
     saved(manager, 2, model=model, optimizer=optimizer)
     manager._uploads.wait()
     assert "step-2 is not at" in manager.complaint and "No space left" in manager.complaint
     assert "Training goes on without that copy" in caplog.text
-    assert manager.take_figures()["failed_uploads"] == 1
+    assert manager.take_figures()["checkpoint_upload_failures"] == 1
     assert committed(store) == [1]
     assert not list((store / "run").glob("step-2-*/*")), "what was copied takes no room"
     full.room_bytes = float("inf")
@@ -368,7 +370,7 @@ def test_full_disk_leaves_no_manifest(machines, store, monkeypatch):
     machine.save(1)
     with monkeypatch.context() as context:
         FullDisk(f".{MANIFEST_NAME}", context)
-        manager = machine.manager(keep=3)
+        manager = machine.manager(keep_latest=3)
         last = saved(manager, 2)
         manager._uploads.wait()
         assert "No space left on device" in manager.complaint
@@ -464,8 +466,11 @@ def test_figures_are_of_what_ended(machines, store):
     found = manager.take_figures()
     files = [p for p in (machine.run_dir / "checkpoints/step-1").iterdir()]
     written = sum(p.stat().st_size for p in files if p.name != MANIFEST_NAME)
-    assert found["save_bytes"] == found["upload_bytes"] == written
-    assert all(found[key] > 0 for key in ("save_ms", "save_wait_ms", "upload_ms"))
+    assert found["checkpoint_bytes"] == found["checkpoint_upload_bytes"] == written
+    assert all(
+        found[key] > 0
+        for key in ("checkpoint_save_ms", "checkpoint_wait_ms", "checkpoint_upload_ms")
+    )
     assert manager.take_figures() == {}
 
 

@@ -104,7 +104,7 @@ def test_clients_that_do_not_read_lose_their_places(site, large):
         stream.read_chunk()
     assert not producer._room.acquire(blocking=False)
     producer.extra = 0
-    assert take(site.loader(address, give_up_s=20), 2) == take(site.loader(), 2)
+    assert take(site.loader(address, retry_timeout_s=20), 2) == take(site.loader(), 2)
     deadline_s = time.monotonic() + 10
     while producer._room._value < 4 and time.monotonic() < deadline_s:
         time.sleep(0.05)

@@ -51,10 +51,10 @@ def site(tmp_path, tokenizer, text_spec):
     def data(place, addresses=(), plan=False, **more):
         sources = [
             SourceConfig(path=f"{place}/captions", name="read"),
-            SourceConfig(path=f"{place}/captions", name="drawn", generate="image"),
+            SourceConfig(path=f"{place}/captions", name="drawn", target_image_column="image"),
         ]
         producers = ProducersConfig(
-            addresses=list(addresses), plan=plan, give_up_s=more.pop("give_up_s", 20)
+            addresses=list(addresses), plan=plan, retry_timeout_s=more.pop("retry_timeout_s", 20)
         )
         held_out = [SourceConfig(path=f"{place}/held_out", name="held_out")]
         config = data_config(tmp_path, *sources, producers=producers, **more)
@@ -68,8 +68,10 @@ def site(tmp_path, tokenizer, text_spec):
         opened.append(producer)
         return f"127.0.0.1:{producer.port}"
 
-    def loader(*addresses, rank=0, ranks=2, give_up_s=20.0, sizes=None, workers=0, **more):
-        given = data("/nowhere", addresses, plan=True, give_up_s=give_up_s, workers=workers)
+    def loader(*addresses, rank=0, ranks=2, retry_timeout_s=20.0, sizes=None, workers=0, **more):
+        given = data(
+            "/nowhere", addresses, plan=True, retry_timeout_s=retry_timeout_s, workers=workers
+        )
         chosen = given if addresses else data(tmp_path)
         return build_loader(
             chosen,
@@ -141,7 +143,7 @@ def test_other_recipes_are_refused_by_key(site, sizes, why):
 
 def test_what_has_to_be_there_is_named(site):
     with pytest.raises(DataError, match=r"does not say data\.producers\.plan = true"):
-        site.loader(site.start(plan=False), give_up_s=0.2)
+        site.loader(site.start(plan=False), retry_timeout_s=0.2)
     assert take(site.loader(site.start(plan=False), site.start()), 1) == take(site.loader(), 1)
     state = take(site.loader(), 1)[0][2]
     changed = state | {"content": state["content"] | {"order": {"training.seed": 9}}}
@@ -184,7 +186,7 @@ def test_nonsense_is_not_taken_for_a_step(site, answer):
     liar = Liar({"describe": described, "plan": answer})
     try:
         with pytest.raises(DataError, match="malformed answer"):
-            site.loader(f"127.0.0.1:{liar.port}", give_up_s=0.2)
+            site.loader(f"127.0.0.1:{liar.port}", retry_timeout_s=0.2)
         # Another one is asked instead.
         assert take(site.loader(f"127.0.0.1:{liar.port}", address)) == take(site.loader())
     finally:
@@ -269,7 +271,7 @@ def test_wrong_description_leaves_producer_out(site, changes):
     liar = Liar({"describe": json.dumps(described | changes).encode()})
     try:
         with pytest.raises(DataError, match="malformed answer"):
-            site.loader(f"127.0.0.1:{liar.port}", give_up_s=60)
+            site.loader(f"127.0.0.1:{liar.port}", retry_timeout_s=60)
         both = site.loader(f"127.0.0.1:{liar.port}", address)
         assert take(both, 1) == take(site.loader(), 1)
     finally:
@@ -288,7 +290,7 @@ def test_endless_response_to_action_is_rejected(site):
     server = Endless("127.0.0.1:0")
     begin_s = time.monotonic()
     with pytest.raises(DataError, match="more than one response"):
-        site.loader(f"127.0.0.1:{server.port}", give_up_s=60)
+        site.loader(f"127.0.0.1:{server.port}", retry_timeout_s=60)
     assert time.monotonic() - begin_s < 30
     server.shutdown()
 

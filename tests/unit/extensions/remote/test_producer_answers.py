@@ -170,7 +170,7 @@ def wrong_numbers(each: Requested):
     )
     yield TEXT, "corrupt", {"values": {"corrupt": {"other[99]": "torn"}}}
     yield TEXT, "corrupt", {"values": {"corrupt": dict.fromkeys(each.corrupt, 3) or {"x[1]": ""}}}
-    yield TEXT, "decoded_images", {"values": {"decoded_images": 10**6}}
+    yield TEXT, "decoded_media", {"values": {"decoded_media": 10**6}}
     if not each.corrupt:  # then blank samples are expected
         name = f"{each.packs[0][0].meta.source}[{each.packs[0][0].meta.index}]"
         yield TEXT, "", {"values": {"corrupt": {name: "torn"}}}
@@ -275,7 +275,7 @@ def test_wrong_producer_is_logged_and_left_out(site, monkeypatch, caplog):
     assert wrong in record.message and "input_ids_T" in record.message
     assert site.opened[0].asked == 1  # by one data worker, in the whole run
     with pytest.raises(DataError, match=f"no producer.*{wrong}: malformed answer.*input_ids_T"):
-        take(site.loader(wrong, give_up_s=60), 1)  # at once
+        take(site.loader(wrong, retry_timeout_s=60), 1)  # at once
 
 
 def test_liar_that_streams_forever_is_left_out(site):

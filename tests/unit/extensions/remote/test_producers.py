@@ -68,7 +68,7 @@ class Site:
         path = str(directory / "captions")
         self.sources = [
             SourceConfig(path=path, name="read"),
-            SourceConfig(path=path, name="drawn", generate="image"),
+            SourceConfig(path=path, name="drawn", target_image_column="image"),
         ]
         self.directory = directory
         self.sizes: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Site:
         self.opened: list[Producer] = []
 
     def data(self, workers=0, **producers):
-        addresses = ProducersConfig(**{"give_up_s": 20, "timeout_s": 10, **producers})
+        addresses = ProducersConfig(**{"retry_timeout_s": 20, "timeout_s": 10, **producers})
         return data_config(self.directory, *self.sources, workers=workers, producers=addresses)
 
     def loader(
@@ -187,9 +187,9 @@ def test_busy_producers_are_asked_again(site):
     room = site.opened[0]._room
     for _ in range(4):
         room.acquire()
-    message = r"no producer.*give_up_s = 0.5.*Unavailable: it has no room"
+    message = r"no producer.*retry_timeout_s = 0.5.*Unavailable: it has no room"
     with pytest.raises(DataError, match=message):
-        take(site.loader(address, give_up_s=0.5), 1)
+        take(site.loader(address, retry_timeout_s=0.5), 1)
     room.release()
     assert take(site.loader(address), 2) == take(site.loader(), 2)
 
@@ -197,7 +197,7 @@ def test_busy_producers_are_asked_again(site):
 def test_nobody_answers(site):
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(DataError, match=f"no producer.*{address}: Unavailable.*torchmm.data.serve"):
-        take(site.loader(address, give_up_s=0.5), 1)
+        take(site.loader(address, retry_timeout_s=0.5), 1)
     assert take(site.loader(address, site.producer()), 2) == take(site.loader(), 2)
 
 
@@ -235,7 +235,7 @@ def test_an_unknown_certificate_is_not_trusted(site, tmp_path):
     address = site.producer(certificate=keys["ours"])
     trusted = site.loader(address, ca_certificate=str(tmp_path / "ours.pem"))
     assert take(trusted, 2) == take(site.loader(), 2)
-    other = site.loader(address, ca_certificate=str(tmp_path / "theirs.pem"), give_up_s=1)
+    other = site.loader(address, ca_certificate=str(tmp_path / "theirs.pem"), retry_timeout_s=1)
     with pytest.raises(DataError, match="Unavailable"):
         take(other, 1)
 
@@ -390,7 +390,7 @@ def test_answers_that_are_none_are_named_and_asked_for_elsewhere(site):
         with Liar(*parts) as liar:
             address = f"127.0.0.1:{liar.port}"
             with pytest.raises(DataError, match=f"{address}: malformed answer"):
-                take(site.loader(address, give_up_s=0.1), 1)
+                take(site.loader(address, retry_timeout_s=0.1), 1)
             for addresses in ([address, true], [true, address]):
                 assert take(site.loader(*addresses), 1) == expected, name
     other = pa.schema([("x", pa.int64())])
@@ -418,7 +418,7 @@ def test_what_nobody_waits_for_is_not_decoded(site):
     work = site.opened[0].work
     held = threading.Event()
     work._pool.submit(held.wait, 30)  # its only worker is busy
-    loader = site.loader(address, timeout_s=0.3, give_up_s=0.3)
+    loader = site.loader(address, timeout_s=0.3, retry_timeout_s=0.3)
     with pytest.raises(DataError, match="TimedOut"):
         take(loader, 1)
     deadline = time.monotonic() + 10
@@ -433,4 +433,4 @@ def test_what_nobody_waits_for_is_not_decoded(site):
 def test_nothing_is_said_to_other_machines_unencrypted(site, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     with pytest.raises(DataError, match="nothing goes unencrypted"):
-        take(site.loader("192.0.2.1:7", give_up_s=0.1), 1)
+        take(site.loader("192.0.2.1:7", retry_timeout_s=0.1), 1)

@@ -43,7 +43,13 @@ def addresses(registry, count: int, without: str = "") -> set[str]:
 def test_three_actors_one_killed_one_added(site, registry):
     expected = take(site.loader(), 12)
     address = f"127.0.0.1:{registry.port}"
-    given = {"registry": address, "engine": "ray", "count": 3, "timeout_s": 100, "give_up_s": 300}
+    given = {
+        "registry": address,
+        "engine": "ray",
+        "count": 3,
+        "timeout_s": 100,
+        "retry_timeout_s": 300,
+    }
     specs = {**site.common, "image_specs": {"vision": CLIP}}
     producers = RayProducers(site.data(**given), training(), specs)
     before = signal.getsignal(signal.SIGTERM)

@@ -126,7 +126,7 @@ def test_a_run_goes_on_without_its_registry(reporting, site):
 def test_producers_of_other_data_are_not_asked(reporting, site):
     reporting.add(seed=4)
     with pytest.raises(DataError, match="knows 0 producers of these data and 1 of others"):
-        take(site.loader(registry=reporting.address, give_up_s=0.5), 1)
+        take(site.loader(registry=reporting.address, retry_timeout_s=0.5), 1)
     reporting.add()
     assert take(site.loader(registry=reporting.address), 2) == take(site.loader(), 2)
 
@@ -134,7 +134,7 @@ def test_producers_of_other_data_are_not_asked(reporting, site):
 def test_a_registry_that_is_not_there_is_named(site):
     message = r"no producer.*registry 127.0.0.1:1: Unavailable.*data.producers.registry"
     with pytest.raises(DataError, match=message):
-        take(site.loader(registry="127.0.0.1:1", give_up_s=0.5), 1)
+        take(site.loader(registry="127.0.0.1:1", retry_timeout_s=0.5), 1)
 
 
 def test_registries_want_the_token_and_reports_as_they_are(reporting, monkeypatch):
@@ -197,7 +197,9 @@ def test_large_report_does_not_disturb_run(reporting, site):
     for workers in (10**7, 10**12):
         with pytest.raises(flight.FlightServerError):
             report(client, fingerprint=fingerprint, workers=workers)
-    assert take(site.loader(registry=reporting.address, give_up_s=10), 3) == take(site.loader(), 3)
+    assert take(site.loader(registry=reporting.address, retry_timeout_s=10), 3) == take(
+        site.loader(), 3
+    )
 
 
 def test_unknown_addresses_do_not_displace_producers(reporting, monkeypatch):

@@ -87,12 +87,12 @@ def test_producers_with_half_tls_pair_are_rejected(valid, given, missing):
     ],
 )
 def test_upload_to_unusable_address_is_rejected(valid, upload, fix):
-    problem = one_problem(valid, "--checkpoint.upload", upload, world_size=1)
-    assert "checkpoint.upload" in problem and upload in problem and fix in problem
+    problem = one_problem(valid, "--checkpoint.remote_dir", upload, world_size=1)
+    assert "checkpoint.remote_dir" in problem and upload in problem and fix in problem
 
 
 def test_staging_at_address_is_rejected(valid):
-    options = ["--checkpoint.upload", "/copies", "--checkpoint.staging", "s3://bucket/runs"]
+    options = ["--checkpoint.remote_dir", "/copies", "--checkpoint.staging_dir", "s3://bucket/runs"]
     assert "use a directory" in one_problem(valid, *options, world_size=1)
 
 

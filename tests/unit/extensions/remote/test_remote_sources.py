@@ -75,13 +75,13 @@ def store(object_server, folder) -> ObjectServer:
 
 
 def data_of(path: Path, **storage: object) -> DataConfig:
-    return data_config(path, storage={"give_up_s": 20.0, **storage})
+    return data_config(path, storage={"retry_timeout_s": 20.0, **storage})
 
 
 def open_at(path: Path, address: str | Path, data: DataConfig | None = None, **options: object):
     data = data or data_of(path)
     config = SourceConfig(path=str(address), **options)
-    return open_map_source(config, data.index_cache, open_file_system(config.path, data))
+    return open_map_source(config, data.index_cache_dir, open_file_system(config.path, data))
 
 
 def samples_of(source, reader) -> str:
@@ -136,7 +136,7 @@ def test_what_energon_says_of_a_folder_elsewhere_holds(object_server, folder, tm
 def test_streams_elsewhere_resume_like_those_here(store, folder, tmp_path, kind):
     data = data_of(tmp_path)
     config = SourceConfig(path=f"s3://formats/{kind}", streaming=True)
-    stream = open_stream("x", config, data.index_cache, open_file_system(config.path, data))
+    stream = open_stream("x", config, data.index_cache_dir, open_file_system(config.path, data))
     records = []
     while (record := stream.next()) is not None:
         records.append((record.where, stream.position()))
@@ -202,7 +202,7 @@ def test_a_broken_row_group_costs_its_own_rows(object_server, tmp_path):
 
 
 def test_a_store_that_is_away_is_no_broken_row_group(store, tmp_path):
-    source = open_at(tmp_path, "s3://formats/parquet", data_of(tmp_path, give_up_s=0.5))
+    source = open_at(tmp_path, "s3://formats/parquet", data_of(tmp_path, retry_timeout_s=0.5))
     shutil.rmtree(tmp_path / "index" / "storage" / "entries")  # has the small file of the footer
     store.go_away()
     try:

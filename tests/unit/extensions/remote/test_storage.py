@@ -34,8 +34,8 @@ def store(object_server):
     return object_server
 
 
-def open_storage(path: Path, limit_bytes: int = 10**8, give_up_s: float = 20.0) -> Storage:
-    return Storage(path / "cache", limit_bytes, give_up_s)
+def open_storage(path: Path, limit_bytes: int = 10**8, retry_timeout_s: float = 20.0) -> Storage:
+    return Storage(path / "cache", limit_bytes, retry_timeout_s)
 
 
 def big(storage: Storage) -> RemoteFile:
@@ -117,7 +117,7 @@ def test_a_store_that_is_away_for_a_while_costs_only_time(store, tmp_path, caplo
 
 
 def test_a_store_that_stays_away_ends_the_run_in_time(store, tmp_path):
-    file = big(open_storage(tmp_path, give_up_s=1.5))
+    file = big(open_storage(tmp_path, retry_timeout_s=1.5))
     store.go_away()
     began = time.monotonic()
     try:
@@ -127,7 +127,7 @@ def test_a_store_that_stays_away_ends_the_run_in_time(store, tmp_path):
         store.come_back()
     assert time.monotonic() - began < 15
     assert "s3://first/x/a.bin did not answer" in str(caught.value)
-    assert "data.storage.give_up_s" in str(caught.value)
+    assert "data.storage.retry_timeout_s" in str(caught.value)
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
@@ -299,9 +299,9 @@ def test_a_recipe_with_a_secret_in_an_address_is_refused_without_showing_it():
     assert any("data.sources[0].path" in p and "?X-Amz-Signature=" in p for p in found)
     assert not any("hushhush" in p for p in found)
     plain = '--data.sources=[{path="s3://bucket/x"}]'
-    found = problems_of(QUICKSTART, plain, "--data.storage.give_up_s=500.0", world_size=1)
+    found = problems_of(QUICKSTART, plain, "--data.storage.retry_timeout_s=500.0", world_size=1)
     assert not any("data.sources[0].path" in p for p in found)
-    assert any("data.storage.give_up_s" in p and "data.timeout_s" in p for p in found)
+    assert any("data.storage.retry_timeout_s" in p and "data.timeout_s" in p for p in found)
 
 
 @pytest.mark.parametrize("root", ["s3://written", "memory://written"])

@@ -13,7 +13,7 @@ from torchmm.training.tracking.run_files import code_version
 
 
 def test_event_files_of_tensorboard_have_it_all(tmp_path: Path) -> None:
-    finished_run(tmp_path, page=False, tensorboard=True)
+    finished_run(tmp_path, html_report=False, tensorboard=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     tags = events.Tags()
     assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
@@ -29,7 +29,7 @@ def test_event_files_of_tensorboard_have_it_all(tmp_path: Path) -> None:
 
 def test_steps_that_a_resumed_run_repeats_replace_themselves(tmp_path: Path) -> None:
     for start, loss in ((0, 1.0), (2, 9.0)):
-        made = recorder(tmp_path, start_step=start, page=False, tensorboard=True)
+        made = recorder(tmp_path, start_step=start, html_report=False, tensorboard=True)
         for step in range(start + 1, start + 4):
             made.record(record(step, loss))
         made.close()
@@ -39,7 +39,7 @@ def test_steps_that_a_resumed_run_repeats_replace_themselves(tmp_path: Path) -> 
 
 
 def test_tensorboard_shows_late_scores(tmp_path: Path) -> None:
-    made = recorder(tmp_path, page=False, tensorboard=True)
+    made = recorder(tmp_path, html_report=False, tensorboard=True)
     made.record(record(2))
     made.add_scores({"task/exact_match": 0.25})
     made.add_scores({"task/exact_match": 0.5})
@@ -65,7 +65,7 @@ def test_trackio_gets_figures_in_groups_and_goes_on(tmp_path: Path, monkeypatch)
         return Run()
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
-    made = recorder(tmp_path, start_step=3, page=False, trackio=True)
+    made = recorder(tmp_path, start_step=3, html_report=False, trackio=True)
     made.record(record(4))
     made.close()
     assert calls[0]["resume"] == "allow" and calls[0]["config"]["code"] == code_version()
@@ -75,4 +75,4 @@ def test_trackio_gets_figures_in_groups_and_goes_on(tmp_path: Path, monkeypatch)
 def test_trackio_that_is_not_installed_is_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match=r"pip install trackio"):
-        recorder(tmp_path, page=False, trackio=True)
+        recorder(tmp_path, html_report=False, trackio=True)

@@ -58,7 +58,7 @@ def test_profile_without_the_extension_is_rejected(monkeypatch):
 
 @pytest.mark.parametrize("page", [True, False])
 def test_page_is_written_during_and_after_a_run(page, tmp_path):
-    recipe = Recipe.model_validate({"metrics": {"page": page}})
+    recipe = Recipe.model_validate({"metrics": {"html_report": page}})
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     run = TrackedRun(recipe.metrics, tmp_path, "run", {}, logging.getLogger("torchmm"), 0)
     for tracker in start_trackers(run):

@@ -45,7 +45,7 @@ def made_run(folder: Path, lr: float) -> Path:
     lines = []
     for step in range(1, 21):
         record = {"step": step, "loss": 5.0 / step, "step_ms": 10.0, "slowest_rank": step % 2,
-                  "straggler_share": 0.25, "peak_memory_bytes": 2**30, "mfu": None, "lr": lr,
+                  "straggler_fraction": 0.25, "peak_memory_bytes": 2**30, "mfu": None, "lr": lr,
                   "validation_loss": 1.5 if step % 10 == 0 else None}  # fmt: skip
         lines.append(json.dumps(record))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 21, "lo')
@@ -158,7 +158,7 @@ def test_page_skips_values_of_other_types(
         "step": 21,
         "loss": 1.0,
         "slowest_rank": 0,
-        "straggler_share": 0.5,
+        "straggler_fraction": 0.5,
         "scores": {"a": 1},
     }
     sample = json.loads((run_dir / "samples.json").read_text())[0] | {"references": ["a"]}

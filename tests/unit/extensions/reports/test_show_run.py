@@ -15,7 +15,7 @@ from torchmm.training.tracking.evaluations import Evaluation, append_evaluation
 
 def shown(slowest: list[int], share: float = 0.25) -> str:
     records = [
-        {"step": step, "slowest_rank": rank, "straggler_share": share}
+        {"step": step, "slowest_rank": rank, "straggler_fraction": share}
         for step, rank in enumerate(slowest, start=1)
     ]
     console = Console(file=io.StringIO(), width=120)

@@ -144,7 +144,7 @@ class PlanLeader:
         metas = upcoming()
         if metas is None:
             return
-        fraction = SearchConfig.of(self.setup.config).time_share
+        fraction = SearchConfig.of(self.setup.config).time_fraction
         seconds = fraction * median(self._spans_s) if self._spans_s else None
         gain = self._spread.least_gain
         least_gain = LEAST_GAIN if gain is None else gain

@@ -132,7 +132,7 @@ class StepWork:
         """Return the plan of an order, or of the schedule if None, with its statistics."""
         statistics = dict(best.statistics) if best else {}
         if not self.request.rates:
-            statistics.pop("predicted_ms", None)  # measured times are still unknown
+            statistics.pop("predicted_step_ms", None)  # measured times are still unknown
         statistics["planner_ms"] = self.elapsed_s * 1e3
         return PlannedStep(self.request.step, numbers, statistics, finished)
 
@@ -162,7 +162,7 @@ def plan_before_step(
     given = budget or Budget(evaluations=1)
     best = plan_by_costs(setup.config, work.graph, work.costs, setup.sharding, given, tuner)
     # Predictions of these orders are not compared with measured steps, so they are not reported.
-    statistics = {**best.statistics, "predicted_ms": None}
+    statistics = {**best.statistics, "predicted_step_ms": None}
     return work.planned(work.numbers(best.step), replace(best, statistics=statistics))
 
 

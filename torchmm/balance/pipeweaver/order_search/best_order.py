@@ -64,7 +64,7 @@ class SearchedOrder:
     segments: Uint32s | None = field(default=None, compare=False)
 
     @property
-    def gain_over_natural(self) -> float | None:
+    def speedup_over_default_order(self) -> float | None:
         """Natural order's time / this one's, less 1; None if there is no natural order."""
         if self.natural_ms == inf or self.predicted_ms == 0:
             return None

@@ -278,9 +278,9 @@ def read_steps(
     source.write_text("".join(lines))
     loader = build_loader(
         DataConfig(
-            validation=[SourceConfig(path=str(source), name=name, generate=generate)],
+            validation=[SourceConfig(path=str(source), name=name, target_image_column=generate)],
             workers=0,
-            index_cache=str(folder / "index"),
+            index_cache_dir=str(folder / "index"),
         ),
         TrainingConfig(global_batch_size=1, sequence_length=max_tokens),
         data_parallel_rank=0,

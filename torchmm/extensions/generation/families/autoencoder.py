@@ -66,8 +66,8 @@ def latent_spec(section: AutoencoderConfig, side: int) -> LatentSpec:
     if section.source is not None:
         files = replace(files, source=str(Path(section.source).expanduser()))
     factor = 2 ** (len(config["block_out_channels"]) - 1)
-    sampled = section.latents == "sampled"
-    sizes = _sizes(config, side, factor, section.frames_at_once, sampled)
+    sampled = section.latent_mode == "sampled"
+    sizes = _sizes(config, side, factor, section.encode_batch_size, sampled)
     return LatentSpec(config, side, factor, sampled, files, sizes)
 
 
@@ -199,7 +199,7 @@ class _Counter:
 
 
 def _sizes(
-    config: dict[str, Any], side: int, factor: int, frames_at_once: int, sampled: bool
+    config: dict[str, Any], side: int, factor: int, encode_batch_size: int, sampled: bool
 ) -> LatentSizes:
     """What encoding takes, by patch of the generator."""
     with torch.device("meta"):
@@ -228,7 +228,7 @@ def _sizes(
         attentions=counter.attentions,
         attended=counter.attended / patches,
         live=counter.live / patches,
-        frames_at_once=frames_at_once,
+        encode_batch_size=encode_batch_size,
         encoder_parameters=encoder_parameters,
         decoder_parameters=decoder_parameters,
         values=values,

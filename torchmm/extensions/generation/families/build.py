@@ -75,7 +75,7 @@ def build_generator(
         patch_size_px=factor * complete["patch_size"],
         frames=section.frames,
         context_tokens=section.context_tokens,
-        time_sampling=section.time_sampling,
+        time_sampling=section.timestep_sampling,
         latent_values=0 if latents is None else latents.values,
         latent_noise=0 if latents is None else latents.sizes.noise - latents.values,
     )

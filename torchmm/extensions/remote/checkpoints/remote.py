@@ -54,7 +54,7 @@ class RemoteCheckpoints:
 
     Args:
         address: Folder of the checkpoints: `s3://bucket/runs/NAME`, `file:///PATH` or a path.
-        give_up_s: Time in seconds after which a failing request is not repeated.
+        retry_timeout_s: Time in seconds after which a failing request is not repeated.
         logger: Logger of the run.
 
     Raises:
@@ -62,14 +62,14 @@ class RemoteCheckpoints:
         ValueError: It is a `file://` address of another host.
     """
 
-    def __init__(self, address: str, give_up_s: float, logger: logging.Logger) -> None:
+    def __init__(self, address: str, retry_timeout_s: float, logger: logging.Logger) -> None:
         place = address
         if not is_address(address):
             place = f"{THIS_MACHINE}{local_path(address).absolute()}"
         where = split_address(place)
         self.address = without_secrets(address)
         self._path = where.path
-        self._client = StoreClient(where.root, give_up_s, "checkpoint.upload")
+        self._client = StoreClient(where.root, retry_timeout_s, "checkpoint.remote_dir")
         self._logger = logger
 
     def committed(self) -> list[str]:

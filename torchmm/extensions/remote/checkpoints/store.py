@@ -31,7 +31,7 @@ class StoredCheckpoints(RemoteCheckpoints):
     """The checkpoints of one run in a store, with the operations of all ranks."""
 
     def __init__(self, address: str, data: DataConfig, logger: logging.Logger) -> None:
-        super().__init__(address, StorageConfig.of(data).give_up_s, logger)
+        super().__init__(address, StorageConfig.of(data).retry_timeout_s, logger)
 
     def fetch_checkpoint(
         self, folder: str, directory: CheckpointDirectory, site: Site, group: SideGroup

@@ -125,13 +125,13 @@ class BackgroundUploads:
         took_s = time.perf_counter() - began_s
         if problem is None:
             self.complaint = ""
-            self._meter.note(upload_ms=took_s * 1e3, upload_bytes=size_bytes)
+            self._meter.note(checkpoint_upload_ms=took_s * 1e3, checkpoint_upload_bytes=size_bytes)
             if self._group.rank == 0:
                 said = "copied %s to %s (%d bytes in %.1f s)"
                 self._logger.info(said, path, self._remote.address, size_bytes, took_s)
             return
         self._failed += 1
-        self._meter.note(failed_uploads=self._failed)
+        self._meter.note(checkpoint_upload_failures=self._failed)
         self.complaint = f"{path.name} is not at {self._remote.address}: {problem}"
         if self._group.rank == 0:
             self._logger.warning(

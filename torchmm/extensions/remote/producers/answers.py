@@ -146,7 +146,7 @@ class _Expected:
         step.microbatches.append(microbatch)
         step.corrupt |= corrupt
         images = self._form.meta.image_count + len(self._form.meta.generated)
-        step.decoded_images += _count("decoded_images", counts["decoded_images"], images)
+        step.decoded_media += _count("decoded_media", counts["decoded_media"], images)
         step.read_bytes += _count("read_bytes", counts["read_bytes"], 1 << 62)
 
     def _read_corrupt(self, values: Any) -> dict[str, str]:

@@ -86,12 +86,13 @@ class Asking:
             first: Turn of the first producer (`Choice.in_turn`).
 
         Raises:
-            DataError: No producer has responded for `give_up_s`, a producer rejects the request, or
-                all of `data.producers.addresses` have different data or sent a wrong response.
+            DataError: No producer has responded for `retry_timeout_s`, a producer rejects the
+                request, or all of `data.producers.addresses` have different data or sent a wrong
+                response.
         """
         tried: dict[str, str] = {}
         others: set[str] = set()
-        give_up = time.monotonic() + self._config.give_up_s
+        give_up = time.monotonic() + self._config.retry_timeout_s
         wait_s = 0.05
         while True:
             for address in self._choice.in_turn(first):
@@ -142,7 +143,7 @@ class Asking:
     def _nobody(self, tried: dict[str, str], hopeless: bool) -> str:
         told = [f"{address}: {why}" for address, why in tried.items()]
         answers = "; ".join([*told, *filter(None, [self._choice.complaint])])
-        limit = f"within data.producers.give_up_s = {self._config.give_up_s:g} s "
+        limit = f"within data.producers.retry_timeout_s = {self._config.retry_timeout_s:g} s "
         return (
             f"no producer has answered {'' if hopeless else limit}({answers}). Start them with "
             "python -m torchmm.data.serve --config RECIPE --bind HOST:PORT, or correct "

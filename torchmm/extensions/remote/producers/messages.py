@@ -43,7 +43,7 @@ TEXT = ""
 """The part of a microbatch that is not a module's."""
 TEXT_TENSORS = ("input_ids_T", "targets_T", "position_ids")
 GENERATOR_LISTS = ("times", "grids_thw", "contexts", "counted", "held")
-COUNTS = ("corrupt", "decoded_images", "read_bytes")
+COUNTS = ("corrupt", "decoded_media", "read_bytes")
 SCHEMA = pa.schema([(str(number), pa.large_binary()) for number in range(3)])
 MAX_VALUES_BYTES = 8 * 10**6
 """Limit on the JSON of a message. Python objects of hostile JSON use some 20 times its bytes."""

@@ -20,7 +20,7 @@ from torchmm.extensions.remote.producers.ask import Asking, RemoteDecoder
 from torchmm.extensions.remote.producers.engine import started_producers
 from torchmm.extensions.remote.producers.planning import Described, ProducersPlans
 from torchmm.extensions.remote.producers.registry import own_registry
-from torchmm.recipe.changes import changes
+from torchmm.recipe.changes import changes, with_current_names
 from torchmm.recipe.data_section import DataConfig, unique_names
 from torchmm.recipe.training_section import TrainingConfig
 
@@ -108,4 +108,5 @@ def _by_name(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return an identity as it is sent, with sources by name."""
     sent = json.loads(json.dumps(content))
     named = {source["name"]: source for source in sent.pop("sources")}
-    return {**sent.pop("order"), **sent.pop("settings"), **sent, "data.sources": named}
+    order = with_current_names(sent.pop("order"))
+    return {**order, **sent.pop("settings"), **sent, "data.sources": named}

@@ -1,6 +1,6 @@
 """Asks object stores for sizes, lists and ranges of bytes; asks again when they do not answer.
 
-    client = StoreClient("s3://bucket", give_up_s=180)
+    client = StoreClient("s3://bucket", retry_timeout_s=180)
     found = client.stat("shards/0.tar")
     client.read("shards/0.tar", 0, 512, found.version)
     client.write("runs/a/MANIFEST.json", b"{}")        # checkpoints; data are never written
@@ -14,8 +14,8 @@ without dependencies, and asks with If-Match: bytes of an object that was replac
 never mixed with those of the old one.
 
 Repeating is done here for both: waits double from 0.1 s to 8 s, shortened by chance so that a
-thousand ranks do not return at once, until `give_up_s` have passed. Credentials are read from the
-environment by the libraries themselves; nothing here ever holds one.
+thousand ranks do not return at once, until `retry_timeout_s` have passed. Credentials are read from
+the environment by the libraries themselves; nothing here ever holds one.
 """
 
 from __future__ import annotations
@@ -93,21 +93,21 @@ class StoreClient:
 
     Args:
         root: its address, or `THIS_MACHINE`.
-        give_up_s: seconds after which a request that still fails ends the run.
+        retry_timeout_s: seconds after which a request that still fails ends the run.
         key: what in a recipe has named it, for messages.
 
     Raises:
         ConfigError: the library that reads it is not installed.
     """
 
-    def __init__(self, root: str, give_up_s: float, key: str = SOURCES_KEY) -> None:
+    def __init__(self, root: str, retry_timeout_s: float, key: str = SOURCES_KEY) -> None:
         self._root = root
-        self._give_up_s = give_up_s
+        self._give_up_s = retry_timeout_s
         self._key = key
         self._scheme = split_address(root).scheme
         self._store: _ObjectStore | _Filesystem
         if self._scheme in BUCKETS:
-            self._store = _ObjectStore(root, give_up_s)
+            self._store = _ObjectStore(root, retry_timeout_s)
         else:
             self._store = _Filesystem(root)
         self._random = random.Random()
@@ -187,7 +187,7 @@ class StoreClient:
                     raise DataError(
                         f"{self._name(path)} did not answer for {waited_s:.0f} s "
                         f"({_brief(error)}); see whether the store can be reached, or raise "
-                        "data.storage.give_up_s"
+                        "data.storage.retry_timeout_s"
                     ) from error
                 if wait_s == FIRST_WAIT_S:
                     logger.warning(
@@ -232,7 +232,7 @@ class StoreClient:
 class _ObjectStore:
     """A bucket, through obstore."""
 
-    def __init__(self, root: str, give_up_s: float) -> None:
+    def __init__(self, root: str, retry_timeout_s: float) -> None:
         try:
             import obstore  # noqa: PLC0415 - an extra
             import obstore.store  # noqa: PLC0415
@@ -247,12 +247,12 @@ class _ObjectStore:
         self._store: Any = obstore.store.from_url(
             root,
             client_options={
-                "connect_timeout": timedelta(seconds=min(CONNECT_S, give_up_s)),
-                "read_timeout": timedelta(seconds=min(SILENCE_S, give_up_s)),
-                "timeout": timedelta(seconds=max(give_up_s, SILENCE_S)),
+                "connect_timeout": timedelta(seconds=min(CONNECT_S, retry_timeout_s)),
+                "read_timeout": timedelta(seconds=min(SILENCE_S, retry_timeout_s)),
+                "timeout": timedelta(seconds=max(retry_timeout_s, SILENCE_S)),
                 **({"allow_http": True} if plain else {}),
             },
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=give_up_s)},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=retry_timeout_s)},
         )
 
     def stat(self, path: str) -> Found:

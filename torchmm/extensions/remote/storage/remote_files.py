@@ -48,16 +48,16 @@ class Storage:
     Args:
         cache: directory of the cache.
         limit_bytes: of the cache.
-        give_up_s: seconds after which a request that still fails ends the run.
+        retry_timeout_s: seconds after which a request that still fails ends the run.
 
     Raises:
         ConfigError: the cache cannot be written.
     """
 
-    def __init__(self, cache: Path, limit_bytes: int, give_up_s: float) -> None:
-        self._settings = cache, limit_bytes, give_up_s
+    def __init__(self, cache: Path, limit_bytes: int, retry_timeout_s: float) -> None:
+        self._settings = cache, limit_bytes, retry_timeout_s
         self._directory = cache
-        self._give_up_s = give_up_s
+        self._give_up_s = retry_timeout_s
         self._clients: dict[str, StoreClient] = {}
         self._process = os.getpid()
         self.cache = BlockCache(cache, limit_bytes)
@@ -177,7 +177,7 @@ class Storage:
             raise DataError(
                 f"{file}: bytes from {wrong} have another checksum than when they were first read, "
                 f"{WRONG_ANSWERS} times; check the store, or, if it was the first answer that was "
-                f"wrong, remove {self._directory} and data.index_cache"
+                f"wrong, remove {self._directory} and data.index_cache_dir"
             )
         if keep:
             for number, block in blocks.items():
@@ -202,8 +202,8 @@ class Storage:
 def open_storage(data: DataConfig) -> Storage:
     """Return the file system with the cache of `data.storage`; raise ConfigError."""
     config = StorageConfig.of(data)
-    directory = config.cache_dir or Path(data.index_cache) / "storage"
-    return Storage(Path(directory), int(config.cache_gb * 1e9), config.give_up_s)
+    directory = config.cache_dir or Path(data.index_cache_dir) / "storage"
+    return Storage(Path(directory), int(config.cache_gb * 1e9), config.retry_timeout_s)
 
 
 class _Stream(io.RawIOBase):

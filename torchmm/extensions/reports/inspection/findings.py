@@ -225,9 +225,9 @@ class Inspector:
         """How many there are, and those to be looked at with their index."""
         storage = open_file_system(config.path, self._recipe.data)
         if config.streaming:
-            stream = open_stream(name, config, self._recipe.data.index_cache, storage)
+            stream = open_stream(name, config, self._recipe.data.index_cache_dir, storage)
             return None, enumerate(islice(iter(stream.next, None), self._limit))
-        source = open_map_source(config, self._recipe.data.index_cache, storage)
+        source = open_map_source(config, self._recipe.data.index_cache_dir, storage)
         chosen = np.unique(
             np.linspace(0, len(source) - 1, min(self._limit, len(source))).astype(int)
         )
@@ -316,7 +316,7 @@ class Inspector:
             packs = [chosen[a:b].tolist() for a, b in pairwise(starts)]
         else:
             packs = pack_all(
-                tokens, self._length, data.open_packs, tiles, data.max_tiles_per_sequence
+                tokens, self._length, data.packing_buffer_size, tiles, data.max_tiles_per_sequence
             )
         return [[metas[i] for i in pack] for pack in packs[:PACKS_SHOWN]]
 

@@ -42,7 +42,7 @@ def length_lines(recipe: Recipe, findings: Sequence[SourceFindings]) -> list[str
 def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | None:
     """Return the steps until every training source was read once; None if a size is unknown."""
     found = [source for source in findings if source.section == "data.sources"]
-    if not found or recipe.data.stages:
+    if not found or recipe.data.mixture_schedule:
         return None
     sizes, weights, lengths = [], [], []
     for source in found:
@@ -54,7 +54,9 @@ def _pass_steps(recipe: Recipe, findings: Sequence[SourceFindings]) -> float | N
         weights.append(source.config.weight if epochs is None else epochs * size)
         lengths.append(source.column("tokens"))
     length = recipe.training.sequence_length
-    packed = [pack_all(tokens.tolist(), length, recipe.data.open_packs) for tokens in lengths]
+    packed = [
+        pack_all(tokens.tolist(), length, recipe.data.packing_buffer_size) for tokens in lengths
+    ]
     packs = sum(map(len, packed))
     fill = sum(tokens.sum() for tokens in lengths) / (packs * length)
     shares = np.asarray(weights) / sum(weights)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import tomli
 
+from torchmm.recipe.changes import with_current_metrics, with_current_names
 from torchmm.training.ending import STATUS_NAME, Status, read_status
 from torchmm.training.tracking.evaluations import RESULTS, Evaluation, parse_evaluation
 from torchmm.training.tracking.run_directory import (
@@ -163,7 +164,7 @@ def read_run(directory: Path) -> RunContents:
         run.skip("metrics.jsonl", f"{len(lines) - len(records)} lines are not records of steps")
     recipe: dict[str, Any] = {}
     try:
-        recipe = tomli.loads(run.read_text("recipe.toml"))
+        recipe = with_current_names(tomli.loads(run.read_text("recipe.toml")))
     except CONTENT_ERRORS as error:
         run.skip("recipe.toml", error)
     return RunContents(directory, records, recipe, skipped=run.skipped)
@@ -178,7 +179,7 @@ def _record(line: str) -> dict[str, Any] | None:
         scores = record.get("scores")
     except (*CONTENT_ERRORS, AttributeError):
         return None
-    kept = {key: value for key, value in record.items() if _is_number(value)}
+    kept = {key: v for key, v in with_current_metrics(record).items() if _is_number(v)}
     if not is_count(kept.get("slowest_rank", 0)):
         del kept["slowest_rank"]
     if isinstance(scores, dict):
@@ -220,7 +221,7 @@ def slowest_ranks(records: Records, most: int) -> SlowestRanks | None:
         for rank, _ in counts.most_common(most)
     }
     steps = [(period[0]["step"], period[-1]["step"]) for period in periods]
-    beyond = [mean(r.get("straggler_share") or 0.0 for r in period) for period in periods]
+    beyond = [mean(r.get("straggler_fraction") or 0.0 for r in period) for period in periods]
     return SlowestRanks(steps, shares, beyond)
 
 

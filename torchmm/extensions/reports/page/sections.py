@@ -63,7 +63,7 @@ CHARTS = (
     Chart("Loss", "nats per target", LOSSES, from_zero=False),
     Chart("Tokens", "per second", {"tokens_per_s": "tokens"}),
     Chart("Samples", "per second", {
-        "samples_per_s": "samples", "images_per_s": "images read", "generated_per_s": "drawn",
+        "samples_per_s": "samples", "media_per_s": "images read", "generated_images_per_s": "drawn",
     }),
     Chart("Model FLOPs", "% of the devices' peak", {"mfu": "MFU"}, 100.0),
     Chart("Time of a step, slowest rank", "ms", {
@@ -71,23 +71,23 @@ CHARTS = (
         "data_wait_ms": "waiting for data",
     }),
     Chart("Pipeline, predicted and measured", "ms", {
-        "pipeline_ms": "measured", "predicted_ms": "predicted",
+        "pipeline_ms": "measured", "predicted_step_ms": "predicted",
     }),
     Chart("Idle time of ranks", "% of the pipeline's time", {"bubble_fraction": "bubbles"}, 100.0),
     Chart("Gain of the planned order", "% over the natural one", {
-        "gain_over_natural": "gain",
+        "speedup_over_default_order": "gain",
     }, 100.0),
     Chart("Slowest rank over mean rank", "work, 1 is even", {
         "image_imbalance": "images", "image_imbalance_before": "images, not balanced",
         "sequence_imbalance": "sequences", "sequence_imbalance_before": "sequences, not reordered",
     }),
     Chart("Time beyond the median rank's", "% of the slowest rank's", {
-        "straggler_share": "slowest rank",
+        "straggler_fraction": "slowest rank",
     }, 100.0),
     Chart("Peak memory of the fullest rank", "GiB", {"peak_memory_bytes": "peak"}, 1 / GIB),
     Chart("Norm of gradients", "before clipping", {"grad_norm": "norm"}),
     Chart("Learning rate", "", {"lr": "rate"}),
-    Chart("Busiest expert", "of the mean", {"expert_load": "load"}),
+    Chart("Busiest expert", "of the mean", {"max_expert_load_ratio": "load"}),
 )  # fmt: skip
 """In the order in which a reader needs them; those without values are left out."""
 
@@ -168,7 +168,7 @@ def samples_of(run: RunContents) -> str:
     """Held-out samples with what was written for them over time."""
     cards = [_sample(run, entries) for entries in list(run.samples.values())[:SHOWN_SAMPLES]]
     if not cards:
-        return _nothing("no held-out samples: validation.samples, validation.interval")
+        return _nothing("no held-out samples: validation.num_samples, validation.interval")
     last = max(entries[-1].step for entries in run.samples.values())
     newest = [e[-1] for e in run.samples.values() if e[-1].step == last]
     right = sum(sample.is_right for sample in newest)
@@ -205,7 +205,7 @@ def pictures_of(run: RunContents) -> str:
     """
     parts = [
         f'<figure><figcaption>{escape(file.stem)}</figcaption><img alt="{escape(file.stem)}" '
-        f'src="{run.png_uri(f"drawings/{file.name}")}"></figure>'
+        f'src="{run.png_uri(f"{file.parent.name}/{file.name}")}"></figure>'
         for file in run.drawings()[-1:]
     ]
     for name, svg in run.timelines():
