@@ -249,7 +249,8 @@ METRICS: Mapping[str, Metric] = {
     "checkpoint_save_ms": Metric(
         "checkpoint", "ms", "Time from the end of that wait until the checkpoint was committed.",
         nullable=True),
-    "checkpoint_bytes": Metric("checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
+    "checkpoint_bytes": Metric(
+        "checkpoint", "bytes", "Size of the checkpoint.", int, nullable=True),
     "checkpoint_upload_ms": Metric(
         "checkpoint", "ms",
         "Upload time of a checkpoint, over all ranks.", nullable=True),
