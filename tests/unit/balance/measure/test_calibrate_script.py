@@ -90,10 +90,10 @@ def test_it_says_what_is_missing(script, tmp_path, recipe, capsys) -> None:
     save_profile(base, load_profile("cpu"))
     step = str(recorded(tmp_path, False))
     assert script.main(["--out", out, "--learn", step]) == 2
-    assert "--learn needs --profile" in capsys.readouterr().err
+    assert "--learn requires --profile" in capsys.readouterr().err
     given = ["--out", out, "--profile", str(base), "--config", str(recipe), "--learn", step]
     assert script.main(given) == 2
-    assert "does not say what its microbatches contained" in capsys.readouterr().err
+    assert "does not describe its microbatches" in capsys.readouterr().err
     assert script.main([*given[:3], str(tmp_path / "gone.json"), *given[4:]]) == 2
-    assert "no device or profile" in capsys.readouterr().err
+    assert "unknown device or profile" in capsys.readouterr().err
     assert not Path(out).exists()
