@@ -1,4 +1,4 @@
-"""Writes the table of other programs in docs/reference/models.md from what tests saw them do.
+"""Write the table of other programs in docs/reference/models.md from test results.
 
 python -m pytest tests/clients --clients=outputs/clients.jsonl
 python scripts/client_table.py outputs/clients.jsonl
@@ -22,7 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", type=Path, help="of pytest --clients")
+    parser.add_argument("file", type=Path, help="output of pytest --clients")
     args = parser.parse_args()
     before, _, rest = TARGET.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -1,12 +1,12 @@
-"""Writes the table of families in docs/reference/models.md from what tests have proved.
+"""Write the table of model families in docs/reference/models.md from test results.
 
 python -m pytest -m proves --proofs=outputs/proofs.jsonl tests/unit/models tests/unit/data \\
     tests/unit/costs/test_real_flops.py tests/unit/parallel/test_compilation.py \\
     tests/distributed/test_*_tensor_parallel.py tests/distributed/test_context_parallel.py
 python scripts/family_table.py outputs/proofs.jsonl
 
-Several files, of runs with other versions of transformers, make one table. With --keep, what the
-page says stays and is added to: for a few tests that were added, or one version more.
+Several files, from runs with different versions of transformers, are merged into one table. With
+--keep, the results are added to the existing page, for example for a few new tests.
 """
 
 import argparse
@@ -81,8 +81,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of pytest --proofs")
-    parser.add_argument("--keep", action="store_true", help="add to what the page says")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="output of pytest --proofs"
+    )
+    parser.add_argument("--keep", action="store_true", help="add to the results on the page")
     args = parser.parse_args()
     before, _, rest = TARGET.read_text().partition(BEGIN)
     former, _, after = rest.partition(END)

@@ -1,12 +1,12 @@
-"""Writes into docs/reference/unlisted_models.md which models train without being listed.
+"""Write docs/reference/unlisted_models.md: models that train without being registered.
 
-They are the causal LMs and the image encoders of transformers.
+The table contains causal LMs and image encoders of transformers.
 
 python scripts/unlisted_models.py            # all of them; about two minutes
-python scripts/unlisted_models.py olmo vit   # prints what became of some
+python scripts/unlisted_models.py olmo vit   # print the results of some
 
-Each model type goes through the proof that a recipe with it goes through, with the default config
-of its class."""
+Each model type passes through the same comparison as in a recipe, with the default config of its
+class."""
 
 import argparse
 import re
@@ -31,35 +31,35 @@ from torchmm.models.registry import LLM_FILES, TOWER_FILES
 
 TARGET = Path(__file__).parents[1] / "docs" / "reference" / "unlisted_models.md"
 OF_LLMS = {
-    "no list of layers": "no list of layers as long as the config says, or parts of several kinds",
-    "are not beside": "embeddings and layers in separate parts (BERT's form)",
-    "parts with weights besides": "further parts with weights around the layers",
+    "list of": "no list of layers with the length in the config, or several components",
+    "are not in the same module": "embeddings and layers in separate modules (as in BERT)",
+    "layers, one norm and head": "additional modules with weights around the layers",
     "comparisons with": "results differ",
     "small layers does": "no small copy of the default config",
     "small copy": "no small copy of the default config",
-    "Hugging Face's model by itself": "the default config does not run in Hugging Face's own model",
+    "the Hugging Face model": "the default config does not run in the Hugging Face model",
     "building": "cannot be built",
-    "fails": "its forward does not take packed samples, or stages",
+    "fails": "no support for packed samples or stages",
 }
 """What a refusal contains -> how the page sums it up; the first that fits."""
 OF_ENCODERS = {
-    "no list of layers": "no list of layers, or several (stages of several widths)",
+    "list of": "no list of layers, or several (stages of several widths)",
     "image_size and patch_size": "no images of a fixed size in its config",
-    "not a square": "images that are no squares",
-    "given more than hidden": "layers read more than hidden states (places, biases, masks, grids)",
-    "no module of its own": "something between pixels and layers that is no module",
-    "given more than one": "something before the layers reads more than pixels",
-    "hidden states (": "patches are left out or merged before the layers",
-    "pixels of patch": "a position sees more than its own patch",
-    "convolutions over pixels": "patches are made by several convolutions, or by none",
-    "given something else": "something between layers",
+    "not a square": "images that are not square",
+    "besides hidden": "layers have inputs besides hidden states (positions, biases, masks)",
+    "not a separate module": "an operation between pixels and layers that is not a module",
+    "has more than one input": "a module before the layers has inputs besides pixels",
+    "hidden states (": "patches are dropped or merged before the layers",
+    "pixels of patch": "a position depends on several patches",
+    "convolutions over pixels": "patches are computed by several convolutions, or by none",
+    "is not the output of layer": "an operation between layers",
     "weights outside": "weights outside of embeddings and layers",
     "comparisons with": "results differ",
     "small layers does": "no small copy of the default config",
     "small copy": "no small copy of the default config",
-    "no tower for": "no class for the tower alone",
-    "Hugging Face's model by itself": "the default config does not run on pixels alone",
-    "fails": "it cannot be built or cut",
+    "no image encoder for": "no class for the encoder without the LLM",
+    "the Hugging Face model": "the default config does not run with only pixels",
+    "fails": "it cannot be built or split",
 }
 """The same of encoders."""
 
@@ -150,11 +150,11 @@ def section(kind: Kind, outcomes: dict[str, Outcome]) -> str:
         f"Of the {len(outcomes)} other {kind.name} of transformers, {len(passed)} pass with the "
         "default config of their class.",
         "",
-        f"- weights read too ({len(read)}): {', '.join(read)}",
-        f"- from random weights only, as their files have other names ({len(unread)}): "
+        f"- also with pretrained weights ({len(read)}): {', '.join(read)}",
+        f"- only with random weights, because their files use other names ({len(unread)}): "
         f"{', '.join(unread)}",
         "",
-        "| refused because | `model_type` |",
+        "| reason | `model_type` |",
         "|---|---|",
         *(f"| {reason} | {', '.join(names)} |" for reason, names in sorted(refused.items())),
     ]
@@ -182,7 +182,7 @@ def written(kind: Kind, page: str) -> str:
 def main() -> None:
     """Prints outcomes, or writes them all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("types", nargs="*", help="model types; none: all, into the page")
+    parser.add_argument("types", nargs="*", help="model types (default: all, written to the page)")
     types = parser.parse_args().types
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
