@@ -146,7 +146,7 @@ def test_overrides(valid, arguments, read, expected):
     [
         (["--training.stps", "7"], "command line: training.stps = 7: unknown key; did you mean"),
         (["--training.steps"], "command line: training.steps: has no value"),
-        (["training.steps=7"], "command line: training.steps=7: not an override"),
+        (["training.steps=7"], "command line: training.steps=7: is not an override"),
         (["--training.steps", "x"], 'command line: training.steps = "x": must be an integer'),
         (["--steps", "7"], "command line: steps = 7: unknown key; did you mean training.steps?"),
         (["--training.steps", "1\nseed = 3"], "must be an integer"),
@@ -193,7 +193,7 @@ def test_a_valid_recipe_has_no_problems(valid):
         (
             "--optimizer.schedule wsd --optimizer.warmup_steps 90",
             "optimizer.warmup_steps",
-            "use 80",
+            "use at most 80",
         ),
         ("--optimizer.betas [0.9,1.0]", "optimizer.betas", "< 1"),
         ("--optimizer.stochastic_rounding=false", "optimizer.stochastic_rounding", "no effect"),
@@ -202,7 +202,7 @@ def test_a_valid_recipe_has_no_problems(valid):
         (
             "--activation_checkpoint.modules.audio full",
             "activation_checkpoint.modules",
-            "known: llm, vision, vision.connector",
+            "use one of: llm, vision, vision.connector",
         ),
         (
             "--activation_checkpoint.memory_limit 90",
@@ -270,7 +270,7 @@ def test_a_valid_recipe_has_no_problems(valid):
             "--checkpoint.keep_best {metric='held/cider'} --validation.interval 2 "
             "--data.validation [{path='.',name='held',scores=['exact_match']}]",
             "checkpoint.keep_best",
-            "known: validation_loss, validation_loss_text, validation_loss_image, "
+            "use one of: validation_loss, validation_loss_text, validation_loss_image, "
             "word_error_rate, loss, held/exact_match",
         ),
         (
@@ -334,7 +334,12 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
 @pytest.mark.parametrize(
     ("sources", "stages", "key", "text"),
     [
-        ([A + ", epochs = 2.0, weight = 2.0}"], "", "data.sources[0].epochs", "weight = 2.0 too"),
+        (
+            [A + ", epochs = 2.0, weight = 2.0}"],
+            "",
+            "data.sources[0].epochs",
+            "combined with weight = 2.0",
+        ),
         ([A + ", epochs = 2.0, streaming = true}"], "", "data.sources[0].epochs", "set weight ins"),
         ([A + ", epochs = 2.0}", B + "}"], "", "data.sources[1].epochs", "other sources set"),
         (
@@ -348,11 +353,11 @@ A, B = '{path = ".", name = "a"', '{path = ".", name = "b"'
             [A + "}"],
             "{weights = {a = 1.0}}, {weights = {a = 1.0}}",
             "data.stages[0].until_step",
-            "after 0",
+            "must be above 0",
         ),
         ([A + "}"], "{weights = {a = 1.0, aa = 1.0}}", "data.stages[0].weights.aa", '"a"?'),
         ([A + "}"], "{weights = {a = -1.0}}", "data.stages[0].weights", "above 0"),
-        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.stages", 'takes from "b"'),
+        ([A + "}", B + "}"], "{weights = {a = 1.0}}", "data.stages", 'uses the source "b"'),
         ([A + ", weight = 2.0}"], "{weights = {a = 1.0}}", "data.sources[0].weight", "no effect"),
     ],
 )

@@ -160,7 +160,7 @@ def test_mistakes_name_the_key_and_a_remedy(
 def test_an_encoder_must_not_be_named_like_a_key(recipe: Path) -> None:
     recipe.write_text(MODEL.replace("encoders.vision", "encoders.tensor"))
     (problem,) = problems_of(recipe, world_size=4)
-    assert 'model.encoders = "tensor": is a key of [parallel]' in problem
+    assert 'model.encoders = "tensor": conflicts with a key of [parallel]' in problem
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,11 @@ def test_sizes_make_the_world(sizes, world_size, units) -> None:
 @pytest.mark.parametrize(
     ("sizes", "world_size", "message"),
     [
-        ({"shard": 2}, 5, "vision (1 rank), llm (shard 2), generator (1 rank) make 4 ranks, not 5"),
+        (
+            {"shard": 2},
+            5,
+            "vision (1 rank), llm (shard 2), generator (1 rank) require 4 ranks, not 5",
+        ),
         ({"vision": {"shard": -1}}, 4, "parallel.vision.shard and parallel.shard are -1"),
         ({"pipeline": 2}, 5, "3 of 5 ranks remain for llm, which requires a multiple of 2"),
         ({"vision": {"shard": 4}}, 4, "ranks remain for llm"),

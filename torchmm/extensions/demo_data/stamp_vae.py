@@ -85,9 +85,11 @@ def prepare(output: Path, packages: Path, options: dict[str, Any]) -> None:
         vae.save_pretrained(directory)
     counts = {
         "parameters": sum(p.numel() for p in vae.parameters()),
-        "dB on held-out pictures": round(-10 * log10(squared / 4), 1),
+        "dB on held-out images": round(-10 * log10(squared / 4), 1),
     }
-    record(output, NAME, [], "GPL-2 (its pictures')", {"options": options, "counts": counts})
+    record(
+        output, NAME, [], "GPL-2 (license of its images)", {"options": options, "counts": counts}
+    )
 
 
 def _pictures(directory: Path) -> Tensor:

@@ -264,7 +264,10 @@ def _use(
         names = " ".join(f"'{name}'" if "[" in name else name for name in processor.packages)
         lines = [f"The example requires `pip install {names}`.", "", *lines]
     if model.generator is not None:
-        lines += ["", f"`scripts/generate.py --draw` of torchmm draws with `{GENERATOR}/`."]
+        lines += [
+            "",
+            f"`scripts/generate.py --draw` of torchmm generates images with `{GENERATOR}/`.",
+        ]
     return lines
 
 

@@ -84,7 +84,9 @@ def recipe(recipe_file: Path) -> Recipe:
 
 def test_images_of_many_sizes_need_an_encoder_that_reads_them(recipe_file):
     text = recipe_file.read_text().replace("patches = 16\ntokens", "patches = [4, 16]\n# tokens")
-    with pytest.raises(ConfigError, match=r"simulation.images.vision: .* resizes all images to one"):
+    with pytest.raises(
+        ConfigError, match=r"simulation.images.vision: .* resizes all images to one"
+    ):
         Forecaster(Recipe.model_validate(tomli.loads(text)), 8, load_profile("a100"))
 
 
